@@ -1,0 +1,32 @@
+# Everything a fresh machine needs: Python 3.11 or newer and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+.PHONY: demo test test-long lint bench clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m jobs.demo.run
+
+test: $(READY) lint
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) .bench .demo build *.egg-info

@@ -1,0 +1,162 @@
+"""Attempts, what is left of them (Evidence), and what that means (Failure). Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.specs.plan import Change, Plan
+from orchestrator.specs.profile import MemoryEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDevices:
+    """Some devices of one node, by index."""
+
+    node: str
+    devices: tuple[int, ...]
+
+
+Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
+
+
+class FailureKind(StrEnum):
+    """Why an attempt did not finish."""
+
+    DEVICE_OOM = "device_oom"  # a device had too little memory for the plan
+    HOST_OOM = "host_oom"  # the node had too little memory (or shared memory) for the processes
+    NODE_LOST = "node_lost"  # node or launcher gone; the plan is not to blame
+    PREEMPTED = "preempted"  # somebody asked the ranks to end
+    HUNG = "hung"  # no progress within the job's limits
+    STARTUP = "startup"  # it could not be launched
+    DISK_FULL = "disk_full"  # no space for checkpoints or logs
+    USER_ERROR = "user_error"  # the program itself is wrong, or nothing else explains the end
+    CANCELLED = "cancelled"  # the user asked for the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What the evidence means, in a sentence, with the lines that show it."""
+
+    kind: FailureKind
+    reason: str
+    rank: int | None = None
+    excerpt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomReport:
+    """The guard's account of one rank's out-of-memory exception."""
+
+    rank: int
+    step: int  # optimizer steps completed before it
+    phase: str  # startup, forward, backward or optimizer
+    requested_bytes: int | None  # None where the message does not say
+    live_bytes: int
+    capacity_bytes: int
+    foreign_bytes: int = 0  # held on the device by other processes
+    injected: bool = False  # raised by `orc rehearse`: says nothing about the plan
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorReport:
+    """The guard's account of the exception that ended a rank."""
+
+    rank: int
+    step: int
+    phase: str
+    type: str  # qualified name of the exception
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A rank's last sign of life."""
+
+    rank: int
+    step: int  # optimizer steps completed, counted from the job's beginning where the engine knows it
+    steps_done: int  # optimizer steps completed in this attempt
+    step_s: float | None  # median of recent steps
+    peak_bytes: int  # allocated, highest so far
+    phase: str
+    at_s: float
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnd:
+    """How one rank's process ended: exit code, or minus the signal number; None if nobody could tell."""
+
+    rank: int
+    exit_code: int | None
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Raw facts at the end of an attempt. Deciding what they mean is `scheduling.classify`."""
+
+    ranks: tuple[RankEnd, ...] = ()
+    ooms: tuple[OomReport, ...] = ()
+    errors: tuple[ErrorReport, ...] = ()
+    heartbeats: tuple[Heartbeat, ...] = ()
+    nodes_lost: tuple[str, ...] = ()  # nodes, or their launchers, that went away
+    first_ended_rank: int | None = None  # the rank that ended first, where one was seen
+    host_oom_kills: int = 0  # how far the kernel's oom_kill counters rose
+    hung_for_s: float | None = None  # set where the watchdog ended it
+    launch_error: str | None = None  # set where no rank ever ran
+    stopped: bool = False  # we ended it (cancel)
+    missing_artifacts: tuple[str, ...] = ()  # promised by `success`, not found
+    checkpoint_step: int | None = None  # newest complete checkpoint
+
+
+class AttemptStatus(StrEnum):
+    """LAUNCHING -> RUNNING -> ENDED, with STOPPING in between where we asked for the end."""
+
+    LAUNCHING = "launching"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of one job. `number` counts from 1 and is also the fencing epoch: a larger one wins."""
+
+    job_id: str
+    number: int
+    plan: Plan
+    placement: Placement
+    estimate: MemoryEstimate  # as predicted, before correction
+    correction: float  # measured / predicted of the family so far, at launch
+    step_s: float  # as predicted
+    change: tuple[Change, ...] = ()  # against the attempt before
+    change_reason: str = ""
+    status: AttemptStatus = AttemptStatus.LAUNCHING
+    launched_at_s: float
+    ended_at_s: float | None = None
+    released: bool = False  # its devices report their memory free again
+    evidence: Evidence | None = None
+    failure: Failure | None = None
+
+    @property
+    def name(self) -> str:
+        return attempt_name(self.job_id, self.number)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Measured allocated peak of the worst rank, where one was reported."""
+        peaks = [beat.peak_bytes for beat in self.evidence.heartbeats] if self.evidence else []
+        return max(peaks, default=None)
+
+    @property
+    def measured_step_s(self) -> float | None:
+        """Measured seconds per optimizer step of the slowest rank, where one was reported."""
+        steps = [beat.step_s for beat in self.evidence.heartbeats if beat.step_s] if self.evidence else []
+        return max(steps, default=None)
+
+
+def attempt_name(job_id: str, number: int) -> str:
+    """`gpt2-3`: unique in one journal."""
+    return f"{job_id}-{number}"

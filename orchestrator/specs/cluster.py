@@ -1,0 +1,99 @@
+"""ClusterSpec: what the hardware is, in bytes, FLOP/s and bytes/s; and what of it is free now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from orchestrator.specs.job import Bandwidth, Bytes, Noun
+from orchestrator.specs.plan import Precision
+
+
+class DeviceKind(StrEnum):
+    """A CUDA device, or a CPU rank with an enforced memory cap."""
+
+    CUDA = "cuda"
+    VIRTUAL = "virtual"
+
+
+class DeviceSpec(Noun):
+    """One kind of device. FLOP/s are dense peaks of the data sheet."""
+
+    name: str
+    kind: DeviceKind = DeviceKind.CUDA
+    memory: Bytes
+    bf16_tflops: float = Field(gt=0)
+    fp32_tflops: float = Field(gt=0)
+    memory_bandwidth: Bandwidth
+    link_bandwidth: Bandwidth  # between devices of one node, per device and direction
+    host_bandwidth: Bandwidth = 25_000_000_000  # device to host, per device and direction (PCIe 4.0 x16)
+
+    def peak_flops(self, precision: Precision) -> float:
+        """Dense FLOP/s at `precision`."""
+        return 1e12 * (self.bf16_tflops if precision is Precision.BF16 else self.fp32_tflops)
+
+
+class NodeSpec(Noun):
+    """`count` equal nodes, named `name` where there is one and `name0`, `name1`, ... where there are more."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$")
+    count: int = Field(default=1, ge=1, le=65536)
+    devices: int = Field(ge=1, le=64)
+    device: DeviceSpec
+    host_memory: Bytes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,) if self.count == 1 else tuple(f"{self.name}{index}" for index in range(self.count))
+
+
+class ClusterSpec(Noun):
+    """Nodes and the network between them."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    network_bandwidth: Bandwidth = 12_500_000_000  # between nodes, per node and direction
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> ClusterSpec:
+        names = [name for node in self.nodes for name in node.names]
+        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        if twice:
+            raise ValueError(f"two nodes are named {sorted(twice)[0]!r}")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One live node: its devices by index, and the bytes free on each as last reported."""
+
+    name: str
+    device: DeviceSpec
+    free_bytes: tuple[int, ...]  # by device index; what a newcomer can take now
+    host_free_bytes: int
+
+    @property
+    def devices(self) -> int:
+        return len(self.free_bytes)
+
+
+def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
+    """Every node of the specification with all of its memory free."""
+    return tuple(
+        Node(
+            name=name,
+            device=node.device,
+            free_bytes=(node.device.memory,) * node.devices,
+            host_free_bytes=node.host_memory,
+        )
+        for node in cluster.nodes
+        for name in node.names
+    )
+
+
+def cluster_json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a cluster file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ClusterSpec.model_json_schema()

@@ -1,0 +1,66 @@
+"""The one tree of exceptions raised on purpose.
+
+OrchestratorError
+├── SpecError          bad input: a job, a cluster or a command line says something impossible
+├── IllegalPlan        a combination of settings that no engine can run
+└── ServiceError       the service cannot be reached, or refuses
+A failing world (a dead rank, a lost node) is never an exception: it is `Evidence`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OrchestratorError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class SpecError(OrchestratorError, ValueError):
+    """Bad input, said once and completely: what, where, what was given, what is allowed, what to do."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        source: str = "",
+        path: str = "",
+        got: object = None,
+        allowed: str = "",
+        hint: str = "",
+    ) -> None:
+        self.what, self.source, self.path, self.got, self.allowed, self.hint = (
+            what,
+            source,
+            path,
+            got,
+            allowed,
+            hint,
+        )
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.source, self.path) if part)
+        lines = [f"{where}: {self.what}" if where else self.what]
+        if self.got is not None:
+            lines.append(f"  given:   {self.got!r}")
+        if self.allowed:
+            lines.append(f"  allowed: {self.allowed}")
+        if self.hint:
+            lines.append(f"  to do:   {self.hint}")
+        return "\n".join(lines)
+
+
+class IllegalPlan(OrchestratorError, ValueError):
+    """A plan that no engine can run; the message names the settings that exclude each other."""
+
+
+class ServiceError(OrchestratorError):
+    """The service cannot be reached or refuses; the message says what to do."""
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was most likely meant to be, or None where nothing is near."""
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return matches[0] if matches else None

@@ -1,0 +1,214 @@
+"""JobSpec: what the user wants. Read from YAML, frozen, and serialised back to the same text."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
+
+from orchestrator.specs import units
+from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import Degradation, Precision
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(units.parse_bytes),
+    PlainSerializer(lambda count: f"{count}B", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": units.SIZE_PATTERN, "examples": ["1.5GiB"]}),
+]
+Bandwidth = Annotated[
+    int,
+    BeforeValidator(units.parse_bandwidth),
+    PlainSerializer(lambda count: f"{count}B/s", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": units.BANDWIDTH_PATTERN, "examples": ["450GB/s"]}),
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(units.parse_seconds),
+    PlainSerializer(lambda seconds: f"{seconds:.12g}s", return_type=str),
+    WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
+]
+
+
+def _split_command(command: object) -> object:
+    """A command string cut as a POSIX shell would cut it; it never reaches a shell."""
+    return tuple(shlex.split(command)) if isinstance(command, str) else command
+
+
+Command = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split_command),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+            "examples": ["python train.py"],
+        }
+    ),
+]
+
+Words = Annotated[  # a mapping of words that can be hashed
+    tuple[tuple[str, str], ...],
+    BeforeValidator(lambda words: tuple(words.items()) if isinstance(words, dict) else words),
+    PlainSerializer(dict, return_type=dict[str, str]),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]
+
+
+class Noun(BaseModel):
+    """Frozen, and no unknown key passes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class GpuRange(Noun):
+    """How many devices the job may take."""
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GpuRange:
+        if self.max < self.min:
+            raise ValueError(f"gpus.max={self.max} is below gpus.min={self.min}")
+        return self
+
+
+def _exact_count(gpus: object) -> object:
+    return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
+
+
+class Knob(Noun):
+    """How a script takes one setting.
+
+    `flag: --batch-size` is followed by the value, `switch: --checkpoint` is present or absent, `env: BATCH` is a variable.
+    """
+
+    flag: str | None = None
+    switch: str | None = None
+    env: str | None = None
+    default: int | str | None = None  # what the script does when it is told nothing
+    values: Words = ()  # our word -> the script's word
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Knob:
+        if sum(way is not None for way in (self.flag, self.switch, self.env)) != 1:
+            raise ValueError("a knob is taken in exactly one way: flag, switch or env")
+        return self
+
+
+class Knobs(Noun):
+    """The settings that the user's script really has; a plan that would turn a missing one is never made."""
+
+    micro_batch_size: Knob | None = None
+    gradient_accumulation_steps: Knob | None = None
+    activation_checkpointing: Knob | None = None
+    precision: Knob | None = None
+    sequence_length: Knob | None = None
+    deepspeed_config: Knob | None = None
+    resume_from: Knob | None = None
+    output_dir: Knob | None = None
+
+
+class DeclaredProfile(Noun):
+    """What the user says a model costs, where no closed form knows it."""
+
+    parameters: int = Field(ge=0)
+    layers: int = Field(default=1, ge=1)
+    activations_per_sample: Bytes
+    checkpointed_per_sample: Bytes | None = None  # None: checkpointing would save nothing
+    workspace: Bytes = 0  # held besides parameters, gradients, optimizer states and activations
+    forward_flops_per_sample: float | None = Field(default=None, gt=0)  # None: 2 x parameters
+
+
+class Success(Noun):
+    """What a finished script must have left behind, besides exit code 0; paths relative to its output folder."""
+
+    artifacts: tuple[str, ...] = ()
+
+
+class Degrade(Noun):
+    """What a restart may touch. `exact` is always allowed; `semantic` names its alternatives."""
+
+    allow: Literal["exact", "numeric", "semantic"] = "exact"
+    sequence_lengths: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> Degradation:
+        return Degradation[self.allow.upper()]
+
+
+class Retries(Noun):
+    """Separate, bounded budgets. A bug in the user's code has none."""
+
+    oom: int = Field(default=8, ge=0, le=64)
+    node: int = Field(default=3, ge=0, le=64)
+    startup: int = Field(default=2, ge=0, le=64)
+    hang: int = Field(default=1, ge=0, le=64)
+    preemption: int = Field(default=16, ge=0, le=64)
+
+
+class JobSpec(Noun):
+    """One training job: a `command` with `knobs`, or a `model` with `data`."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    family: str | None = None  # jobs of one family share their calibration; None: the name
+    priority: int = 0  # higher first
+    gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
+    global_batch_size: int = Field(ge=1)
+    precision: Precision = Precision.FP32
+
+    model: ModelSpec | None = None
+    data: DataSpec = DataSpec()
+    training: TrainingSpec = TrainingSpec()
+
+    command: Command | None = None
+    workdir: str | None = None  # relative to the job file; None: the job file's folder
+    env: Words = ()
+    secrets: tuple[str, ...] = ()  # names of environment variables of the service, passed on and never shown
+    knobs: Knobs = Knobs()
+    success: Success = Success()
+
+    profile: DeclaredProfile | None = None
+    degrade: Degrade = Degrade()
+    retries: Retries = Retries()
+    hang_timeout: Seconds = 600.0  # no training step for this long means hung
+    startup_timeout: Seconds = 900.0  # the first training step must come within this time
+
+    @property
+    def family_name(self) -> str:
+        return self.family or self.name
+
+    @property
+    def is_script(self) -> bool:
+        return self.command is not None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> JobSpec:
+        if (self.command is None) == (self.model is None):
+            raise ValueError("a job says either `command` (a script) or `model` (and `data`)")
+        if self.command is not None and not self.command:
+            raise ValueError("`command` is empty")
+        if self.model is not None:
+            if (self.model.decoder is None) == (self.model.factory is None):
+                raise ValueError("`model` says either `decoder` or `factory`")
+            if self.model.factory is not None and self.profile is None:
+                raise ValueError("a model from a factory needs a `profile`: no closed form knows its memory")
+            if self.model.decoder is not None and not self.data.text:
+                raise ValueError("a decoder job needs `data.text`: the files it is trained on")
+        if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
+            raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
+        return self
+
+
+def job_json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of a job file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | JobSpec.model_json_schema()

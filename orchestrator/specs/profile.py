@@ -1,0 +1,57 @@
+"""ModelProfile and MemoryEstimate: what a model costs, and what one rank of a plan needs, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.specs.plan import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """`count` equal parts of a model along its depth. Bytes and FLOPs are per part; activations also per sample."""
+
+    name: str
+    count: int
+    parameters: int
+    saved_bytes: int  # kept from forward to backward, per sample
+    checkpointed_bytes: int  # the same when the part is recomputed, per sample
+    transient_bytes: int  # above what is saved, at the part's own peak, per sample
+    forward_flops: float  # per sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """What a model costs at one precision and sequence length; planning reads only this."""
+
+    family: str
+    precision: Precision
+    source: str  # "closed form", "declared" or "assumed": how far it can be trusted
+    segments: tuple[Segment, ...]
+    workspace_bytes: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return sum(segment.count * segment.parameters for segment in self.segments)
+
+    @property
+    def forward_flops(self) -> float:
+        """Per sample."""
+        return sum(segment.count * segment.forward_flops for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that the worst rank needs at its worst moment."""
+
+    moment: str  # when the peak comes: "forward head", "optimizer step", ...
+    by_cause: tuple[tuple[str, int], ...]  # (cause, bytes) at that moment; they add up to allocated_bytes
+    allocated_bytes: int  # live tensors
+    reserved_bytes: int  # what the allocator holds
+    device_bytes: int  # and context, communicators, workspaces: compared with what is free
+    host_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        total = sum(count for _, count in self.by_cause)
+        assert total == self.allocated_bytes, f"causes add up to {total}, not {self.allocated_bytes}"
+        assert self.allocated_bytes <= self.reserved_bytes <= self.device_bytes, self

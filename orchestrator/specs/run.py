@@ -1,0 +1,146 @@
+"""What crosses into a training process: files of the attempt folder. Standard library only.
+
+jobs/<job id>/epoch                       number of the newest attempt: older ones may write nothing any more
+jobs/<job id>/checkpoints/step-<n>/       canonical checkpoints, renamed into place when complete
+jobs/<job id>/output/                     a script's output folder, kept over attempts
+jobs/<job id>/attempts/<n>/run.json       TrainingRun, for our engines
+jobs/<job id>/attempts/<n>/guard.json     GuardSettings, for every guarded rank
+jobs/<job id>/attempts/<n>/rank<r>.log    standard output and error
+jobs/<job id>/attempts/<n>/rank<r>.rc     exit code, or minus the signal, written when the process is gone
+jobs/<job id>/attempts/<n>/rank<r>.heartbeat.json   Heartbeat, replaced as training goes on
+jobs/<job id>/attempts/<n>/rank<r>.oom.json         OomReport
+jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
+jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
+from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
+
+OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
+STALE_EXIT_CODE = 78  # the guard's own: a newer attempt of the job exists
+
+
+class JobFolder:
+    """Paths of one job under the service's home; nothing is created by asking for them."""
+
+    def __init__(self, home: str | Path, job_id: str) -> None:
+        self.path = Path(home) / "jobs" / job_id
+        self.epoch = self.path / "epoch"
+        self.checkpoints = self.path / "checkpoints"
+        self.output = self.path / "output"
+
+    def attempt(self, number: int) -> AttemptFolder:
+        return AttemptFolder(self.path / "attempts" / str(number))
+
+
+class AttemptFolder:
+    """Paths of one attempt."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.run = self.path / "run.json"
+        self.guard = self.path / "guard.json"
+        self.metrics = self.path / "metrics.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.log"
+
+    def exit_code(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.rc"
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.heartbeat.json"
+
+    def oom(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.oom.json"
+
+    def error(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.error.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardSettings:
+    """What the guard of every rank of an attempt has to know."""
+
+    attempt_folder: str
+    virtual_capacity_bytes: int | None  # cap to enforce on a virtual device; None on a real one
+    fault_kind: str | None = None  # a FaultKind to raise for real, in rank `fault_rank` at step `fault_step`
+    fault_rank: int = 0
+    fault_step: int = 0
+    heartbeat_interval_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """One attempt as our engines see it."""
+
+    model: ModelSpec
+    data: DataSpec
+    training: TrainingSpec
+    plan: Plan
+    job_folder: str
+    attempt_folder: str
+    epoch: int
+    device: str  # "cuda" or "cpu"
+
+
+def plan_from_json(data: dict[str, Any]) -> Plan:
+    """The plan that `dataclasses.asdict` wrote. Raises IllegalPlan where it names an illegal one."""
+    return Plan(
+        engine=Engine(data["engine"]),
+        layout=ParallelLayout(**data["layout"]),
+        zero_stage=ZeroStage(data["zero_stage"]),
+        offload=Offload(data["offload"]),
+        micro_batch_size=data["micro_batch_size"],
+        gradient_accumulation_steps=data["gradient_accumulation_steps"],
+        activation_checkpointing=ActivationCheckpointing(data["activation_checkpointing"]),
+        precision=Precision(data["precision"]),
+        sequence_length=data["sequence_length"],
+    )
+
+
+def training_run_from_json(data: dict[str, Any]) -> TrainingRun:
+    """The TrainingRun that `dataclasses.asdict` wrote."""
+    model = data["model"]
+    decoder = model["decoder"]
+    return TrainingRun(
+        **{
+            **data,
+            "model": ModelSpec(
+                decoder=DecoderSpec(**decoder) if decoder else None,
+                factory=model["factory"],
+                config=model["config"],
+            ),
+            "data": DataSpec(**{**data["data"], "text": tuple(data["data"]["text"])}),
+            "training": TrainingSpec(**data["training"]),
+            "plan": plan_from_json(data["plan"]),
+        }
+    )
+
+
+Report = GuardSettings | TrainingRun | Heartbeat | OomReport | ErrorReport
+
+
+def write_json(path: Path, report: Report) -> None:
+    """Replace `path` by the report as JSON, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(dataclasses.asdict(report)))
+    temporary.replace(path)

@@ -1,0 +1,188 @@
+"""State: everything known. Events: what happened. Actions: what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from orchestrator.specs.attempt import Attempt, Evidence, attempt_name
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import Plan
+
+
+class FaultKind(StrEnum):
+    """What `orc rehearse` can make happen."""
+
+    OOM = "oom"
+    KILL = "kill"
+    NODE = "node"
+    PREEMPT = "preempt"
+    HANG = "hang"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A failure to raise for real in the first attempt: at this rank, before this optimizer step completes."""
+
+    kind: FaultKind
+    rank: int
+    step: int
+
+
+class JobStatus(StrEnum):
+    """QUEUED <-> RUNNING, then one of the four ends; an end is final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    REFUSED = "refused"  # no plan can fit: nothing was started
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (JobStatus.QUEUED, JobStatus.RUNNING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job and everything that has become of it."""
+
+    id: str
+    spec: JobSpec
+    order: int  # position of its submission: breaks ties of priority
+    submitted_at_s: float
+    status: JobStatus = JobStatus.QUEUED
+    reason: str = ""  # why it waits, or why it ended
+    not_before_s: float = 0.0  # back-off after a failure that was not its own
+    cancelling: bool = False
+    attempts: tuple[Attempt, ...] = ()
+    refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again
+    fault: Fault | None = None
+
+    @property
+    def last(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One predicted peak and what reality answered."""
+
+    device: str  # DeviceSpec.name
+    engine: str
+    family: str
+    predicted_bytes: int
+    measured_bytes: int  # where the attempt ran out of memory: what it needed at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Everything known. Replaced, never changed."""
+
+    jobs: Mapping[str, Job] = field(default_factory=dict)
+    nodes: tuple[Node, ...] = ()
+    observations: tuple[Observation, ...] = ()
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    job_id: str
+    spec: JobSpec
+    at_s: float
+    fault: Fault | None = None
+    type: Literal["submitted"] = "submitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequested:
+    job_id: str
+    at_s: float
+    type: Literal["cancel_requested"] = "cancel_requested"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesSeen:
+    """The whole live cluster; a node that is not in it is gone."""
+
+    nodes: tuple[Node, ...]
+    at_s: float
+    type: Literal["nodes_seen"] = "nodes_seen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Every rank's process of an attempt runs."""
+
+    job_id: str
+    number: int
+    at_s: float
+    type: Literal["started"] = "started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Every process of an attempt is gone."""
+
+    job_id: str
+    number: int
+    evidence: Evidence
+    at_s: float
+    type: Literal["finished"] = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """The devices of an ended attempt report their memory free again."""
+
+    job_id: str
+    number: int
+    at_s: float
+    type: Literal["released"] = "released"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Woke:
+    """The time that `scheduling.step.wake_at_s` named has come."""
+
+    at_s: float
+    type: Literal["woke"] = "woke"
+
+
+Event = Submitted | CancelRequested | NodesSeen | Started | Finished | Released | Woke
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Start this attempt. The backend answers with Started and Finished; a failed launch is a Finished too."""
+
+    job: Job
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End this attempt: SIGTERM, `grace_s` seconds, SIGKILL. The backend answers with Finished."""
+
+    job_id: str
+    number: int
+    grace_s: float
+
+    @property
+    def name(self) -> str:
+        return attempt_name(self.job_id, self.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Tell the tracker how this job, and this attempt of it, stand now."""
+
+    job: Job
+    attempt: Attempt | None = None
+
+
+Action = Launch | Stop | Record

@@ -1,0 +1,81 @@
+"""Bytes and seconds inside; `1.5GiB`, `450GB/s` and `10min` in YAML and in what people read."""
+
+from __future__ import annotations
+
+import re
+
+BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+SECOND_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+COUNT_UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|TiB)$"
+BANDWIDTH_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|TB)/s$"
+DURATION_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(s|min|h|d)$"
+
+
+def parse_bytes(text: object) -> int:
+    """Bytes said by `1.5GiB`. Raises ValueError with the allowed units and the likely meaning."""
+    number, unit = _split(text, "a size such as 1.5GiB", BINARY_UNITS)
+    if unit in BINARY_UNITS:
+        return round(number * BINARY_UNITS[unit])
+    meant = {
+        "KB": "KiB",
+        "kB": "KiB",
+        "MB": "MiB",
+        "GB": "GiB",
+        "TB": "TiB",
+        "K": "KiB",
+        "M": "MiB",
+        "G": "GiB",
+    }
+    hint = f"; did you mean {number:g}{meant[unit]}?" if unit in meant else ""
+    raise ValueError(f"sizes take one of {', '.join(BINARY_UNITS)}, not {unit or 'no unit'!r}{hint}")
+
+
+def parse_bandwidth(text: object) -> int:
+    """Bytes per second said by `450GB/s` (decimal, as data sheets write it). Raises ValueError."""
+    number, unit = _split(text, "a bandwidth such as 450GB/s", DECIMAL_UNITS)
+    if unit.endswith("/s") and unit[:-2] in DECIMAL_UNITS:
+        return round(number * DECIMAL_UNITS[unit[:-2]])
+    raise ValueError(f"bandwidths take one of {', '.join(f'{u}/s' for u in DECIMAL_UNITS)}, not {unit!r}")
+
+
+def parse_seconds(text: object) -> float:
+    """Seconds said by `90s`, `10min` or `2h`. Raises ValueError with the allowed units."""
+    number, unit = _split(text, "a duration such as 10min", SECOND_UNITS)
+    if unit in SECOND_UNITS:
+        return number * SECOND_UNITS[unit]
+    raise ValueError(f"durations take one of {', '.join(SECOND_UNITS)}, not {unit or 'no unit'!r}")
+
+
+def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"expected {example} with one of {', '.join(units)}")
+    return float(match[1]), match[2]
+
+
+def format_bytes(count: float) -> str:
+    """`count` bytes for people: three significant digits in the largest binary unit below it."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(count) >= BINARY_UNITS[unit]:
+            return f"{count / BINARY_UNITS[unit]:.2f} {unit}" if unit != "KiB" else f"{count / 2**10:.0f} KiB"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for people: `0.213 s`, `42 s`, `12 min`, `3.4 h`."""
+    if seconds < 10:
+        return f"{seconds:.3g} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def format_count(count: float) -> str:
+    """`count` things for people: `70.6 B` parameters, `3.1 M`."""
+    for unit in ("T", "B", "M", "k"):
+        if abs(count) >= COUNT_UNITS[unit]:
+            return f"{count / COUNT_UNITS[unit]:.3g} {unit}"
+    return f"{count:g}"

@@ -1,0 +1,110 @@
+"""A decoder transformer of the Llama kind, small enough to read, in plain PyTorch.
+
+Shape suffixes: B samples, T tokens, D hidden, N heads, K key-value heads, H head width, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from orchestrator.specs.model import DecoderSpec
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
+ROTARY_BASE = 10_000.0  # Su et al. 2021, arXiv:2104.09864, section 3.4.2
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = spec.num_attention_heads, spec.kv_heads, spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, self.heads * self.width, bias=False)
+        self.k_proj = nn.Linear(spec.hidden_size, self.kv_heads * self.width, bias=False)
+        self.v_proj = nn.Linear(spec.hidden_size, self.kv_heads * self.width, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.width, spec.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        q_BNTH = self.q_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        k_BKTH = self.k_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        v_BKTH = self.v_proj(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        out_BNTH = functional.scaled_dot_product_attention(
+            _rotate(q_BNTH, cos_TH, sin_TH),
+            _rotate(k_BKTH, cos_TH, sin_TH),
+            v_BKTH,
+            is_causal=True,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return self.o_proj(out_BNTH.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
+        self.mlp = FeedForward(spec)
+
+    def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Tokens to logits over the next token."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
+        self.norm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)  # GPT-2's initialisation
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        cos_TH, sin_TH = _rotary_tables(tokens_BT.shape[1], self.head_dim, tokens_BT.device)
+        x_BTD = self.embed_tokens(tokens_BT)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, cos_TH, sin_TH)
+        return self.lm_head(self.norm(x_BTD))
+
+
+def loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Cross entropy summed over the tokens whose label is not ignored; scalar, fp32."""
+    return functional.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def _rotary_tables(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequencies = ROTARY_BASE ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos_TH.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin_TH.to(x.dtype)
