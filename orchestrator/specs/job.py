@@ -89,7 +89,7 @@ def _exact_count(gpus: object) -> object:
 class Knob(Noun):
     """How a script takes one setting.
 
-    `flag: --batch-size` is followed by the value, `switch: --checkpoint` is present or absent, `env: BATCH` is a variable.
+    `flag: --batch-size` is followed by the value, `switch: --ckpt` is present or absent, `env: BATCH` is a variable.
     """
 
     flag: str | None = None

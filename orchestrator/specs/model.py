@@ -12,7 +12,7 @@ FORBID_EXTRA = {"extra": "forbid"}  # read by pydantic where these nouns stand i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A decoder transformer of the Llama kind: RMSNorm, rotary positions, gated MLP. Names as in Hugging Face configs."""
+    """A decoder transformer of the Llama kind: RMSNorm, rotary positions, gated MLP. Hugging Face names."""
 
     vocab_size: int
     hidden_size: int
