@@ -25,6 +25,7 @@ class FailureKind(StrEnum):
 
     DEVICE_OOM = "device_oom"  # a device had too little memory for the plan
     HOST_OOM = "host_oom"  # the node had too little memory (or shared memory) for the processes
+    CROWDED = "crowded"  # other processes took the device's memory; the plan is not to blame
     NODE_LOST = "node_lost"  # node or launcher gone; the plan is not to blame
     PREEMPTED = "preempted"  # somebody asked the ranks to end
     HUNG = "hung"  # no progress within the job's limits
@@ -128,6 +129,7 @@ class Attempt:
     number: int
     plan: Plan
     placement: Placement
+    device: str  # DeviceSpec.name
     estimate: MemoryEstimate  # as predicted, before correction
     correction: float  # measured / predicted of the family so far, at launch
     step_s: float  # as predicted

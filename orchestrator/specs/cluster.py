@@ -74,6 +74,7 @@ class Node:
     device: DeviceSpec
     free_bytes: tuple[int, ...]  # by device index; what a newcomer can take now
     host_free_bytes: int
+    network_bandwidth: int  # bytes per second to other nodes, per direction
 
     @property
     def devices(self) -> int:
@@ -88,6 +89,7 @@ def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
             device=node.device,
             free_bytes=(node.device.memory,) * node.devices,
             host_free_bytes=node.host_memory,
+            network_bandwidth=cluster.network_bandwidth,
         )
         for node in cluster.nodes
         for name in node.names
