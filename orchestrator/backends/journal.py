@@ -1,0 +1,208 @@
+"""The journal: every event, snapshots of the state, and the tracker's outbox, in SQL."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import sqlalchemy as sa
+from pydantic import Field, TypeAdapter, ValidationError
+from sqlalchemy.exc import DatabaseError
+
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.state import Event, Record, State
+
+SCHEMA = "0001"  # newest revision in migrations/versions
+BUSY_TIMEOUT_S = 5.0
+KEPT_SNAPSHOTS = 2
+PAGE = 500  # rows read at a time
+
+_metadata = sa.MetaData()
+_events, _snapshots, _outbox = (
+    sa.Table(name, _metadata, sa.Column("id", sa.Integer, primary_key=True), sa.Column("body", sa.Text))
+    for name in ("events", "snapshots", "outbox")
+)
+
+
+class Journal:
+    """The one writer of a journal; every method may be called from any thread.
+
+    Raises ServiceError where another process has the journal open, where the database refuses, or where a row cannot
+    be read back; the message says what to do.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open the SQLite journal at `url` (`sqlite:////path/journal.db`), made and brought up to date as needed."""
+        parsed = sa.make_url(url)
+        if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
+            raise SpecError(
+                "the journal lives in a SQLite file",
+                path="journal",
+                got=parsed.render_as_string(hide_password=True),
+                allowed="sqlite:////absolute/path/journal.db",
+            )
+        self.path = Path(parsed.database)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # jobs' environments are in it
+        self._file_lock = _lock(self.path)
+        self._lock = threading.Lock()
+        self._event = TypeAdapter[Event](Annotated[Event, Field(discriminator="type")])
+        self._record = TypeAdapter[Record](Record)
+        self._state = TypeAdapter[State](State)
+        self._engine = _engine(parsed)
+        try:
+            with self._transaction() as connection:
+                _migrate(connection, self.path)
+        except ServiceError:
+            self.close()
+            raise
+
+    def load(self) -> tuple[State | None, tuple[Event, ...]]:
+        """The newest snapshot of the state (None: there is none), and the events after it, oldest first."""
+        newest = sa.select(_snapshots.c.id, _snapshots.c.body).order_by(_snapshots.c.id.desc()).limit(1)
+        with self._transaction() as connection:
+            row = connection.execute(newest).one_or_none()
+        if row is None:
+            return None, tuple(self.events())
+        return self._read(self._state, _snapshots, *row), tuple(self._events_after(row[0]))
+
+    def append(self, event: Event, records: Sequence[Record]) -> None:
+        """Keep the event and what the tracker is to be told of it, all or nothing; on disk when this returns."""
+        with self._transaction() as connection:
+            connection.execute(_events.insert(), {"body": _dump(self._event, event)})
+            if records:
+                connection.execute(_outbox.insert(), [{"body": _dump(self._record, record)} for record in records])
+
+    def snapshot(self, state: State) -> None:
+        """Keep `state`, which every appended event has led to, so that `load` need not fold them again."""
+        last = sa.select(sa.func.coalesce(sa.func.max(_events.c.id), 0)).scalar_subquery()
+        kept = sa.select(_snapshots.c.id).order_by(_snapshots.c.id.desc()).limit(KEPT_SNAPSHOTS)
+        with self._transaction() as connection:
+            connection.execute(_snapshots.delete().where(_snapshots.c.id == last))
+            connection.execute(_snapshots.insert().values(id=last, body=_dump(self._state, state)))
+            connection.execute(_snapshots.delete().where(_snapshots.c.id.not_in(kept)))
+
+    def events(self) -> Iterator[Event]:
+        """Every event ever appended, oldest first."""
+        return self._events_after(0)
+
+    def pending(self, limit: int) -> list[tuple[int, Record]]:
+        """At most `limit` undelivered outbox rows as (id, record), oldest first."""
+        oldest = sa.select(_outbox.c.id, _outbox.c.body).order_by(_outbox.c.id).limit(limit)
+        with self._transaction() as connection:
+            rows = connection.execute(oldest).all()
+        return [(row.id, self._read(self._record, _outbox, *row)) for row in rows]
+
+    def delivered(self, ids: Sequence[int]) -> None:
+        """Forget outbox rows: the tracker has them."""
+        with self._transaction() as connection:
+            connection.execute(_outbox.delete().where(_outbox.c.id == sa.bindparam("row")), [{"row": i} for i in ids])
+
+    def close(self) -> None:
+        """Let go of the file; another process may open the journal then."""
+        with self._lock:
+            self._engine.dispose()
+        os.close(self._file_lock)
+
+    def _events_after(self, last: int) -> Iterator[Event]:
+        while True:
+            page = sa.select(_events.c.id, _events.c.body).where(_events.c.id > last).order_by(_events.c.id).limit(PAGE)
+            with self._transaction() as connection:
+                rows = connection.execute(page).all()
+            for row in rows:
+                yield self._read(self._event, _events, *row)
+            if len(rows) < PAGE:
+                return
+            last = rows[-1].id
+
+    def _read(self, adapter: TypeAdapter[Any], table: sa.Table, row: int, body: str) -> Any:
+        try:
+            return adapter.validate_json(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ServiceError(
+                f"journal {self.path}: row {row} of table {table.name} cannot be read back ({where}: {first['msg']}). "
+                "Another version of the orchestrator wrote it, or it was edited. Open the journal with the version "
+                "that wrote it, or move the file away to begin an empty one."
+            ) from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        try:
+            with self._lock, self._engine.begin() as connection:
+                yield connection
+        except DatabaseError as error:
+            raise ServiceError(
+                f"journal {self.path}: {error.orig}. Nothing of this change was kept. Look for a full disk, "
+                "a missing or a damaged file; the service goes on from the journal when it is started again."
+            ) from error
+
+
+def _dump(adapter: TypeAdapter[Any], value: object) -> str:
+    return json.dumps(adapter.dump_python(value, mode="json"))  # not dump_json: a loss may be NaN, which it makes null
+
+
+def _engine(url: sa.URL) -> sa.Engine:
+    """One connection for all threads (Journal takes turns), whose transactions begin when we say so."""
+    engine = sa.create_engine(
+        url,
+        poolclass=sa.StaticPool,
+        connect_args={"check_same_thread": False, "timeout": BUSY_TIMEOUT_S, "isolation_level": None},
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _configure(connection: Any, _: object) -> None:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver alone would leave table changes outside
+
+    return engine
+
+
+def _migrate(connection: sa.Connection, path: Path) -> None:
+    """Bring the tables to SCHEMA, all or nothing."""
+    known = sa.inspect(connection).has_table("alembic_version")
+    found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if known else None
+    if found == SCHEMA:
+        return
+    if found is not None and found > SCHEMA:
+        raise ServiceError(
+            f"journal {path} has schema {found}; this version of the orchestrator knows {SCHEMA} at most. "
+            "Use the newer version, or move the file away to begin an empty one."
+        )
+    from alembic import command  # half a second of imports that only a new or an old journal needs
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the journal for this process alone; the kernel frees it however the process ends."""
+    lock_path = path.with_name(path.name + ".lock")
+    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 32).decode().strip() or "unknown"
+        os.close(descriptor)
+        raise ServiceError(
+            f"journal {path} is in use by process {holder}. Talk to that service (`orc queue`), or stop it "
+            f"(`orc down`, or `kill {holder}`) before starting another."
+        ) from error
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()}\n".encode())
+    return descriptor

@@ -1,0 +1,9 @@
+"""Run by Alembic: applies the revisions on the connection that the journal handed over, in one transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+context.configure(connection=context.config.attributes["connection"], transactional_ddl=True)
+with context.begin_transaction():
+    context.run_migrations()
