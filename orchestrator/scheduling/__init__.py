@@ -1,0 +1,1 @@
+"""Who runs where and when, and what happens after a failure?"""

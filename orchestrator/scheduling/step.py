@@ -1,0 +1,288 @@
+"""Every decision about jobs: `step(state, event) -> (state, actions)`. No clock, no randomness, no world.
+
+1. absorb the fact   2. order the waiting   3. plan and place   4. return what to do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestrator.memory.calibration import correction
+from orchestrator.planning.frontier import Candidate
+from orchestrator.scheduling.classify import classify, needed_bytes
+from orchestrator.scheduling.match import Chosen, NeverFits, Wait, choose
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
+from orchestrator.specs.plan import changes
+from orchestrator.specs.state import (
+    Action,
+    CancelRequested,
+    Event,
+    Finished,
+    Job,
+    JobStatus,
+    Launch,
+    NodesSeen,
+    Observation,
+    Record,
+    Released,
+    Started,
+    State,
+    Stop,
+    Submitted,
+    Woke,
+)
+
+CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoint
+BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
+BACK_OFF_MAX_S = 300.0
+OBSERVATIONS_MAX = 1000  # newest kept: more than a cluster's families need
+
+# Which of the job's budgets a failure uses up. A failure without a budget is final.
+BUDGETS = {
+    FailureKind.DEVICE_OOM: "oom",
+    FailureKind.HOST_OOM: "oom",
+    FailureKind.CROWDED: "node",
+    FailureKind.NODE_LOST: "node",
+    FailureKind.PREEMPTED: "preemption",
+    FailureKind.HUNG: "hang",
+    FailureKind.STARTUP: "startup",
+}
+REFUTING = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)  # the plan itself is to blame
+AT_ONCE = (*REFUTING, FailureKind.PREEMPTED)  # waiting would change nothing
+
+
+def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """The state after `event`, and what to do about it. Late, repeated and unknown events change nothing."""
+    state = replace(state, at_s=max(state.at_s, event.at_s))
+    state, told = _absorb(state, event)
+    state, begun = _schedule(state)
+    return state, (*told, *begun)
+
+
+def wake_at_s(state: State) -> float | None:
+    """When the next back-off ends; None where nothing waits for a time."""
+    times = [job.not_before_s for job in _waiting(state) if job.not_before_s > state.at_s]
+    return min(times, default=None)
+
+
+# 1. absorb the fact
+
+
+def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    match event:
+        case Submitted():
+            return _submitted(state, event)
+        case CancelRequested():
+            return _cancel_requested(state, event)
+        case NodesSeen():
+            return replace(state, nodes=event.nodes), ()
+        case Started():
+            return _started(state, event)
+        case Finished():
+            return _finished(state, event)
+        case Released():
+            return _released(state, event)
+        case Woke():
+            return state, ()
+
+
+def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...]]:
+    if event.job_id in state.jobs:
+        return state, ()
+    job = Job(
+        id=event.job_id,
+        spec=event.spec,
+        order=len(state.jobs) + 1,
+        submitted_at_s=event.at_s,
+        fault=event.fault,
+        reason="waiting for the cluster to be seen",
+    )
+    return _with_job(state, job), (Record(job=job),)
+
+
+def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
+    job = state.jobs.get(event.job_id)
+    if job is None or job.status.ended or job.cancelling:
+        return state, ()
+    attempt = _live(job)
+    if attempt is None:
+        job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled before it ran")
+        return _with_job(state, job), (Record(job=job),)
+    job = _with_attempt(replace(job, cancelling=True), replace(attempt, status=AttemptStatus.STOPPING))
+    return _with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
+
+
+def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
+        return state, ()
+    attempt = replace(attempt, status=AttemptStatus.RUNNING)
+    job = _with_attempt(job, attempt)
+    return _with_job(state, job), (Record(job=job, attempt=attempt),)
+
+
+def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED:
+        return state, ()
+    return _with_job(state, _with_attempt(job, replace(attempt, released=True))), ()
+
+
+def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
+        return state, ()
+    failure = classify(job, attempt, event.evidence, _capacity_bytes(state, attempt))
+    attempt = replace(
+        attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence, failure=failure
+    )
+    job = _with_attempt(job, attempt)
+    job = _succeeded(job) if failure is None else _failed(job, attempt, failure, event.at_s)
+    observed = _observe(job, attempt, event.evidence)
+    state = replace(state, observations=(*state.observations, *observed)[-OBSERVATIONS_MAX:])
+    return _with_job(state, job), (Record(job=job, attempt=attempt),)
+
+
+def _succeeded(job: Job) -> Job:
+    return replace(job, status=JobStatus.SUCCEEDED, reason="finished")
+
+
+def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
+    """The job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
+    if job.cancelling or failure.kind is FailureKind.CANCELLED:
+        return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled while it ran")
+    if failure.kind in REFUTING:
+        job = replace(job, refuted=job.refuted | {attempt.plan})
+    budget = BUDGETS.get(failure.kind)
+    if budget is None:
+        return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
+    used = sum(1 for a in job.attempts if a.failure and BUDGETS.get(a.failure.kind) == budget)
+    allowed = getattr(job.spec.retries, budget)
+    if used > allowed:
+        reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
+        return replace(job, status=JobStatus.FAILED, reason=reason)
+    wait_s = 0.0 if failure.kind in AT_ONCE else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
+    reason = f"restarts after {failure.kind}: {failure.reason}"
+    return replace(job, status=JobStatus.QUEUED, not_before_s=at_s + wait_s, reason=reason)
+
+
+def _observe(job: Job, attempt: Attempt, evidence: Evidence) -> tuple[Observation, ...]:
+    """What reality answered to the predicted peak; nothing where the attempt came to no training step."""
+    if any(report.injected for report in evidence.ooms):
+        return ()
+    measured = [needed_bytes(report) for report in evidence.ooms]
+    measured += [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
+    if not measured and attempt.failure and attempt.failure.kind is FailureKind.DEVICE_OOM:
+        measured = [attempt.estimate.allocated_bytes + 1]  # only its log says so: it needs more than we thought
+    if not measured:
+        return ()
+    return (
+        Observation(
+            device=attempt.device,
+            engine=attempt.plan.engine,
+            family=job.spec.family_name,
+            predicted_bytes=attempt.estimate.allocated_bytes,
+            measured_bytes=max(measured),
+        ),
+    )
+
+
+# 2. order the waiting
+
+
+def _waiting(state: State) -> list[Job]:
+    """Queued jobs, by priority and then by submission."""
+    queued = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED]
+    return sorted(queued, key=lambda job: (-job.spec.priority, job.order))
+
+
+# 3. plan and place
+
+
+def _schedule(state: State) -> tuple[State, tuple[Action, ...]]:
+    """Start waiting jobs in order. A job that waits for devices keeps those behind it from taking them."""
+    actions: list[Action] = []
+    if not state.nodes:
+        return state, ()
+    taken_by_order: set[str] = set()  # names of nodes that a job further ahead is waiting for
+    for job in _waiting(state):
+        if job.not_before_s > state.at_s or not _all_released(job):
+            continue
+        match choose(state, job, frozenset(taken_by_order)):
+            case Chosen() as chosen:
+                job, attempt = _begin(state, job, chosen)
+                actions += (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
+            case Wait() as wait:
+                taken_by_order |= wait.nodes
+                job = replace(job, reason=wait.reason)
+            case NeverFits() as never:
+                status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
+                job = replace(job, status=status, reason=never.reason)
+                actions.append(Record(job=job))
+        state = _with_job(state, job)
+    return state, tuple(actions)
+
+
+def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
+    before = job.last
+    factor = correction(
+        state.observations, device=chosen.device, engine=chosen.candidate.plan.engine, family=job.spec.family_name
+    )
+    attempt = Attempt(
+        job_id=job.id,
+        number=len(job.attempts) + 1,
+        plan=chosen.candidate.plan,
+        placement=chosen.placement,
+        device=chosen.device,
+        estimate=chosen.candidate.estimate,
+        correction=factor,
+        step_s=chosen.candidate.step_s,
+        change=changes(before.plan, chosen.candidate.plan) if before else (),
+        change_reason=before.failure.reason if before and before.failure else "",
+        launched_at_s=state.at_s,
+    )
+    job = replace(
+        job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen.candidate, before)
+    )
+    return job, attempt
+
+
+def _why(candidate: Candidate, before: Attempt | None) -> str:
+    if before is None or before.failure is None:
+        return "runs the fastest plan that fits"
+    if before.plan == candidate.plan:
+        return f"runs the same plan again after {before.failure.kind}"
+    changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
+    return f"runs a cheaper plan after {before.failure.kind}: {changed}"
+
+
+# access
+
+
+def _find(state: State, job_id: str, number: int) -> tuple[Job | None, Attempt | None]:
+    job = state.jobs.get(job_id)
+    if job is None or not 1 <= number <= len(job.attempts):
+        return job, None
+    return job, job.attempts[number - 1]
+
+
+def _live(job: Job) -> Attempt | None:
+    return job.last if job.last and job.last.status is not AttemptStatus.ENDED else None
+
+
+def _all_released(job: Job) -> bool:
+    return all(attempt.released for attempt in job.attempts)
+
+
+def _with_job(state: State, job: Job) -> State:
+    return replace(state, jobs={**state.jobs, job.id: job})
+
+
+def _with_attempt(job: Job, attempt: Attempt) -> Job:
+    attempts: Sequence[Attempt] = job.attempts
+    return replace(job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :]))
+
+
+def _capacity_bytes(state: State, attempt: Attempt) -> int | None:
+    return next((node.device.memory for node in state.nodes if node.device.name == attempt.device), None)
