@@ -18,6 +18,8 @@ class Segment:
     checkpointed_bytes: int  # the same when the part is recomputed, per sample
     transient_bytes: int  # above what is saved, at the part's own peak, per sample
     forward_flops: float  # per sample
+    cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
+    largest_parameter: int = 0  # elements of its largest tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
