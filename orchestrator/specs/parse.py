@@ -1,0 +1,307 @@
+"""What does a job or cluster file say? YAML text to frozen nouns, or one SpecError with every problem in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import textwrap
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.job import JobSpec
+
+TEXT_LENGTH_MAX = 2**20
+NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
+DEPTH_MAX = 32
+GIVEN_LENGTH_MAX = 120
+
+Path = tuple[str | int, ...]
+Override = tuple[str, str]  # ("training.max_steps", "20")
+AnyNoun = TypeVar("AnyNoun", bound=BaseModel)
+
+_STR_TAG = "tag:yaml.org,2002:str"
+_PLAIN_TAGS = {_STR_TAG, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")  # YAML 1.2: 1e-3 is a number
+_WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "true": True, "false": False}
+_NAME_RULE = "lower-case letters, digits and . _ -, first a letter or digit, at most 63"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The plain data of one file, and the line on which each path of it stands (0: on the command line)."""
+
+    source: str
+    data: dict[str, Any]
+    lines: Mapping[Path, int]
+
+
+def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> JobSpec:
+    """The job that `text` describes, after `overrides`. Raises one SpecError that holds every problem found."""
+    return _validate(JobSpec, _with(read_document(text, source), overrides))
+
+
+def parse_cluster(text: str, source: str) -> ClusterSpec:
+    """The cluster that `text` describes. Raises one SpecError that holds every problem found."""
+    return _validate(ClusterSpec, read_document(text, source))
+
+
+def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
+    """The job that came as JSON (`JobSpec.model_dump(mode="json")`). Raises SpecError."""
+    return _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
+
+
+def together(problems: Sequence[SpecError], source: str) -> SpecError:
+    """One error that says all of `problems`; the only one itself where there is one."""
+    assert problems, "an error without a problem"
+    if len(problems) == 1:
+        return problems[0]
+    listed = "\n".join(textwrap.indent(str(problem), "  ") for problem in problems)
+    return SpecError(f"{len(problems)} problems\n{listed}", source=source)
+
+
+# ------------------------------------------------------------------------------------------------ YAML to plain data
+
+
+def read_document(text: str, source: str) -> Document:
+    """Plain data of YAML (1.2 core schema, no tags). Raises SpecError on bad syntax, a repeated key or no mapping."""
+    if len(text) > TEXT_LENGTH_MAX:
+        raise SpecError("the file is too long", source=source, got=f"{len(text)} characters", allowed="1 MiB")
+    try:
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(error, source) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"not readable as YAML: {error}", source=source) from None
+    except RecursionError:
+        raise SpecError("nested too deeply", source=source, allowed=f"{DEPTH_MAX} levels") from None
+    if root is None:
+        raise SpecError("the file is empty", source=source, hint="`orc schema` prints what it may say")
+    lines: dict[Path, int] = {}
+    data = _plain(root, (), source, lines)
+    if not isinstance(data, dict):
+        raise SpecError("the top level must be a mapping of `key: value`", source=source, got=text[:80])
+    return Document(source=source, data=data, lines=lines)
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, source: str) -> SpecError:
+    mark = error.problem_mark or error.context_mark
+    where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+    hint = "indent with spaces, not with tabs" if "'\\t'" in str(error.problem) else ""
+    what = ", ".join(part for part in (error.context, error.problem) if part)
+    return SpecError(f"not readable as YAML: {what}", source=where, hint=hint)
+
+
+def _plain(node: yaml.Node, path: Path, source: str, lines: dict[Path, int]) -> Any:
+    line = node.start_mark.line + 1
+    lines.setdefault(path, line)
+    where = f"{source}:{line}"
+    if len(path) > DEPTH_MAX or len(lines) > NODES_MAX:
+        allowed = f"{DEPTH_MAX} levels, {NODES_MAX} values"
+        raise SpecError("too large or nested too deeply", source=where, path=dotted(path), allowed=allowed)
+    if node.tag not in _PLAIN_TAGS:
+        raise SpecError("YAML tags are not read", source=where, path=dotted(path), got=node.tag)
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node.value) if node.style is None else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(value, (*path, index), source, lines) for index, value in enumerate(node.value)]
+    data: dict[str, Any] = {}
+    for key_node, value in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise SpecError("a key must be a word", source=f"{source}:{line}", path=dotted(path))
+        key = key_node.value
+        if key in data:
+            raise SpecError(
+                "the key stands here a second time",
+                source=f"{source}:{line}",
+                path=dotted((*path, key)),
+                hint=f"keep one of lines {lines[(*path, key)]} and {line}",
+            )
+        lines[(*path, key)] = line
+        data[key] = _plain(value, (*path, key), source, lines)
+    return data
+
+
+def _scalar(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text) if len(text) < 32 else text
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def _with(document: Document, overrides: Sequence[Override]) -> Document:
+    """The document after `--set key=value`, each of which replaces what stands at its dotted path."""
+    data, lines = dict(document.data), dict(document.lines)
+    for key, text in overrides:
+        *sections, last = key.split(".")
+        place = data
+        for section in sections:
+            inner = place.get(section)
+            if inner is not None and not isinstance(inner, dict):
+                raise SpecError("there is nothing to set inside a value", source="--set", path=key, got=text)
+            place[section] = place = dict(inner or {})
+        place[last] = read_document(f"value: {text}", f"--set {key}").data["value"]
+        lines = {path: line for path, line in lines.items() if dotted(path[: len(sections) + 1]) != key}
+        lines[tuple(key.split("."))] = 0
+    return Document(source=document.source, data=data, lines=lines)
+
+
+def dotted(path: Path) -> str:
+    """`nodes[0].device.memory`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+# ----------------------------------------------------------------------------------------------- plain data to nouns
+
+
+def _validate(noun: type[AnyNoun], document: Document) -> AnyNoun:
+    try:
+        return noun.model_validate(document.data)
+    except ValidationError as error:
+        problems: dict[tuple[str, str], SpecError] = {}
+        for detail in error.errors(include_url=False):
+            problem = _problem(noun, detail, document)
+            problems.setdefault((problem.path, problem.what), problem)
+        raise together(list(problems.values()), document.source) from None
+
+
+def _problem(noun: type[BaseModel], detail: Any, document: Document) -> SpecError:
+    kind, given, context = detail["type"], detail["input"], detail.get("ctx", {})
+    path, place = _reached(noun, detail["loc"], document.data)
+    source = _where(document, path)
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _unknown_key(noun, place, path, source)
+    if kind in ("missing", "missing_keyword_only_argument", "missing_argument"):
+        return SpecError("this key is required, and missing", source=source, path=dotted(path))
+    cause = context.get("error")
+    if isinstance(cause, SpecError):
+        inner = tuple(part for part in cause.path.split(".") if part)
+        return SpecError(
+            cause.what,
+            source=_where(document, (*path, *inner)),
+            path=dotted((*path, *inner)),
+            got=cause.got,
+            allowed=cause.allowed,
+            hint=cause.hint,
+        )
+    if isinstance(given, (Mapping, list)) and (kind == "value_error" or len(repr(given)) > GIVEN_LENGTH_MAX):
+        given = None  # the message names the parts; the whole section would hide them
+    what, allowed = (str(cause), "") if kind == "value_error" else _what_and_allowed(kind, detail["msg"], context)
+    return SpecError(
+        what, source=source, path=dotted(path), got=given, allowed=allowed, hint=_hint(kind, given, context)
+    )
+
+
+def _where(document: Document, path: Path) -> str:
+    """`job.yaml:12`, the line of the nearest path that stands in the file."""
+    while path and path not in document.lines:
+        path = path[:-1]
+    line = document.lines.get(path)
+    if line is None:
+        return document.source
+    return f"{document.source}:{line}" if line else f"{document.source} with --set"
+
+
+def _what_and_allowed(kind: str, message: str, context: Mapping[str, Any]) -> tuple[str, str]:
+    if kind == "none_required" or kind.endswith(("_parsing", "_type")):
+        section = kind in ("model_type", "dataclass_type", "dict_type", "model_attributes_type")
+        allowed = "a section of `key: value`" if section else message.removeprefix("Input should be ")
+        return "the value is of the wrong kind", allowed.split(", unable")[0]
+    if kind in ("enum", "literal_error"):
+        return "not one of the possible values", str(context["expected"])
+    if kind == "string_pattern_mismatch":
+        return "the name has a form that is not allowed", _NAME_RULE
+    if kind.startswith(("greater_than", "less_than", "too_", "int_from_float")):
+        return "the value is out of range", message.removeprefix("Input should be ")
+    return message, ""
+
+
+def _hint(kind: str, given: object, context: Mapping[str, Any]) -> str:
+    if kind in ("enum", "literal_error") and isinstance(given, str):
+        words = re.findall(r"'([^']*)'", str(context["expected"]))
+        near = closest(given, words)
+        return f"did you mean {near!r}?" if near else ""
+    if kind == "string_type" and isinstance(given, (int, float, bool)):
+        return f'write it in quotes: "{given}"'
+    if given is None and kind != "value_error":
+        return "nothing stands behind the key: give it a value or remove it"
+    return ""
+
+
+def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) -> SpecError:
+    key, known = str(path[-1]), _fields(place)
+    elsewhere = [where for where in _places(noun) if where[-1] == key]
+    near = closest(key, known) or next((name for name in known if key in name), None)
+    distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)
+    if elsewhere:
+        section = dotted(elsewhere[0][:-1])
+        hint = f"did you mean to put it under `{section}:`?" if section else "did you mean to put it at the top level?"
+    elif near:
+        hint = f"did you mean {near!r}?"
+    elif distant:
+        hint = f"did you mean `{dotted(next(where for where in _places(noun) if where[-1] == distant[0]))}`?"
+    else:
+        hint = ""
+    return SpecError("unknown key", source=source, path=dotted(path), got=key, allowed=", ".join(known), hint=hint)
+
+
+# ------------------------------------------------------------------------------------------------ the tree of nouns
+
+
+def _reached(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, type]:
+    """The part of a pydantic location that is a path of the file, and the noun whose key its last part is."""
+    path: list[str | int] = []
+    place, kind = noun, noun
+    for part in loc:
+        known = _fields(kind)
+        if isinstance(part, int) and isinstance(data, dict):
+            return (*path, list(data)[part]), place  # words are validated as pairs: this one by its number
+        if isinstance(part, str) and not known:
+            break  # inside a value: the rest names members of a union
+        path.append(part)
+        if isinstance(part, str):
+            place, kind = kind, known.get(part, str)
+            data = data.get(part) if isinstance(data, dict) else None
+        else:
+            data = data[part] if isinstance(data, list) and part < len(data) else None
+    return tuple(path), place
+
+
+def _places(noun: type, path: Path = ()) -> Iterator[Path]:
+    """Every path that a file of this noun may say, nearest to the top first."""
+    fields = _fields(noun)
+    yield from ((*path, name) for name in fields)
+    for name, kind in fields.items():
+        yield from _places(kind, (*path, name))
+
+
+def _fields(noun: type) -> dict[str, type]:
+    """Keys of a noun and the noun (or other type) of each; empty for anything that is no noun."""
+    if issubclass(noun, BaseModel):
+        return {name: _noun_of(field.annotation) for name, field in noun.model_fields.items()}
+    if dataclasses.is_dataclass(noun):
+        hints = get_type_hints(noun)
+        return {field.name: _noun_of(hints[field.name]) for field in dataclasses.fields(noun)}
+    return {}
+
+
+def _noun_of(annotation: Any) -> type:
+    """The noun inside `Annotated`, `X | None` and `tuple[X, ...]`; str where there is none."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
+        inner = (_noun_of(part) for part in get_args(annotation) if part is not Ellipsis)
+        return next((noun for noun in inner if _is_noun(noun)), str)
+    return annotation if isinstance(annotation, type) and _is_noun(annotation) else str
+
+
+def _is_noun(kind: type) -> bool:
+    return issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)

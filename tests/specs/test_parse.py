@@ -1,0 +1,163 @@
+"""Laws of reading job and cluster files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import DEPTH_MAX, job_from_data, parse_cluster, parse_job, read_document
+
+HEAD = "name: a\nglobal_batch_size: 8\n"
+SCRIPT = f"{HEAD}command: python train.py\n"
+MODEL = (
+    f"{HEAD}model:\n  decoder: {{vocab_size: 256, hidden_size: 64, intermediate_size: 128,"
+    " num_hidden_layers: 2, num_attention_heads: 4}\ndata: {text: [corpus.txt]}\n"
+)
+NODE = "name: n, devices: 2, host_memory: 4GiB"
+DEVICE = "name: d, memory: 80GiB, bf16_tflops: 1, fp32_tflops: 1, memory_bandwidth: 1TB/s, link_bandwidth: 9GB/s"
+CLUSTER = f"name: c\nnodes:\n  - {{{NODE}, device: {{{DEVICE}}}}}\n"
+
+REFUSED: dict[str, tuple[str, list[str]]] = {
+    # text of the file -> everything that the error must say
+    "unknown key, near one": (f"{SCRIPT}priorty: 1\n", ["job.yaml:4: priorty", "unknown key", "mean 'priority'"]),
+    "unknown key of another section": (f"{SCRIPT}max_steps: 9\n", ["max_steps", "under `training:`"]),
+    "misspelt key of another section": (f"{SCRIPT}max_step: 9\n", ["max_step", "did you mean `training.max_steps`"]),
+    "unknown key, deep": (
+        f"{SCRIPT}knobs:\n  micro_batch_size: {{flga: --b, default: 1}}\n",
+        ["job.yaml:5: knobs.micro_batch_size.flga", "flag, switch, env, default, values", "mean 'flag'"],
+    ),
+    "unknown key of a decoder": (
+        MODEL.replace("vocab_size: 256", "vocab_size: 256, heads: 4"),
+        ["job.yaml:4: model.decoder.heads", "did you mean 'num_attention_heads'"],
+    ),
+    "missing key": ("name: a\ncommand: x\n", ["global_batch_size", "required"]),
+    "wrong unit of size": (
+        f"{SCRIPT}profile: {{parameters: 1, activations_per_sample: 1.5GB}}\n",
+        ["job.yaml:4: profile.activations_per_sample", "'1.5GB'", "KiB, MiB, GiB", "did you mean 1.5GiB?"],
+    ),
+    "wrong unit of time": (f"{SCRIPT}hang_timeout: 10m\n", ["hang_timeout", "s, min, h, d", "'10m'"]),
+    "no unit": (f"{SCRIPT}startup_timeout: 30\n", ["startup_timeout", "such as 10min", "30"]),
+    "wrong word": (f"{SCRIPT}precision: fp16\n", ["precision", "'fp16'", "'fp32' or 'bf16'", "did you mean 'bf16'?"]),
+    "wrong kind": (f"{SCRIPT}priority: high\n", ["priority", "'high'", "a valid integer"]),
+    "a number where a word stands": (f"{SCRIPT}env: {{A: 1}}\n", ["env.A", 'write it in quotes: "1"']),
+    "out of range": (f"{SCRIPT}gpus: 0\n", ["gpus.min", "0", "greater than or equal to 1"]),
+    "empty section": (f"{SCRIPT}degrade:\n", ["job.yaml:4: degrade", "nothing stands behind the key"]),
+    "name": (SCRIPT.replace("name: a", "name: A/b"), ["name", "'A/b'", "lower-case letters"]),
+    "script and model": (f"{MODEL}command: x\n", ["either `command` (a script) or `model`"]),
+    "neither script nor model": (HEAD, ["either `command` (a script) or `model`"]),
+    "gpu range": (f"{SCRIPT}gpus: {{min: 4, max: 2}}\n", ["gpus", "gpus.max=2 is below gpus.min=4"]),
+    "knob in two ways": (
+        f"{SCRIPT}knobs: {{precision: {{flag: -p, env: P}}}}\n",
+        ["knobs.precision", "exactly one way"],
+    ),
+    "semantic change not allowed": (
+        f"{SCRIPT}degrade: {{sequence_lengths: [64]}}\n",
+        ["`degrade.sequence_lengths` changes the training", "`degrade.allow: semantic`"],
+    ),
+    "factory without a profile": (f"{HEAD}model: {{factory: m.py:f}}\n", ["needs a `profile`"]),
+    "heads do not divide the width": (
+        MODEL.replace("hidden_size: 64", "hidden_size: 66"),
+        ["model.decoder.hidden_size", "66 over 4 heads", "an even number"],
+    ),
+    "no steps": (f"{SCRIPT}training: {{max_steps: 0}}\n", ["job.yaml:4: training.max_steps", "at least 1", "0"]),
+    "unclosed quote in a command": (f'{HEAD}command: "x \'y"\n', ["command", "No closing quotation"]),
+    "repeated key": (f"{SCRIPT}name: b\n", ["job.yaml:4: name", "a second time", "lines 1 and 4"]),
+    "syntax": ("name: [a\nb: c", ["job.yaml:2:2", "not readable as YAML"]),
+    "tab": ("a:\n\tb: 1", ["job.yaml:2:1", "not with tabs"]),
+    "two documents": (f"{SCRIPT}---\n{SCRIPT}", ["job.yaml:4:1", "single document"]),
+    "empty": ("# nothing\n", ["job.yaml: the file is empty", "orc schema"]),
+    "no mapping": ("- a\n", ["the top level must be a mapping"]),
+    "a key that is no word": ("? [a]\n: 1\n", ["a key must be a word"]),
+    "a tag": ("name: !!python/object/apply:os.getcwd []\n", ["job.yaml:1: name", "tags are not read"]),
+    "an alias of itself": ("name: &a [*a]\n", [f"{DEPTH_MAX} levels"]),
+    "too deep": ("[" * 5000, ["nested too deeply"]),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_bad_job_is_refused_in_one_error_that_says_where_and_what(text: str, said: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job(text, "job.yaml")
+    message = str(caught.value)
+    assert message.startswith("job.yaml")
+    assert [words for words in said if words not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("80GiB", "80GB", ["c.yaml:3: nodes[0].device.memory", "did you mean 80GiB?"]),
+        ("9GB/s", "9Gbit", ["nodes[0].device.link_bandwidth", "GB/s"]),
+        ("devices: 2", "gpus: 2", ["nodes[0].gpus", "unknown key", "name, count, devices"]),
+        ("name: c", "name: c\nhost_memory: 4GiB", ["host_memory", "under `nodes:`"]),
+        (NODE, f"{NODE}, count: 0", ["nodes[0].count", "greater than or equal to 1"]),
+    ],
+)
+def test_a_bad_cluster_is_refused_in_one_error(before: str, after: str, said: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_cluster(CLUSTER.replace(before, after), "c.yaml")
+    assert [words for words in said if words not in str(caught.value)] == [], str(caught.value)
+
+
+def test_every_problem_of_a_file_is_said_at_once() -> None:
+    text = f"{SCRIPT}precision: fp16\ntraining: {{max_step: 1}}\nhang_timeout: 3\n"
+    with pytest.raises(SpecError) as caught:
+        parse_job(text, "job.yaml")
+    message = str(caught.value)
+    assert all(path in message for path in ("3 problems", "precision", "training.max_step", "hang_timeout")), message
+
+
+def test_a_small_file_cannot_become_a_large_one() -> None:
+    rows = [f"k{i}: &k{i} [{', '.join([f'*k{i - 1}' if i else 'x'] * 9)}]" for i in range(9)]
+    with pytest.raises(SpecError, match="too large"):
+        read_document("\n".join(rows), "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("010", 10),
+        ("12:30", "12:30"),
+        ("yes", "yes"),
+        ("2026-01-01", "2026-01-01"),
+        ("true", True),
+        ("~", None),
+        ('"1"', "1"),
+        ("0.5", 0.5),
+        ("v1.5", "v1.5"),
+        (".inf", ".inf"),
+    ],
+)
+def test_values_are_read_as_yaml_1_2_reads_them(text: str, value: Any) -> None:
+    read = read_document(f"value: {text}", "x").data["value"]
+    assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", [SCRIPT, MODEL, f"{SCRIPT}env: {{A: b}}\nhang_timeout: 2min\ngpus: {{max: 4}}\n"])
+def test_a_job_survives_the_way_over_json(text: str) -> None:
+    job = parse_job(text, "job.yaml")
+    assert isinstance(job, JobSpec)
+    assert job_from_data(job.model_dump(mode="json"), "request") == job
+
+
+def test_a_cluster_is_read_in_bytes_and_bytes_per_second() -> None:
+    cluster = parse_cluster(CLUSTER, "c.yaml")
+    assert isinstance(cluster, ClusterSpec)
+    assert (cluster.nodes[0].device.memory, cluster.nodes[0].device.memory_bandwidth) == (80 * 2**30, 10**12)
+
+
+def test_an_override_replaces_what_stands_at_its_path() -> None:
+    job = parse_job(f"{MODEL}gpus: {{min: 1, max: 2}}\n", "job.yaml", [("training.max_steps", "7"), ("gpus", "4")])
+    assert (job.training.max_steps, job.gpus.min, job.gpus.max) == (7, 4, 4)
+
+
+def test_a_bad_override_is_refused_like_a_bad_file() -> None:
+    with pytest.raises(SpecError, match=r"(?s)job.yaml with --set: training.max_stepz.*mean 'max_steps'"):
+        parse_job(MODEL, "job.yaml", [("training.max_stepz", "7")])
+    with pytest.raises(SpecError, match="inside a value"):
+        parse_job(MODEL, "job.yaml", [("name.x", "7")])
