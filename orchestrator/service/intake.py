@@ -1,0 +1,136 @@
+"""What did the person hand us? Job and cluster files read from disk, their paths made absolute, or one SpecError."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import Override, parse_cluster, parse_job, together
+
+EMBEDDED_CLUSTER = """\
+name: two-virtual-devices
+nodes:
+  - name: local
+    devices: 2
+    device:
+      name: virtual
+      kind: virtual
+      memory: 512MiB
+      bf16_tflops: 0.05
+      fp32_tflops: 0.05
+      memory_bandwidth: 10GB/s
+      link_bandwidth: 1GB/s
+      host_bandwidth: 5GB/s
+    host_memory: 4GiB
+"""  # CPU ranks with an enforced memory cap: what `orc up` runs on when it is told nothing
+
+
+def read_job(path: Path, overrides: Sequence[Override] = ()) -> JobSpec:
+    """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError."""
+    spec = parse_job(_read_text(path), str(path), overrides)
+    resolved = _absolute(spec, path.resolve().parent)
+    problems = [*_missing_files(resolved, str(path)), *_knobs_said_twice(resolved, str(path))]
+    if problems:
+        raise together(problems, str(path))
+    return resolved
+
+
+def read_cluster(path: Path | None) -> ClusterSpec:
+    """The cluster in a file; the embedded one of two virtual devices where there is no file. Raises SpecError."""
+    if path is None:
+        return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
+    return parse_cluster(_read_text(path), str(path))
+
+
+def read_overrides(settings: Sequence[str]) -> tuple[Override, ...]:
+    """`key=value` as pairs. Raises SpecError where a `=` is missing or a key comes twice."""
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, value in pairs:
+        if not equals or not key:
+            raise SpecError("a setting is missing its `=`", source="--set", got=key, allowed="key=value")
+        if sum(key == other for other, _, _ in pairs) > 1:
+            raise SpecError("the setting is given twice", source="--set", path=key, got=value)
+    return tuple((key, value) for key, _, value in pairs)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise SpecError("the file is not UTF-8 text", source=str(path), got=error.reason) from None
+    except OSError as error:
+        raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from None
+
+
+def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
+    data = dataclasses.replace(spec.data, text=tuple(str(_at(folder, text)) for text in spec.data.text))
+    changed: dict[str, object] = {"data": data}
+    if spec.is_script or spec.workdir is not None:
+        changed["workdir"] = str(_at(folder, spec.workdir or "."))
+    if spec.model is not None and spec.model.factory is not None:
+        file, colon, function = spec.model.factory.rpartition(":")
+        if colon:
+            changed["model"] = dataclasses.replace(spec.model, factory=f"{_at(folder, file)}:{function}")
+    return spec.model_copy(update=changed)
+
+
+def _at(folder: Path, path: str) -> Path:
+    return (folder / Path(path).expanduser()).resolve()
+
+
+def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    for index, text in enumerate(spec.data.text):
+        if not Path(text).is_file():
+            yield SpecError("the file does not exist", source=source, path=f"data.text[{index}]", got=text)
+    if spec.model is not None and spec.model.factory is not None:
+        file, _, function = spec.model.factory.rpartition(":")
+        if not file or not function.isidentifier():
+            form = "path/to/file.py:function"
+            yield SpecError("no function", source=source, path="model.factory", got=spec.model.factory, allowed=form)
+        elif not Path(file).is_file():
+            yield SpecError("the file does not exist", source=source, path="model.factory", got=file)
+    if spec.workdir is not None and not Path(spec.workdir).is_dir():
+        yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
+    elif spec.command is not None and spec.workdir is not None:
+        script = _script_of(spec.command)
+        if script is not None and not (Path(spec.workdir) / script).is_file():
+            hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
+            yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """The script that `python [-u ...] script.py` or `./train.sh` starts; None where the command does not show it."""
+    program, *arguments = command
+    if not Path(program).name.startswith("python"):
+        return program if "/" in program else None
+    first = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return first if first is not None and first.endswith(".py") else None
+
+
+def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """A knob whose flag or variable the job sets itself: the plan would be overruled, or the flag repeated."""
+    for name in type(spec.knobs).model_fields:
+        knob = getattr(spec.knobs, name)
+        flag = knob and (knob.flag or knob.switch)
+        if flag and any(word == flag or word.startswith(f"{flag}=") for word in spec.command or ()):
+            yield SpecError(
+                "the flag of a knob stands in `command` already",
+                source=source,
+                path=f"knobs.{name}",
+                got=flag,
+                hint="remove it from `command`: it is added with the value of each plan; or remove the knob",
+            )
+        if knob and knob.env and any(knob.env == variable for variable, _ in spec.env):
+            yield SpecError(
+                "the variable of a knob stands in `env` already",
+                source=source,
+                path=f"knobs.{name}",
+                got=knob.env,
+                hint="remove it from `env`: it is set to the value of each plan; or remove the knob",
+            )
