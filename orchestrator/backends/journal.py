@@ -123,7 +123,7 @@ class Journal:
 
     def _read(self, adapter: TypeAdapter[Any], table: sa.Table, row: int, body: str) -> Any:
         try:
-            return adapter.validate_json(body)
+            return adapter.validate_json(body, extra="forbid")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -146,7 +146,8 @@ class Journal:
 
 
 def _dump(adapter: TypeAdapter[Any], value: object) -> str:
-    return json.dumps(adapter.dump_python(value, mode="json"))  # not dump_json: a loss may be NaN, which it makes null
+    # not dump_json: a loss may be NaN, which it makes null
+    return json.dumps(adapter.dump_python(value, mode="json", warnings="error"))
 
 
 def _engine(url: sa.URL) -> sa.Engine:

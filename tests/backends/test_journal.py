@@ -1,0 +1,359 @@
+"""Laws of the journal: what was answered is there, in order, exactly, once, whatever happened to the process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from orchestrator.backends import journal as journal_module
+from orchestrator.backends.journal import SCHEMA, Journal
+from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.state import Event, Finished, Job, Record, State, Woke
+
+DEVICE = DeviceSpec(
+    name="tiny",
+    kind="virtual",
+    memory="1GiB",
+    bf16_tflops=0.1,
+    fp32_tflops=1 / 3,
+    memory_bandwidth="10GB/s",
+    link_bandwidth="1GB/s",
+)
+SCRIPT = JobSpec(
+    name="script",
+    global_batch_size=8,
+    command="python 'a b.py' --lr 1e-3",
+    env={"B": "2", "A": "1"},
+    secrets=("TOKEN",),
+    gpus={"min": 1, "max": 4},
+    knobs={
+        "micro_batch_size": {"flag": "--bs", "default": 8},
+        "precision": {"env": "DTYPE", "default": "float", "values": {"bf16": "bfloat16"}},
+    },
+    success={"artifacts": ("model.pt",)},
+    profile={"parameters": 10**9, "activations_per_sample": "1.5GiB", "forward_flops_per_sample": 1e12},
+    degrade={"allow": "semantic", "sequence_lengths": (64, 32)},
+    hang_timeout="1.5min",
+)
+DECODER = JobSpec(
+    name="decoder",
+    family="gpt",
+    global_batch_size=4,
+    model=ModelSpec(
+        decoder=DecoderSpec(
+            vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    ),
+    data=DataSpec(text=("a.txt",), sequence_length=64),
+    training=TrainingSpec(learning_rate=1 / 3),
+)
+FACTORY = JobSpec(
+    name="factory",
+    global_batch_size=1,
+    model=ModelSpec(factory="m.py:make", config={"layers": [1, {"width": 0.1}], "name": None}),
+    profile={"parameters": 0, "activations_per_sample": "0B"},
+)
+
+
+def _legal_plans() -> Iterator[Plan]:
+    axes = (Engine, ZeroStage, Offload, ActivationCheckpointing, Precision, (None, 64))
+    for engine, zero_stage, offload, checkpointing, precision, length in itertools.product(*axes):
+        try:
+            yield Plan(
+                engine=engine,
+                layout=ParallelLayout(dp=2),
+                zero_stage=zero_stage,
+                offload=offload,
+                micro_batch_size=2,
+                gradient_accumulation_steps=3,
+                activation_checkpointing=checkpointing,
+                precision=precision,
+                sequence_length=length,
+            )
+        except IllegalPlan:
+            continue
+
+
+numbers = st.floats(allow_nan=False)
+estimates = st.lists(st.tuples(st.text(), st.integers(0, 2**50)), max_size=3).map(
+    lambda causes: MemoryEstimate(
+        moment="optimizer step",
+        by_cause=tuple(causes),
+        allocated_bytes=sum(count for _, count in causes),
+        reserved_bytes=2**52,
+        device_bytes=2**53,
+    )
+)
+st.register_type_strategy(float, numbers)
+st.register_type_strategy(Plan, st.sampled_from(list(_legal_plans())))
+st.register_type_strategy(MemoryEstimate, estimates)
+st.register_type_strategy(JobSpec, st.sampled_from([SCRIPT, DECODER, FACTORY]))
+st.register_type_strategy(DeviceSpec, st.just(DEVICE))
+
+
+def build(noun: type) -> st.SearchStrategy:
+    """Instances of a frozen noun with every field drawn, defaults included."""
+    return st.builds(noun, **{name: ... for name in noun.__dataclass_fields__ if name != "type"})
+
+
+attempts = build(Attempt)
+jobs = st.builds(
+    Job,
+    id=st.text(),
+    spec=...,
+    order=...,
+    submitted_at_s=...,
+    status=...,
+    reason=...,
+    attempts=st.lists(attempts, max_size=2).map(tuple),
+    refuted=...,
+    fault=...,
+)
+states = st.builds(
+    State,
+    jobs=st.dictionaries(st.text(), jobs, max_size=2),
+    nodes=st.lists(build(Node), max_size=2).map(tuple),
+    observations=...,
+    at_s=...,
+)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with closing(Journal(url(tmp_path))) as opened:
+        yield opened
+
+
+def url(folder: Path) -> str:
+    return f"sqlite:///{folder}/journal.db"
+
+
+@hypothesis_settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(event=st.one_of([build(noun) for noun in Event.__args__]), job=jobs, attempt=st.none() | attempts, state=states)
+def test_every_event_record_and_state_comes_back_equal(
+    journal: Journal, event: Event, job: Job, attempt: Attempt | None, state: State
+) -> None:
+    record = Record(job=job, attempt=attempt)
+    journal.append(event, [record])
+    *_, last = journal.events()
+    ((row, kept),) = journal.pending(10)
+    journal.delivered([row])
+    journal.snapshot(state)
+
+    assert last == event
+    assert kept == record
+    assert journal.load() == (state, ())
+    assert hash(kept.job.spec) == hash(record.job.spec)
+
+
+def test_a_loss_that_is_not_a_number_stays_one(journal: Journal) -> None:
+    event = Finished(job_id="a", number=1, at_s=float("nan"), evidence=Evidence())
+    journal.append(event, ())
+    (kept,) = journal.events()
+    assert kept.at_s != kept.at_s
+
+
+def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Journal) -> None:
+    assert journal.load() == (None, ())
+    for at_s in range(4):
+        journal.append(Woke(at_s=at_s), ())
+        if at_s < 3:
+            journal.snapshot(State(at_s=at_s))
+            journal.snapshot(State(at_s=at_s + 0.5))
+    assert journal.load() == (State(at_s=2.5), (Woke(at_s=3),))
+    assert [event.at_s for event in journal.events()] == [0, 1, 2, 3]
+
+
+def test_snapshots_are_bounded(journal: Journal) -> None:
+    for at_s in range(9):
+        journal.append(Woke(at_s=at_s), ())
+        journal.snapshot(State(at_s=at_s))
+    with closing(sqlite3.connect(journal.path)) as other:
+        assert other.execute("SELECT count(*) FROM snapshots").fetchone() == (2,)
+
+
+def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journal: Journal) -> None:
+    records = [Record(job=Job(id=str(number), spec=SCRIPT, order=number, submitted_at_s=0)) for number in range(5)]
+    journal.append(Woke(at_s=0), records[:2])
+    journal.append(Woke(at_s=1), records[2:])
+    first = journal.pending(3)
+    assert [record for _, record in first] == records[:3]
+    journal.delivered([row for row, _ in first])
+    assert [record for _, record in journal.pending(99)] == records[3:]
+    journal.delivered([row for row, _ in journal.pending(99)])
+    journal.append(Woke(at_s=2), records[:1])
+    assert journal.pending(99)[0][0] > 5, "a row's number was given twice"
+
+
+def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "PAGE", 3)
+    for at_s in range(7):
+        journal.append(Woke(at_s=at_s), ())
+    assert [event.at_s for event in journal.events()] == list(range(7))
+
+
+def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
+    def append(thread: int) -> None:
+        for number in range(20):
+            at_s = 100 * thread + number
+            journal.append(Woke(at_s=at_s), [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))])
+
+    threads = [threading.Thread(target=append, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    kept = [event.at_s for event in journal.events()]
+    assert sorted(kept) == [100 * thread + number for thread in range(4) for number in range(20)]
+    assert [record.job.order for _, record in journal.pending(99)] == kept
+
+
+def test_a_second_opener_is_told_who_has_the_journal(journal: Journal) -> None:
+    with pytest.raises(ServiceError, match=rf"in use by process {os.getpid()}.*orc down"):
+        Journal(f"sqlite:///{journal.path}")
+
+
+def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) -> None:
+    with closing(Journal(url(tmp_path))) as first:
+        first.append(Woke(at_s=1), ())
+    began = time.monotonic()
+    with closing(Journal(url(tmp_path))) as again:
+        took_s = time.monotonic() - began
+        assert again.load() == (None, (Woke(at_s=1),))
+    assert took_s < 1, "0.014 s on an idle machine"
+    assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, "others may read the jobs' environments"
+
+
+@pytest.mark.parametrize("table", ["events", "snapshots", "outbox"])
+def test_a_row_that_cannot_be_read_names_file_row_and_remedy(journal: Journal, table: str) -> None:
+    journal.append(Woke(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])
+    journal.snapshot(State())
+    with closing(sqlite3.connect(journal.path)) as other, other:
+        other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
+    with pytest.raises(ServiceError, match=rf"{journal.path}: row 1 of table {table} .*move the file away"):
+        (journal.pending(1), list(journal.events()), journal.load())
+
+
+def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> None:
+    Journal(url(tmp_path)).close()
+    with closing(sqlite3.connect(tmp_path / "journal.db")) as other, other:
+        other.execute("UPDATE alembic_version SET version_num = '9999'")
+    for _ in range(2):  # the refusal lets go of the file
+        with pytest.raises(ServiceError, match="schema 9999"):
+            Journal(url(tmp_path))
+
+
+@pytest.mark.parametrize("bad", ["sqlite://", "sqlite:///:memory:", "postgresql://u:hidden@h/d"])
+def test_other_databases_are_refused_without_showing_a_password(bad: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        Journal(bad)
+    assert "hidden" not in str(raised.value)
+
+
+def test_the_newest_revision_is_the_one_the_journal_asks_for() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(journal_module.__file__).with_name("migrations")))
+    config.set_main_option("path_separator", "os")
+    assert ScriptDirectory.from_config(config).get_heads() == [SCHEMA]
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.backends.journal_writer"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
+    tmp_path: Path, writers: subprocess.Popen[str]
+) -> None:
+    moments = random.Random(0)
+    for kill in range(40):
+        writers.stdin.write(f"append {tmp_path}\n")
+        pid = int(writers.stdout.readline())
+        time.sleep(moments.uniform(0.0, 0.03 if kill < 10 else 0.12))  # the moment to kill: first in the first open
+        os.kill(pid, signal.SIGKILL)
+        assert writers.stdout.readline() == "-9\n", "the writer had ended by itself"
+
+        with closing(Journal(url(tmp_path))) as journal:
+            kept = [event.at_s for event in journal.events()]
+            orders = [record.job.order for _, record in journal.pending(100_000)]
+            state, tail = journal.load()
+        assert kept == list(range(len(kept)))
+        assert orders == kept, "an event without its outbox row, or the other way round"
+        assert [event.at_s for event in tail] == kept[len(kept) - len(tail) :]
+        assert (state.at_s + 1 if state else 0) == len(kept) - len(tail)
+        lines = (tmp_path / "answered").read_text().split() if (tmp_path / "answered").exists() else []
+        assert {int(line) for line in lines} <= set(kept)
+    assert len(lines) > 100, "the writers were killed before they appended anything worth a test"
+
+
+def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(
+    tmp_path: Path, writers: subprocess.Popen[str]
+) -> None:
+    writers.stdin.write(f"fill {tmp_path}\n")
+    assert int(writers.stdout.readline())
+    assert writers.stdout.readline() == "0\n"
+    number, message = (tmp_path / "refused").read_text().split(" ", 1)
+    assert int(number) > 0
+    assert "full disk" in message
+    with closing(Journal(url(tmp_path))) as journal:
+        assert [event.at_s for event in journal.events()] == list(range(int(number)))
+        assert len(journal.pending(1000)) == int(number)
+
+
+def test_placements_keep_their_order(journal: Journal) -> None:
+    placement = (NodeDevices(node="b", devices=(1, 0)), NodeDevices(node="a", devices=(3,)))
+    attempt = Attempt(
+        job_id="j",
+        number=1,
+        plan=Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=3), micro_batch_size=1),
+        placement=placement,
+        device=DEVICE.name,
+        estimate=MemoryEstimate(moment="m", by_cause=(), allocated_bytes=0, reserved_bytes=0, device_bytes=0),
+        correction=1.0,
+        step_s=0.1,
+        launched_at_s=0.0,
+    )
+    journal.append(Woke(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])
+    assert journal.pending(1)[0][1].attempt.placement == placement
