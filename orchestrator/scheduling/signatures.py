@@ -6,6 +6,7 @@ Texts come from the sources named beside each group. Read only after exit codes,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -128,14 +129,17 @@ _CATALOGUE: tuple[tuple[Cause, tuple[str, ...]], ...] = (
 _PATTERNS = tuple((cause, re.compile(pattern)) for cause, group in _CATALOGUE for pattern in group)
 _EXCEPTION_LINE = re.compile(r"^(?:\[rank\d+\]: )?[\w.]+(?:Error|Exception|Interrupt)\b.*$", re.MULTILINE)
 
+_FRAME_LINE = re.compile(r'^(?:\[rank\d+\]: )?\s+File "[^"]*", line \d+')
+_INDENTED = re.compile(r"^(?:\[rank\d+\]: )? {4}")
+
 
 def read_log(text: str, command: tuple[str, ...] = ()) -> Match | None:
     """The cause that a log names, or None where it names none.
 
-    The last exception line is asked first, since a traceback may quote source code that mentions other errors; lines
-    that echo the command are not read, since its arguments may mention anything.
+    The last exception line is asked first. Source lines that a traceback quotes and lines that echo the command are not
+    read, since both may mention anything.
     """
-    lines = [line for line in text.splitlines() if not _echoes(line, command)]
+    lines = [line for line in _without_quoted_source(text.splitlines()) if not _echoes(line, command)]
     exceptions = [line for line in lines if _EXCEPTION_LINE.match(line)]
     if exceptions:
         match = _first(exceptions[-1])
@@ -158,6 +162,15 @@ def _first(text: str) -> Match | None:
             end = text.find("\n", found.end())
             return Match(cause, text[start : end if end >= 0 else None].strip())
     return None
+
+
+def _without_quoted_source(lines: Iterable[str]) -> Iterator[str]:
+    quoting = False
+    for line in lines:
+        quoting = quoting and bool(_INDENTED.match(line))
+        if not quoting:
+            yield line
+        quoting = quoting or bool(_FRAME_LINE.match(line))
 
 
 def _echoes(line: str, command: tuple[str, ...]) -> bool:

@@ -1,0 +1,124 @@
+"""What evidence means: one row per way in which an attempt can end."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.scheduling.classify import classify
+from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
+from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE
+from tests.scheduling.factories import MIB, attempt, job
+
+OOM = OomReport(
+    rank=1,
+    step=3,
+    phase="backward",
+    requested_bytes=8 * MIB,
+    live_bytes=250 * MIB,
+    capacity_bytes=256 * MIB,
+    message="torch.OutOfMemoryError: Tried to allocate 8.00 MiB",
+)
+BUG = ErrorReport(rank=0, step=2, phase="forward", type="KeyError", traceback="Traceback ...\nKeyError: 'labels'")
+BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0)
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43189"
+
+
+def ends(*codes: int | None, logs: tuple[str, ...] = ()) -> tuple[RankEnd, ...]:
+    return tuple(
+        RankEnd(rank=rank, exit_code=code, log_tail=logs[rank] if logs else "") for rank, code in enumerate(codes)
+    )
+
+
+ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
+    ("every rank exits 0", None, Evidence(ranks=ends(0, 0))),
+    ("launch failed", FailureKind.STARTUP, Evidence(launch_error="no placement")),
+    ("guard reports memory", FailureKind.DEVICE_OOM, Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,))),
+    (
+        "others hold the memory",
+        FailureKind.CROWDED,
+        Evidence(ranks=ends(OOM_EXIT_CODE), ooms=(replace(OOM, live_bytes=20 * MIB, foreign_bytes=200 * MIB),)),
+    ),
+    (
+        "others hold memory but the plan was too large all the same",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(OOM_EXIT_CODE), ooms=(replace(OOM, foreign_bytes=5 * MIB),)),
+    ),
+    ("memory outweighs a lost node", FailureKind.DEVICE_OOM, Evidence(ooms=(OOM,), nodes_lost=("n1",))),
+    ("node lost", FailureKind.NODE_LOST, Evidence(ranks=ends(None, -9), nodes_lost=("n1",))),
+    ("node lost after success of the rest", FailureKind.NODE_LOST, Evidence(ranks=ends(0), nodes_lost=("n1",))),
+    ("hung", FailureKind.HUNG, Evidence(ranks=ends(-9, -9), hung_for_s=600.0)),
+    ("nothing known", FailureKind.NODE_LOST, Evidence()),
+    ("a bug", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), errors=(BUG,), first_ended_rank=0)),
+    ("a bug without report", FailureKind.USER_ERROR, Evidence(ranks=ends(1, -9), first_ended_rank=0)),
+    ("a bug, order unknown", FailureKind.USER_ERROR, Evidence(ranks=ends(-15, 1))),
+    (
+        "a bug beside a survivor's complaint that came first",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(1, 1, logs=(GLOO, "Traceback ...\nKeyError: 1")), first_ended_rank=0),
+    ),
+    ("only complaints", FailureKind.NODE_LOST, Evidence(ranks=ends(1, 1, logs=(GLOO, GLOO)))),
+    (
+        "memory named by a log only",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(1, logs=("RuntimeError: CUDA error: out of memory",))),
+    ),
+    (
+        "cuDNN fails on a nearly full device",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(1, logs=("RuntimeError: CUDNN_STATUS_NOT_INITIALIZED",)), heartbeats=(BEAT,)),
+    ),
+    (
+        "cuDNN fails on an empty device",
+        FailureKind.USER_ERROR,
+        Evidence(
+            ranks=ends(1, logs=("RuntimeError: CUDNN_STATUS_NOT_INITIALIZED",)),
+            heartbeats=(replace(BEAT, peak_bytes=MIB),),
+        ),
+    ),
+    ("killed by the kernel", FailureKind.HOST_OOM, Evidence(ranks=ends(-9, -15), first_ended_rank=0, host_oom_kills=1)),
+    ("killed by a person", FailureKind.PREEMPTED, Evidence(ranks=ends(-9, -9), first_ended_rank=0)),
+    ("asked to end", FailureKind.PREEMPTED, Evidence(ranks=ends(-15, -15))),
+    ("fenced", FailureKind.PREEMPTED, Evidence(ranks=ends(STALE_EXIT_CODE))),
+    ("crashed", FailureKind.USER_ERROR, Evidence(ranks=ends(-signal.SIGSEGV, -9), first_ended_rank=0)),
+    ("shared memory", FailureKind.HOST_OOM, Evidence(ranks=ends(-signal.SIGBUS))),
+    (
+        "disk full",
+        FailureKind.DISK_FULL,
+        Evidence(ranks=ends(1, logs=("OSError: [Errno 28] No space left on device",))),
+    ),
+    ("exits 0 without its artifact", FailureKind.USER_ERROR, Evidence(ranks=ends(0), missing_artifacts=("model.pt",))),
+    (
+        "exits 0 without its artifact after running out of memory",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(0, logs=("torch.OutOfMemoryError: CUDA out of memory.",)), missing_artifacts=("G.pth",)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "evidence"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_evidence_means(kind: FailureKind | None, evidence: Evidence) -> None:
+    failure = classify(job(), attempt(allocated_bytes=100 * MIB), evidence, capacity_bytes=256 * MIB)
+    assert (failure.kind if failure else None) == kind
+
+
+def test_a_stop_that_was_asked_for_is_a_cancellation() -> None:
+    stopped = Evidence(ranks=ends(-15, -15), stopped=True)
+    failure = classify(replace(job(), cancelling=True), attempt(), stopped)
+    assert failure is not None
+    assert failure.kind is FailureKind.CANCELLED
+
+
+def test_a_bug_shows_its_own_traceback() -> None:
+    failure = classify(job(), attempt(), Evidence(ranks=ends(1), errors=(BUG,)))
+    assert failure is not None
+    assert failure.excerpt == BUG.traceback
+
+
+def test_out_of_memory_says_rank_step_phase_and_bytes() -> None:
+    failure = classify(job(), attempt(), Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,)))
+    assert failure is not None
+    for fact in ("rank 1", "step 3", "backward", "8.00 MiB", "250.00 MiB", "256.00 MiB"):
+        assert fact in failure.reason
