@@ -5,13 +5,18 @@ Shape suffixes: B samples, T tokens, D hidden, N heads, K key-value heads, H hea
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import DecoderSpec
+from orchestrator.training.dataset import BYTE_VOCABULARY, TextDataset
+from orchestrator.training.recipe import IGNORED_LABEL, Batch, Recipe, seeded_normal
 
-IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
+INITIAL_STD = 0.02  # GPT-2's initialisation (Radford et al. 2019, section 2.3)
 ROTARY_BASE = 10_000.0  # Su et al. 2021, arXiv:2104.09864, section 3.4.2
 
 
@@ -78,9 +83,6 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)  # GPT-2's initialisation
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -97,6 +99,33 @@ def loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     return functional.cross_entropy(
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
+
+
+def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
+    """A decoder on the meta device, for bytes of text. Raises SpecError where its vocabulary does not hold them."""
+    if spec.vocab_size < BYTE_VOCABULARY:
+        raise SpecError("text is read as bytes", path="model.decoder.vocab_size", got=spec.vocab_size, allowed=">= 256")
+    with torch.device("meta"):
+        module = Decoder(spec)
+    return Recipe(
+        module=module,
+        loss_sum=_batch_loss_sum,
+        dataset=dataset,
+        layers=tuple(module.layers),
+        initialise=functools.partial(_initialise, seed=seed),
+    )
+
+
+def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
+    tokens_BT, labels_BT = batch
+    return loss_sum(module(tokens_BT), labels_BT)
+
+
+def _initialise(name: str, parameter: Tensor, *, seed: int) -> None:
+    if parameter.dim() > 1:
+        seeded_normal(name, parameter, seed=seed, std=INITIAL_STD)
+    else:
+        parameter.fill_(1.0)  # norm weights
 
 
 def _rotary_tables(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:

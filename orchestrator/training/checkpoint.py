@@ -1,0 +1,67 @@
+"""The canonical checkpoint: a torch.distributed.checkpoint folder that every engine at any world size reads and writes.
+
+model.<name>                                     fp32 master weight (or buffer), by whole-model name
+optim.state.<name>.exp_avg, .exp_avg_sq, .step   Adam's state of a parameter
+step, samples                                    optimizer steps done, samples consumed: where the data go on
+There are no param_groups: hyperparameters come from the job, not from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far a training is."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # consumed by them
+
+
+def save(folder: Path, state: State, cursor: Cursor) -> None:
+    """Write the state to `folder`; every rank calls it. Nothing is gathered: each rank writes what it holds."""
+    tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
+    state_dict_saver.save(tree, storage_writer=FileSystemWriter(folder, thread_count=1))
+
+
+def load(folder: Path, state: State) -> None:
+    """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it."""
+    state_dict_loader.load(dict(state), storage_reader=FileSystemReader(folder))
+
+
+def load_cursor(folder: Path) -> Cursor:
+    """How far the checkpointed training is; every rank calls it."""
+    tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
+    load(folder, tree)
+    return Cursor(step=int(tree["step"]), samples=int(tree["samples"]))
+
+
+def model_state(module: nn.Module) -> dict[str, Tensor]:
+    """`model.<name>` of every parameter (once, where shared) and persistent buffer, sharing their memory."""
+    parameters = dict(module.named_parameters())
+    shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
+    values = {name: value for name, value in module.state_dict().items() if name not in shared}
+    return {f"model.{name}": value.detach() for name, value in values.items()}
+
+
+def adam_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """`optim.state.<name>.*` of every trained parameter, sharing the optimizer's memory."""
+    return {
+        f"optim.state.{name}.{key}": value
+        for name, parameter in module.named_parameters()
+        if parameter in optimizer.state
+        for key, value in optimizer.state[parameter].items()
+    }

@@ -1,0 +1,48 @@
+"""The small interface between the training loop and what runs a step, and who stands behind it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from orchestrator.specs import plan as plans
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.checkpoint import State
+from orchestrator.training.dataset import TextDataset
+from orchestrator.training.decoder import decoder_recipe
+from orchestrator.training.recipe import Batch, Recipe, from_factory
+from orchestrator.training.results import StepResult
+from orchestrator.training.torch_engine import TorchEngine
+
+
+class Engine(Protocol):
+    """A model on its devices. Both calls are collective: every rank makes them in the same order."""
+
+    def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        """One optimizer step over this rank's micro-batches of a global batch with `tokens` loss terms."""
+
+    def state(self) -> State:
+        """The canonical checkpoint's tensors, by reference: saving reads them, loading fills them."""
+
+
+def build_recipe(run: TrainingRun) -> Recipe:
+    """The model, loss and data of a run. Raises SpecError where the job names none that can be built."""
+    if run.model.decoder is not None:
+        dataset = TextDataset(run.data.text, run.plan.sequence_length or run.data.sequence_length)
+        return decoder_recipe(run.model.decoder, dataset, run.training.seed)
+    assert run.model.factory is not None, "a job names a decoder or a factory"
+    torch.manual_seed(run.training.seed)
+    return from_factory(run.model.factory, run.model.config)
+
+
+def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Path | None) -> Engine:
+    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given."""
+    if run.plan.activation_checkpointing is plans.ActivationCheckpointing.FULL:
+        for layer in recipe.layers:
+            layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return TorchEngine(recipe, run.plan, run.training, device, resume_from)

@@ -1,0 +1,60 @@
+"""Entry of a training rank: `python -m orchestrator.training.main RUN_JSON`.
+
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT stand in the environment, as under torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, training_run_from_json
+from orchestrator.training import checkpoint_folder, loop
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; this bounds a silent one
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of this rank: 0 finished, STALE_EXIT_CODE; after SIGTERM it ends by that signal instead."""
+    run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
+    if _is_finished(run):
+        return 0
+    ranks = _join(run)
+    try:
+        finished = loop.train(run, ranks)
+    except loop.StaleAttempt:
+        print(f"attempt {run.epoch} is stale: a newer one exists; nothing was published", file=sys.stderr)
+        return STALE_EXIT_CODE
+    if not finished:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    dist.destroy_process_group()
+    return 0
+
+
+def _is_finished(run: TrainingRun) -> bool:
+    newest = checkpoint_folder.latest_complete(Path(run.job_folder) / "checkpoints")
+    return newest is not None and checkpoint_folder.step_of(newest) >= run.training.max_steps
+
+
+def _join(run: TrainingRun) -> loop.Ranks:
+    """Enter the process group that the environment describes."""
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    assert world_size == run.plan.world_size, f"{world_size} ranks were started for {run.plan}"
+    device = torch.device("cuda", local_rank) if run.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    return loop.Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""The small contract between a model and our engines. A factory returns a Recipe; the decoder is one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from orchestrator.specs.errors import SpecError
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's default ignore_index
+
+Batch = tuple[Tensor, ...]
+
+
+class Dataset(Protocol):
+    """Samples by index, the same on every rank."""
+
+    def __len__(self) -> int: ...
+
+    def token_count(self, index: int) -> int:
+        """Terms that the sample adds to the loss sum (tokens with a label; 1 for a classified image)."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples as tensors in host memory, samples first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A model, its loss and its data.
+
+    `loss_sum(module, batch)` returns the loss *summed* over the batch's terms as a scalar: the engine divides by the
+    global batch's count. `layers` are the repeated blocks of the module: what FSDP2 shards and activation
+    checkpointing recomputes one by one. A module on the meta device comes with `initialise(name, parameter)`, which
+    fills a parameter by its whole-model name alone, so that every layout starts from the same numbers.
+    """
+
+    module: nn.Module
+    loss_sum: Callable[[nn.Module, Batch], Tensor]
+    dataset: Dataset
+    layers: Sequence[nn.Module] = ()
+    initialise: Callable[[str, Tensor], None] | None = None
+
+
+def materialise(root: nn.Module, part: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    """Give the parameters of `part` that are still on the meta device their memory and first values, in place.
+
+    Shared parameters stay shared. Names are those in `root`, the whole module.
+    """
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    real: dict[int, nn.Parameter] = {}
+    for module in part.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in real:
+                assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                recipe.initialise(names[id(parameter)], values)
+                real[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            module._parameters[key] = real[id(parameter)]
+
+
+def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
+    """Fill `values` from N(0, std**2) by (seed, name), the same on every device."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    if values.device.type == "cpu":
+        values.normal_(std=std, generator=generator)
+    else:
+        values.copy_(torch.empty(values.shape, dtype=values.dtype).normal_(std=std, generator=generator))
+
+
+def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
+    """What `path/to/file.py:function` returns for `config`. Raises SpecError where it cannot be called."""
+    file, _, name = factory.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file) if file else None
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise SpecError("no such model file", path="model.factory", got=factory, allowed="path/to/file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise SpecError(f"{file} has no function {name!r}", path="model.factory", got=factory)
+    recipe = function(config)
+    if not isinstance(recipe, Recipe):
+        raise SpecError("the factory must return a Recipe", path="model.factory", got=type(recipe).__qualname__)
+    return recipe
