@@ -1,0 +1,131 @@
+"""What people ask of a plan: what the bytes are, which plan comes closest, and what would make the job fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import Degrade, GpuRange, JobSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Degradation, Engine, Offload, Plan, ZeroStage
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.units import format_bytes
+
+DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
+SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
+
+
+def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+    """Bytes by cause, the largest first, down to what the device must hold; they add up to `device_bytes`."""
+    causes = sorted(estimate.by_cause, key=lambda cause: -cause[1])
+    around = (
+        ("allocator", estimate.reserved_bytes - estimate.allocated_bytes),
+        ("context and communicators", estimate.device_bytes - estimate.reserved_bytes),
+    )
+    return (*causes, *((cause, count) for cause, count in around if count))
+
+
+def nearest(frontier: Frontier, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
+    """The untried candidate that needs the least memory; None where all were refuted."""
+    untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
+    return min(untried, key=lambda candidate: (candidate.degradation, candidate.estimate.device_bytes), default=None)
+
+
+def plan_words(plan: Plan) -> str:
+    """The plan in a few words: `torch dp=4 ZeRO-3 micro 2 x 8, recompute, bf16`."""
+    words = [plan.engine.value, f"dp={plan.layout.dp}"]
+    if plan.zero_stage is not ZeroStage.NONE:
+        words.append("FSDP2" if plan.engine is Engine.TORCH else f"ZeRO-{int(plan.zero_stage)}")
+    words.append(f"micro-batch {plan.micro_batch_size} x {plan.gradient_accumulation_steps}")
+    if plan.activation_checkpointing is ActivationCheckpointing.FULL:
+        words.append("recompute")
+    if plan.offload is not Offload.NONE:
+        words.append(f"offload {plan.offload}")
+    return " ".join((*words, plan.precision))
+
+
+def why_nothing_fits(
+    spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float, refuted: frozenset[Plan] = frozenset()
+) -> str:
+    """The plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
+    closest = nearest(frontier(spec, hardware), refuted) or nearest(frontier(spec, hardware))
+    assert closest is not None, "a frontier is never empty"
+    lines = [
+        f"no plan fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
+        f"closest: {plan_words(closest.plan)} needs {format_bytes(needed_bytes(closest, correction))} "
+        f"at its worst moment ({closest.estimate.moment})",
+        *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(closest.estimate)),
+    ]
+    lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, correction)]
+    return "\n".join(lines)
+
+
+def what_would_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> tuple[str, ...]:
+    """Changes by which the job would fit, each one really planned; empty where none of them helps."""
+    ways = (_more_devices, _larger_devices, _lower_precision, _shorter_samples)
+    return tuple(sentence for way in ways for sentence in way(spec, hardware, capacity_bytes, correction))
+
+
+def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
+    if spec.is_script and spec.knobs.micro_batch_size is None:
+        return
+    devices = spec.gpus.max
+    while (devices := devices * 2) <= DEVICES_MAX:
+        larger = _more(hardware, devices)
+        best = _first_fit(_with(spec, gpus=GpuRange(min=devices, max=devices)), larger, capacity_bytes, correction)
+        if best is not None:
+            needed = format_bytes(needed_bytes(best, correction))
+            yield f"{devices} devices instead of {spec.gpus.max} ({plan_words(best.plan)}): {needed} each"
+            return
+
+
+def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, correction: float) -> Iterator[str]:
+    own = [c for c in frontier(spec, hardware).candidates if c.degradation is Degradation.EXACT]
+    least = min(own, key=lambda candidate: needed_bytes(candidate, correction))
+    yield f"devices with at least {format_bytes(needed_bytes(least, correction))} free ({plan_words(least.plan)})"
+
+
+def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
+    if spec.degrade.limit >= Degradation.NUMERIC:
+        return
+    best = _first_fit(_with(spec, degrade=Degrade(allow="numeric")), hardware, capacity_bytes, correction)
+    if best is not None:
+        needed = format_bytes(needed_bytes(best, correction))
+        yield f"degrade.allow: numeric ({plan_words(best.plan)}): {needed} each"
+
+
+def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
+    if spec.model is None or spec.model.decoder is None:
+        return
+    length = spec.data.sequence_length
+    while (length := length // 2) >= SEQUENCE_LENGTH_MIN:
+        allowed = Degrade(allow="semantic", sequence_lengths=(length,))
+        best = _first_fit(_with(spec, degrade=allowed), hardware, capacity_bytes, correction)
+        if best is not None and best.degradation is Degradation.SEMANTIC:
+            needed = format_bytes(needed_bytes(best, correction))
+            yield f"degrade.sequence_lengths: [{length}] with degrade.allow: semantic: {needed} each"
+        if best is not None:
+            return
+
+
+def _first_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Candidate | None:
+    try:
+        return next(fitting(frontier(spec, hardware), capacity_bytes, correction), None)
+    except SpecError:  # this many devices cannot share the global batch
+        return None
+
+
+def _with(spec: JobSpec, **changed: object) -> JobSpec:
+    return spec.model_copy(update=changed)
+
+
+def _more(hardware: Hardware, devices: int) -> Hardware:
+    nodes = max(hardware.nodes, -(-devices // hardware.devices_per_node))
+    return Hardware(
+        device=hardware.device,
+        devices_per_node=hardware.devices_per_node,
+        nodes=nodes,
+        network_bandwidth=hardware.network_bandwidth,
+    )

@@ -1,0 +1,99 @@
+"""The plans of a job that no other plan beats, and which of them fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.specs.plan import Degradation, Engine, Offload, Plan
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.units import format_bytes
+
+# A plan must leave this much of the capacity free. The closed form errs by a few percent on virtual devices (see
+# tests/memory/test_closed_form.py), and on CUDA it covers, with memory.estimate.FRAGMENTATION, the worst replayed
+# allocator trace (1.08 x 1.05 = 1.134 against 1.132).
+MARGIN = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One legal plan with what it costs and how far it leaves what the user asked for."""
+
+    plan: Plan
+    estimate: MemoryEstimate
+    step_s: float
+    degradation: Degradation
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Candidates, the mildest class of degradation first, the fastest first within a class."""
+
+    candidates: tuple[Candidate, ...]
+
+
+def pareto(candidates: Iterable[Candidate]) -> Frontier:
+    """Within each class, the candidates that no other beats or equals in step time, device bytes and GPUs at once.
+
+    Of candidates that are equal in all three the simplest stays: the torch engine before DeepSpeed, no offload before
+    offload, less sharding before more.
+    """
+    kept: list[Candidate] = []
+    lightest: dict[int, int] = {}  # GPUs -> least device bytes so far, of the current class
+    current = None
+    for candidate in sorted(candidates, key=_order):
+        if candidate.degradation is not current:
+            current, lightest = candidate.degradation, {}
+        gpus, device_bytes = candidate.plan.world_size, candidate.estimate.device_bytes
+        if any(fewer <= gpus and least <= device_bytes for fewer, least in lightest.items()):
+            continue
+        lightest[gpus] = device_bytes
+        kept.append(candidate)
+    return Frontier(tuple(kept))
+
+
+def _order(candidate: Candidate) -> tuple[object, ...]:
+    plan = candidate.plan
+    return (
+        candidate.degradation,
+        candidate.step_s,
+        candidate.estimate.device_bytes,
+        plan.world_size,
+        plan.engine is Engine.DEEPSPEED,
+        plan.offload is not Offload.NONE,
+        plan.zero_stage,
+        plan.activation_checkpointing,
+        plan.gradient_accumulation_steps,
+    )
+
+
+def needed_bytes(candidate: Candidate, correction: float) -> int:
+    """Free bytes that one device must have for the candidate: its corrected estimate and the margin."""
+    return int(corrected_bytes(candidate.estimate, correction) * MARGIN)
+
+
+def fits(candidate: Candidate, capacity_bytes: int, correction: float) -> bool:
+    """Whether the corrected estimate, with its margin, is within `capacity_bytes` of one device."""
+    return needed_bytes(candidate, correction) <= capacity_bytes
+
+
+def fitting(
+    frontier: Frontier, capacity_bytes: int, correction: float, refuted: frozenset[Plan] = frozenset()
+) -> Iterator[Candidate]:
+    """The candidates that fit and were not refuted, in the frontier's order."""
+    return (
+        candidate
+        for candidate in frontier.candidates
+        if candidate.plan not in refuted and fits(candidate, capacity_bytes, correction)
+    )
+
+
+def why_rejected(candidate: Candidate, capacity_bytes: int, correction: float, refuted: frozenset[Plan]) -> str | None:
+    """Why the candidate cannot be taken, as a sentence; None where it can."""
+    if candidate.plan in refuted:
+        return "ran out of memory before"
+    needed = needed_bytes(candidate, correction)
+    if needed <= capacity_bytes:
+        return None
+    return f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}; worst moment: {candidate.estimate.moment}"

@@ -1,0 +1,69 @@
+"""A plan in the words of what runs it: a DeepSpeed file, and a script's command line and environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.memory.deepspeed import BUCKET_ELEMENTS
+from orchestrator.specs.job import JobSpec, Knob
+from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
+
+SWITCHED_ON = (ActivationCheckpointing.FULL.value, Precision.BF16.value)  # what a bare switch of a script turns on
+
+
+def deepspeed_config(plan: Plan, *, clip_norm: float) -> dict[str, Any]:
+    """The DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
+
+    Clipping defaults to 1.0 in DeepSpeed, buckets to 5e8 elements (deepspeed/runtime/constants.py, zero/config.py).
+    """
+    zero: dict[str, Any] = {"stage": int(plan.zero_stage)}
+    if plan.zero_stage is not ZeroStage.NONE:
+        zero |= {"reduce_bucket_size": BUCKET_ELEMENTS, "overlap_comm": False}
+    if plan.zero_stage is ZeroStage.PARAMETERS:
+        zero |= {"stage3_prefetch_bucket_size": BUCKET_ELEMENTS, "stage3_max_live_parameters": 1}
+    if plan.offload is not Offload.NONE:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if plan.offload is Offload.PARAMETERS:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "gradient_clipping": clip_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": plan.precision is Precision.BF16},
+        "steps_per_print": 10**9,
+    }
+
+
+def script_command(
+    spec: JobSpec, plan: Plan, *, output_dir: str, resume_from: str | None, deepspeed_config_path: str | None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The script's arguments with the plan's knobs after the user's own, and its environment besides the job's."""
+    assert spec.command is not None, "only a script has a command"
+    knobs = spec.knobs
+    turned: tuple[tuple[Knob | None, str | None], ...] = (
+        (knobs.micro_batch_size, str(plan.micro_batch_size)),
+        (knobs.gradient_accumulation_steps, str(plan.gradient_accumulation_steps)),
+        (knobs.activation_checkpointing, plan.activation_checkpointing.value),
+        (knobs.precision, plan.precision.value),
+        (knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
+        (knobs.deepspeed_config, deepspeed_config_path),
+        (knobs.resume_from, resume_from),
+        (knobs.output_dir, output_dir),
+    )
+    arguments: list[str] = list(spec.command)
+    env: dict[str, str] = {}
+    for knob, value in turned:
+        if knob is None or value is None:
+            continue
+        word = dict(knob.values).get(value, value)
+        if knob.flag is not None:
+            arguments += [knob.flag, word]
+        elif knob.env is not None:
+            env[knob.env] = word
+        elif knob.switch is not None and value in SWITCHED_ON:
+            arguments.append(knob.switch)
+    return tuple(arguments), env
