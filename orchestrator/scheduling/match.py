@@ -15,6 +15,7 @@ from orchestrator.planning.search import Hardware, frontier
 from orchestrator.scheduling.placement import Device, busy_devices, place
 from orchestrator.specs.attempt import FailureKind, Placement
 from orchestrator.specs.cluster import DeviceKind, Node
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, State
@@ -76,7 +77,10 @@ def _choose_in(state: State, job: Job, group: _Group, reserved: frozenset[str]) 
     devices = group.hardware.devices_per_node * group.hardware.nodes
     if job.spec.gpus.min > devices:
         return Wait(reason=f"waits for {job.spec.gpus.min} devices of one kind: there are {devices} x {device.name}")
-    candidates = tuple(_untried(job, group))
+    try:
+        candidates = tuple(_untried(job, group))
+    except SpecError as error:  # the global batch cannot be cut over what is alive
+        return Wait(reason=f"waits for other nodes: {error}") if job.attempts else NeverFits(reason=str(error))
     fitting = [c for c in candidates if fits(c, device.memory, _correction(state, job, c.plan, device.name))]
     if not fitting:
         factor = max((_correction(state, job, c.plan, device.name) for c in candidates), default=1.0)

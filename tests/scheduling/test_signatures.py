@@ -72,5 +72,5 @@ def test_an_echoed_command_names_nothing() -> None:
 
 
 def test_shows_the_last_traceback_only() -> None:
-    log = "Traceback (most recent call last):\n  first\nKeyError: 1\nretrying\nTraceback (most recent call last):\n  x\nE: 2"
-    assert last_traceback(log) == "Traceback (most recent call last):\n  x\nE: 2"
+    head = "Traceback (most recent call last):\n"
+    assert last_traceback(f"{head}  first\nKeyError: 1\nretrying\n{head}  second\nE: 2") == f"{head}  second\nE: 2"

@@ -1,0 +1,59 @@
+"""A model of one's own for the in-house engine: a decoder that learns the statements of the standard library."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jobs.demo.corpus import FOLDER
+from orchestrator.specs.model import DecoderSpec
+from orchestrator.training.decoder import decoder_recipe
+from orchestrator.training.recipe import IGNORED_LABEL, Recipe
+
+
+class Statements:
+    """Each statement's source is one sample, cut at `longest` tokens; a batch is as wide as its longest sample."""
+
+    def __init__(self, longest: int) -> None:
+        self._samples = [
+            source.encode()[: longest + 1]
+            for path in sorted(FOLDER.glob("*.txt"))
+            for source in _statements(path.read_text(encoding="utf-8"))
+        ]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def token_count(self, index: int) -> int:
+        return len(self._samples[index]) - 1
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        width = max(self.token_count(index) for index in indices)
+        tokens = torch.zeros(len(indices), width, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED_LABEL)
+        for row, index in enumerate(indices):
+            text = torch.tensor(list(self._samples[index]))
+            tokens[row, : len(text) - 1] = text[:-1]
+            labels[row, : len(text) - 1] = text[1:]
+        return tokens, labels
+
+
+def statements_of_the_standard_library(config: dict[str, Any]) -> Recipe:
+    """The model, loss and data that `config` describes."""
+    decoder = DecoderSpec(
+        vocab_size=256,
+        hidden_size=config["hidden_size"],
+        intermediate_size=3 * config["hidden_size"],
+        num_hidden_layers=config["num_hidden_layers"],
+        num_attention_heads=4,
+    )
+    return decoder_recipe(decoder, Statements(config["longest"]), seed=0)
+
+
+def _statements(source: str) -> list[str]:
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign | ast.Raise | ast.Return)]
+    return [ast.get_source_segment(source, node) or "" for node in statements]

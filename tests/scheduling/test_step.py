@@ -1,0 +1,293 @@
+"""One decision at a time: what each event makes of a job, and what is done about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.specs.attempt import (
+    Attempt,
+    ErrorReport,
+    Evidence,
+    FailureKind,
+    Heartbeat,
+    OomReport,
+    RankEnd,
+)
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import OOM_EXIT_CODE
+from orchestrator.specs.state import (
+    Action,
+    CancelRequested,
+    Event,
+    Finished,
+    Job,
+    JobStatus,
+    Launch,
+    NodesSeen,
+    Record,
+    Released,
+    Started,
+    State,
+    Stop,
+    Submitted,
+    Woke,
+)
+from tests.scheduling.factories import DEVICE, MIB, decoder_spec, node, script_spec
+
+NODES = NodesSeen(nodes=(node(),), at_s=0.0)
+
+
+def run(*events: Event, state: State | None = None) -> tuple[State, list[Action]]:
+    """The state after all events, and the actions of the last."""
+    state = state or State()
+    actions: tuple[Action, ...] = ()
+    for event in events:
+        state, actions = step(state, event)
+    return state, list(actions)
+
+
+def submitted(spec: JobSpec | None = None, job_id: str = "lm-1", at_s: float = 1.0) -> Submitted:
+    return Submitted(job_id=job_id, spec=spec or decoder_spec(), at_s=at_s)
+
+
+def launches(actions: list[Action]) -> list[Attempt]:
+    return [action.attempt for action in actions if isinstance(action, Launch)]
+
+
+def finished(evidence: Evidence, number: int = 1, job_id: str = "lm-1", at_s: float = 10.0) -> Finished:
+    return Finished(job_id=job_id, number=number, evidence=evidence, at_s=at_s)
+
+
+def released(number: int = 1, job_id: str = "lm-1", at_s: float = 11.0) -> Released:
+    return Released(job_id=job_id, number=number, at_s=at_s)
+
+
+def oom(live_bytes: int = 250 * MIB, injected: bool = False) -> Evidence:
+    report = OomReport(
+        rank=0,
+        step=2,
+        phase="backward",
+        requested_bytes=8 * MIB,
+        live_bytes=live_bytes,
+        capacity_bytes=256 * MIB,
+        injected=injected,
+    )
+    return Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
+
+
+LOST = Evidence(nodes_lost=("local",))
+BUG = Evidence(
+    ranks=(RankEnd(rank=0, exit_code=1),),
+    errors=(ErrorReport(rank=0, step=0, phase="forward", type="KeyError", traceback="KeyError: 'labels'"),),
+)
+SUCCESS = Evidence(
+    ranks=(RankEnd(rank=0, exit_code=0),),
+    heartbeats=(Heartbeat(rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=90 * MIB, phase="forward", at_s=9.0),),
+)
+
+
+def only_job(state: State) -> Job:
+    (job,) = state.jobs.values()
+    return job
+
+
+def test_starts_the_fastest_plan_that_fits() -> None:
+    state, actions = run(NODES, submitted())
+    (attempt,) = launches(actions)
+    assert attempt.number == 1
+    assert fits_device(attempt)
+    assert only_job(state).status is JobStatus.RUNNING
+
+
+def fits_device(attempt: Attempt) -> bool:
+    return attempt.estimate.device_bytes <= DEVICE.memory
+
+
+def test_waits_until_the_cluster_was_seen() -> None:
+    state, actions = run(submitted())
+    assert launches(actions) == []
+    _, actions = run(NODES, state=state)
+    assert len(launches(actions)) == 1
+
+
+def test_refuses_before_anything_starts_what_no_plan_fits() -> None:
+    state, actions = run(NODES, submitted(decoder_spec(global_batch_size=8, gpus=1, profile=HUGE)))
+    assert launches(actions) == []
+    job = only_job(state)
+    assert job.status is JobStatus.REFUSED
+    assert "closest" in job.reason
+    assert "would fit" in job.reason
+
+
+HUGE = {"parameters": 10**9, "activations_per_sample": "1GiB"}
+
+
+def test_refuses_a_batch_that_cannot_be_cut() -> None:
+    state, _ = run(NODES, submitted(decoder_spec(global_batch_size=3, gpus=2)))
+    assert only_job(state).status is JobStatus.REFUSED
+    assert "global_batch_size" in only_job(state).reason
+
+
+def test_a_gang_larger_than_the_cluster_waits() -> None:
+    state, _ = run(NODES, submitted(decoder_spec(gpus=8)))
+    assert only_job(state).status is JobStatus.QUEUED
+    assert "8 devices" in only_job(state).reason
+
+
+def test_out_of_memory_restarts_below_the_refuted_peak() -> None:
+    state, actions = run(NODES, submitted(decoder_spec(gpus=1)))  # one device: one engine, one correction
+    first = launches(actions)[0]
+    state, actions = run(finished(oom()), state=state)
+    assert launches(actions) == [], "its devices are not free yet"
+    state, actions = run(released(), state=state)
+    (second,) = launches(actions)
+    assert second.plan != first.plan
+    assert second.estimate.device_bytes < first.estimate.device_bytes
+    assert second.plan.global_batch_size == first.plan.global_batch_size
+    assert second.correction > 1.0
+    assert second.change
+    assert "rank 0" in second.change_reason
+
+
+def test_an_injected_failure_degrades_but_teaches_nothing() -> None:
+    state, _ = run(NODES, submitted(), finished(oom(injected=True)))
+    assert state.observations == ()
+    _, actions = run(released(), state=state)
+    assert launches(actions)[0].correction == 1.0
+
+
+def test_the_budget_for_memory_is_bounded() -> None:
+    state, actions = run(NODES, submitted(decoder_spec(retries={"oom": 1})))
+    for number in (1, 2):
+        state, actions = run(finished(oom(), number=number), released(number=number), state=state)
+    assert launches(actions) == []
+    assert only_job(state).status is JobStatus.FAILED
+    assert "retries.oom" in only_job(state).reason
+
+
+def test_never_retries_a_bug() -> None:
+    state, actions = run(NODES, submitted(), finished(BUG), released())
+    assert launches(actions) == []
+    job = only_job(state)
+    assert job.status is JobStatus.FAILED
+    assert job.last is not None
+    assert job.last.failure is not None
+    assert job.last.failure.excerpt == "KeyError: 'labels'"
+
+
+def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
+    state, actions = run(NODES, submitted())
+    first = launches(actions)[0]
+    state, actions = run(finished(LOST, at_s=10.0), released(at_s=10.0), state=state)
+    assert launches(actions) == []
+    at_s = wake_at_s(state)
+    assert at_s is not None
+    assert at_s > 10.0
+    state, actions = run(Woke(at_s=at_s), state=state)
+    assert launches(actions)[0].plan == first.plan
+
+
+def test_a_lost_node_does_not_use_up_the_budget_for_memory() -> None:
+    spec = decoder_spec(retries={"oom": 1, "node": 1})
+    state, _ = run(NODES, submitted(spec), finished(LOST, at_s=1.0), released(at_s=1.0), Woke(at_s=500.0))
+    state, actions = run(finished(oom(), number=2, at_s=600.0), released(number=2, at_s=600.0), state=state)
+    assert len(launches(actions)) == 1
+
+
+def test_success_ends_the_job_and_is_recorded() -> None:
+    state, actions = run(NODES, submitted(), finished(SUCCESS))
+    assert only_job(state).status is JobStatus.SUCCEEDED
+    assert [type(action) for action in actions] == [Record]
+    assert state.observations[-1].measured_bytes == 90 * MIB
+
+
+def test_an_end_is_final() -> None:
+    state, _ = run(NODES, submitted(), finished(SUCCESS), released())
+    again, actions = run(finished(BUG), CancelRequested(job_id="lm-1", at_s=20.0), submitted(), state=state)
+    assert actions == []
+    assert replace(again, at_s=state.at_s) == state
+
+
+def test_cancelling_a_running_job_stops_it_and_waits_for_the_end() -> None:
+    state, actions = run(NODES, submitted(), CancelRequested(job_id="lm-1", at_s=5.0))
+    assert [type(action) for action in actions] == [Stop]
+    stopped = Evidence(ranks=(RankEnd(rank=0, exit_code=-15),), stopped=True)
+    state, actions = run(finished(stopped), released(), state=state)
+    assert only_job(state).status is JobStatus.CANCELLED
+    assert launches(actions) == []
+
+
+def test_cancelling_a_waiting_job_ends_it_at_once() -> None:
+    state, actions = run(submitted(), CancelRequested(job_id="lm-1", at_s=5.0))
+    assert only_job(state).status is JobStatus.CANCELLED
+    assert [type(action) for action in actions] == [Record]
+
+
+def test_priority_goes_before_submission() -> None:
+    low = submitted(decoder_spec(gpus=2), job_id="low-1")
+    high = submitted(decoder_spec(gpus=2, priority=5), job_id="high-2")
+    _, actions = run(low, high, NODES)
+    assert [attempt.job_id for attempt in launches(actions)] == ["high-2"]
+
+
+def test_no_job_behind_takes_the_devices_that_one_ahead_waits_for() -> None:
+    one = submitted(decoder_spec(gpus=1), job_id="one-1")
+    gang = submitted(decoder_spec(gpus=2), job_id="gang-2")
+    later = submitted(decoder_spec(gpus=1), job_id="later-3")
+    state, actions = run(NODES, one, gang, later)
+    assert launches(actions) == []
+    assert "2 free" in state.jobs["gang-2"].reason
+    state, actions = run(finished(SUCCESS, job_id="one-1"), released(job_id="one-1"), state=state)
+    assert [attempt.job_id for attempt in launches(actions)] == ["gang-2"]
+
+
+def test_devices_stay_taken_until_their_memory_is_free() -> None:
+    first = submitted(decoder_spec(gpus=2), job_id="a-1")
+    second = submitted(decoder_spec(gpus=2), job_id="b-2")
+    state, actions = run(NODES, first, second, finished(SUCCESS, job_id="a-1"))
+    assert launches(actions) == []
+    _, actions = run(released(job_id="a-1"), state=state)
+    assert [attempt.job_id for attempt in launches(actions)] == ["b-2"]
+
+
+def test_plans_with_the_memory_that_is_free_now() -> None:
+    crowded = NodesSeen(nodes=(node(free_bytes=40 * MIB),), at_s=0.0)
+    _, roomy = run(NODES, submitted())
+    state, actions = run(crowded, submitted())
+    if actions and launches(actions):
+        assert launches(actions)[0].estimate.device_bytes < launches(roomy)[0].estimate.device_bytes
+        assert launches(actions)[0].estimate.device_bytes <= 40 * MIB
+    else:
+        assert "other processes" in only_job(state).reason
+
+
+def test_a_script_of_unknown_memory_starts_with_its_own_batch_and_halves_it() -> None:
+    knobs = {
+        "micro_batch_size": {"flag": "--batch-size", "default": 32},
+        "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+    }
+    state, actions = run(NODES, submitted(script_spec(knobs=knobs), job_id="script-1"))
+    assert launches(actions)[0].plan.micro_batch_size == 32
+    _, actions = run(finished(oom(), job_id="script-1"), released(job_id="script-1"), state=state)
+    plan = launches(actions)[0].plan
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (16, 2)
+
+
+def test_a_start_is_told_once() -> None:
+    state, _ = run(NODES, submitted())
+    state, actions = run(Started(job_id="lm-1", number=1, at_s=3.0), state=state)
+    assert [type(action) for action in actions] == [Record]
+    _, actions = run(Started(job_id="lm-1", number=1, at_s=4.0), state=state)
+    assert actions == []
+
+
+def test_host_memory_failure_moves_to_a_plan_that_needs_less_of_it() -> None:
+    killed = Evidence(ranks=(RankEnd(rank=0, exit_code=-9),), first_ended_rank=0, host_oom_kills=1)
+    state, actions = run(NODES, submitted())
+    first = launches(actions)[0]
+    state, actions = run(finished(killed), released(), state=state)
+    job = only_job(state)
+    assert job.attempts[0].failure is not None
+    assert job.attempts[0].failure.kind is FailureKind.HOST_OOM
+    assert all(a.estimate.device_bytes < first.estimate.device_bytes for a in launches(actions))
