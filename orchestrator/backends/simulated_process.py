@@ -1,0 +1,166 @@
+"""One attempt in the simulated world, and the evidence that each of its endings leaves behind."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
+from orchestrator.specs.run import OOM_EXIT_CODE
+from orchestrator.specs.state import Fault, Finished, Job, Released, Started
+
+SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
+OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."
+SURVIVORS_WORDS = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31337"
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """One attempt as the world knows it; `ending` is the truth that classification has to find in the evidence."""
+
+    job: Job
+    attempt: Attempt
+    first_step: int
+    step_s: float  # the true one
+    peak_bytes: int  # what it would truly allocate
+    capacity_bytes: int  # what the smallest of its devices leaves to tensors
+    launched_at_s: float
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    released_at_s: float | None = None
+    evidence: Evidence | None = None
+    ending: FailureKind | None = None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(part.node for part in self.attempt.placement)
+
+    @property
+    def devices(self) -> tuple[tuple[str, int], ...]:
+        """(node, device index) of every rank."""
+        return tuple((part.node, index) for part in self.attempt.placement for index in part.devices)
+
+    @property
+    def fault(self) -> Fault | None:
+        """The rehearsed failure, which only the first attempt meets."""
+        return self.job.fault if self.attempt.number == 1 else None
+
+    def started(self) -> Started:
+        assert self.started_at_s is not None, self.attempt.name
+        return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
+
+    def finished(self) -> Finished:
+        assert self.evidence is not None, self.attempt.name
+        assert self.ended_at_s is not None, self.attempt.name
+        return Finished(job_id=self.job.id, number=self.attempt.number, evidence=self.evidence, at_s=self.ended_at_s)
+
+    def released(self) -> Released:
+        assert self.released_at_s is not None, self.attempt.name
+        return Released(job_id=self.job.id, number=self.attempt.number, at_s=self.released_at_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptom:
+    """What an ending does to the rank that met it and to the others: exit codes, last words, a guard's report."""
+
+    exit_code: int | None
+    others: int | None = SIGTERM
+    last_words: str = ""
+    error: str | None = None  # type of the exception that the guard reports
+
+
+SYMPTOMS = {
+    None: Symptom(exit_code=0, others=0),
+    FailureKind.DEVICE_OOM: Symptom(exit_code=OOM_EXIT_CODE, last_words=OOM_WORDS),
+    FailureKind.CROWDED: Symptom(exit_code=OOM_EXIT_CODE, last_words=OOM_WORDS),
+    FailureKind.HOST_OOM: Symptom(exit_code=SIGKILL),
+    FailureKind.NODE_LOST: Symptom(exit_code=None),
+    FailureKind.PREEMPTED: Symptom(exit_code=SIGTERM),
+    FailureKind.HUNG: Symptom(exit_code=SIGKILL, others=SIGKILL),
+    FailureKind.DISK_FULL: Symptom(
+        exit_code=1, last_words="OSError: [Errno 28] No space left on device", error="OSError"
+    ),
+    FailureKind.USER_ERROR: Symptom(exit_code=1, last_words="ValueError: 3 labels for 2 classes", error="ValueError"),
+    FailureKind.CANCELLED: Symptom(exit_code=SIGTERM),
+}
+
+
+def evidence_of(
+    process: Process,
+    ending: FailureKind | None,
+    *,
+    step: int,
+    checkpoint_step: int | None,
+    nodes_lost: tuple[str, ...],
+    draw: random.Random,
+    at_s: float,
+) -> Evidence:
+    """The facts that remain of an attempt which met `ending` after `step`; `draw` picks the rank that met it."""
+    lost = nodes_lost if ending is FailureKind.NODE_LOST else ()
+    stopped = ending is FailureKind.CANCELLED
+    if process.started_at_s is None:
+        why = "the launcher did not answer" if ending is FailureKind.STARTUP else None
+        return Evidence(launch_error=why, nodes_lost=lost, stopped=stopped)
+    symptom = SYMPTOMS[ending]
+    ranks = range(process.attempt.plan.world_size)
+    culprit = draw.choice(ranks)
+    last_words = dict.fromkeys(ranks, SURVIVORS_WORDS if ending else "") | {culprit: symptom.last_words}
+    steps_done = step - process.first_step
+    return Evidence(
+        ranks=tuple(
+            RankEnd(
+                rank=rank,
+                exit_code=symptom.exit_code if rank == culprit else symptom.others,
+                log_tail=last_words[rank],
+            )
+            for rank in ranks
+        ),
+        ooms=(_oom_report(process, ending, culprit, step),) if symptom.exit_code == OOM_EXIT_CODE else (),
+        errors=_error_reports(symptom, culprit, step),
+        heartbeats=tuple(
+            Heartbeat(
+                rank=rank,
+                step=step,
+                steps_done=steps_done,
+                step_s=process.step_s if steps_done else None,
+                peak_bytes=min(process.peak_bytes, process.capacity_bytes),
+                phase="optimizer",
+                at_s=at_s,
+            )
+            for rank in ranks
+        ),
+        nodes_lost=lost,
+        first_ended_rank=draw.choice((culprit, None)) if ending else None,
+        host_oom_kills=int(ending is FailureKind.HOST_OOM),
+        hung_for_s=process.job.spec.hang_timeout if ending is FailureKind.HUNG else None,
+        stopped=stopped,
+        checkpoint_step=checkpoint_step,
+    )
+
+
+def _error_reports(symptom: Symptom, rank: int, step: int) -> tuple[ErrorReport, ...]:
+    if symptom.error is None:
+        return ()
+    return (ErrorReport(rank=rank, step=step, phase="forward", type=symptom.error, traceback=symptom.last_words),)
+
+
+def _oom_report(process: Process, ending: FailureKind | None, rank: int, step: int) -> OomReport:
+    """A request that went too far; where the device was crowded, one that the prediction had allowed for."""
+    attempt = process.attempt
+    needed_bytes = max(process.peak_bytes, process.capacity_bytes + 1)
+    foreign_bytes = 0
+    if ending is FailureKind.CROWDED:
+        needed_bytes = min(process.peak_bytes, int(attempt.correction * attempt.estimate.allocated_bytes))
+        foreign_bytes = max(1, process.capacity_bytes - needed_bytes + 1)
+    requested_bytes = max(1, needed_bytes // 20)
+    return OomReport(
+        rank=rank,
+        step=step,
+        phase="forward",
+        requested_bytes=requested_bytes,
+        live_bytes=needed_bytes - requested_bytes,
+        capacity_bytes=process.capacity_bytes,
+        foreign_bytes=foreign_bytes,
+        injected=process.fault is not None,
+        message=OOM_WORDS,
+    )

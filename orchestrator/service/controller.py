@@ -1,0 +1,194 @@
+"""The small loop that obeys: hear an event, let `step` decide, keep it in the journal, do what was decided."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from orchestrator.backends.journal import Journal
+from orchestrator.backends.ports import Backend
+from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import (
+    CancelRequested,
+    Event,
+    Fault,
+    Finished,
+    Job,
+    Launch,
+    NodesSeen,
+    Record,
+    State,
+    Stop,
+    Submitted,
+    Woke,
+)
+
+POLL_S = 0.1  # at most this long until a submission or a cancellation is acted upon
+DEAF_S = 1.0  # pause after the backend failed to say what happened
+SNAPSHOT_EVENTS = 500  # events between snapshots: what a restart has to fold at most
+ERROR_CHARACTERS_MAX = 500
+
+log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Owns the state. Only the thread in `run` talks to the backend; everything else may be called from any thread."""
+
+    def __init__(self, journal: Journal, backend: Backend, clock: Callable[[], float]) -> None:
+        """The state that the journal leads to, with every attempt that holds devices taken up again."""
+        snapshot, tail = journal.load()
+        state = snapshot or State()
+        for event in tail:
+            state, _ = step(state, event)
+        self._journal = journal
+        self._backend = backend
+        self._clock = clock
+        self._state = state
+        self._version = 0
+        self._unsaved_events = len(tail)
+        self._pending: deque[Launch | Stop] = deque()
+        self._changed = threading.Condition()
+        log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
+        for job in state.jobs.values():
+            for attempt in job.attempts:
+                if not attempt.released:
+                    self._take_up(job, attempt)
+
+    @property
+    def state(self) -> State:
+        """The newest state: frozen, so that any thread may read it."""
+        return self._state
+
+    def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
+        """The id of the new job, which is in the journal by now. Raises ServiceError where it cannot be kept."""
+        with self._changed:
+            job_id = f"{spec.name}-{len(self._state.jobs) + 1}"
+            self._apply(Submitted(job_id=job_id, spec=spec, at_s=self._clock(), fault=fault))
+        return job_id
+
+    def cancel(self, job_id: str) -> None:
+        """Ask for the end of a job. Raises ServiceError where there is no such job or where it has ended."""
+        with self._changed:
+            job = self._state.jobs.get(job_id)
+            if job is None:
+                raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
+            if job.status.ended:
+                raise ServiceError(f"job {job_id} has ended already: {job.status}")
+            self._apply(CancelRequested(job_id=job_id, at_s=self._clock()))
+
+    def wait_for_change(self, version: int, timeout_s: float) -> int:
+        """The version of the state, as soon as it is not `version` any more or after `timeout_s`; 0 says none yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version, timeout_s)
+            return self._version
+
+    def run(self, stop: threading.Event) -> None:
+        """Obey until `stop` is set. Raises ServiceError where the journal fails: nothing may happen unrecorded."""
+        while not stop.is_set():
+            self.turn(POLL_S)
+
+    def turn(self, wait_s: float) -> None:
+        """One turn of the loop: do what was decided, hear what happens within `wait_s`, decide, do."""
+        self._perform()
+        wake_s = wake_at_s(self._state)
+        if wake_s is not None:
+            wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
+        for event in self._listen(wait_s):
+            if not (isinstance(event, NodesSeen) and event.nodes == self._state.nodes):
+                self._apply(event)
+        wake_s, now_s = wake_at_s(self._state), self._clock()
+        if wake_s is not None and wake_s <= now_s:
+            self._apply(Woke(at_s=now_s))
+        self._perform()
+
+    def _listen(self, wait_s: float) -> Sequence[Event]:
+        try:
+            return self._backend.events(wait_s)
+        except Exception:
+            log.exception("backend failed to tell events")
+            time.sleep(DEAF_S)
+            return ()
+
+    def _apply(self, event: Event) -> None:
+        """Decide and commit; only what is committed is seen by others, and done."""
+        with self._changed:
+            state, actions = step(self._state, event)
+            self._journal.append(event, [action for action in actions if isinstance(action, Record)])
+            self._state = state
+            self._version += 1
+            self._pending.extend(action for action in actions if not isinstance(action, Record))
+            self._changed.notify_all()
+            log.info("event %s", _line(event))
+            self._unsaved_events += 1
+            if self._unsaved_events >= SNAPSHOT_EVENTS:
+                self._journal.snapshot(state)
+                self._unsaved_events = 0
+
+    def _perform(self) -> None:
+        while self._pending:
+            action = self._pending.popleft()
+            log.info("action %s", _line(action))
+            if isinstance(action, Launch):
+                self._launch(action)
+            else:
+                self._stop(action)
+
+    def _launch(self, action: Launch) -> None:
+        try:
+            self._backend.launch(action)
+        except Exception as error:
+            self._not_launched(action.attempt, error)
+
+    def _stop(self, action: Stop) -> None:
+        try:
+            self._backend.stop(action)
+        except Exception:
+            log.exception("backend failed to stop attempt=%s", action.name)
+
+    def _take_up(self, job: Job, attempt: Attempt) -> None:
+        """After a restart: whoever holds devices is watched again, and a stop that was under way is asked for again."""
+        log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status)
+        try:
+            self._backend.adopt(job, attempt)
+        except Exception as error:
+            self._not_launched(attempt, error)
+            return
+        if attempt.status is AttemptStatus.STOPPING:
+            self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S))
+
+    def _not_launched(self, attempt: Attempt, error: Exception) -> None:
+        """The backend refused: as good as an end, but only the backend can say when the devices are free again."""
+        log.error("backend failed on attempt=%s", attempt.name, exc_info=error)
+        if attempt.status is AttemptStatus.ENDED:
+            return
+        reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
+        evidence = Evidence(launch_error=reason)
+        self._apply(
+            Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock()),
+        )
+        job = self._state.jobs[attempt.job_id]
+        self._take_up(job, job.attempts[attempt.number - 1])
+
+
+def _line(said: Event | Launch | Stop) -> str:
+    """One line of log: what, which job, which attempt; never what a job was given."""
+    match said:
+        case NodesSeen():
+            return f"nodes_seen nodes={len(said.nodes)}"
+        case Woke():
+            return "woke"
+        case Launch():
+            devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in said.attempt.placement)
+            return f"launch job={said.job.id} attempt={said.attempt.number} on={devices}"
+        case Stop():
+            return f"stop job={said.job_id} attempt={said.number}"
+        case Submitted() | CancelRequested():
+            return f"{said.type} job={said.job_id}"
+        case _:
+            return f"{said.type} job={said.job_id} attempt={said.number}"
