@@ -159,14 +159,16 @@ def _user_error(evidence: Evidence, end: RankEnd) -> Failure:
 def _suspects(evidence: Evidence) -> list[RankEnd]:
     """The ranks in the order in which they are asked: the one that ended first, then failures, then the rest.
 
-    SIGTERM ranks stand last among the failures: it is how we end the survivors.
+    Signalled ranks stand last among the failures: it is how we end the survivors. Where the kernel killed for memory,
+    the killed one comes before those that we ended.
     """
 
-    def doubt(end: RankEnd) -> tuple[bool, bool, bool, int]:
+    def doubt(end: RankEnd) -> tuple[bool, bool, bool, bool, int]:
         return (
             end.rank != evidence.first_ended_rank,
             end.exit_code == 0,
             end.exit_code in (-signal.SIGTERM, -signal.SIGKILL),
+            evidence.host_oom_kills > 0 and end.exit_code != -signal.SIGKILL,
             end.rank,
         )
 
