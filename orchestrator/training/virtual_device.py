@@ -1,0 +1,158 @@
+"""What does a rank hold on a device that is not there? CPU tensors, counted exactly, under an enforced cap."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MIB = 2**20
+
+
+class VirtualDevice(TorchDispatchMode):
+    """A context in which CPU storages are device memory: `live_bytes` of them, never more than `capacity_bytes`.
+
+    The operation that crosses the capacity raises torch.OutOfMemoryError. Counted is what operations of the entering
+    thread return (the backward pass on CPU runs in the calling thread); scratch inside a kernel and what other threads
+    or forked children make is not. Storages made elsewhere count from the first operation that returns a view of them.
+    Enter it once and before the model is built.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__()
+        self.capacity_bytes = capacity_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0  # highest since construction
+        self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
+        self.on_out_of_memory: Callable[[torch.OutOfMemoryError, int], None] | None = None
+        self._sizes: dict[int, int] = {}  # address of the storage -> bytes counted for it
+        self._deaths: dict[int, _Death] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its wrapper around __torch_dispatch__ costs as much as the counting
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def reset_recent_peak(self) -> None:
+        """Let `recent_peak_bytes` start again from what is live now."""
+        self.recent_peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types:
+            return NotImplemented  # the subclass (DTensor, ...) unwraps itself; its inner operations come back here
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        added = 0
+        if isinstance(out, torch.Tensor):
+            if out.is_cpu:
+                try:
+                    storage = out.untyped_storage()
+                    if self._sizes.get(storage._cdata) == storage.nbytes():
+                        return out
+                    added = self._count(storage)
+                except NotImplementedError:  # sparse and opaque layouts have no storage of their own
+                    added = self._count_parts(out)
+        elif out is not None:
+            added = sum(self._count_tensor(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        if added > 0 and self.live_bytes > self.capacity_bytes:
+            out = storage = args = kwargs = None  # the traceback must not keep alive what did not fit
+            raise self._out_of_memory(added)
+        return out
+
+    def __enter__(self) -> VirtualDevice:
+        resize, count = torch.UntypedStorage.resize_, self._count_resized
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            count(storage)
+            return result
+
+        self._resize = resize
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # FSDP2 frees and refills by resizing
+        os.register_at_fork(after_in_child=self._leave_in_child)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def _leave_in_child(self) -> None:
+        """Data loader workers and other children are host processes."""
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+        self.capacity_bytes = 2**63 - 1
+
+    def _count(self, storage: torch.UntypedStorage) -> int:
+        """Bytes by which the storage has grown since it was last counted; negative where it shrank."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+            death = self._deaths[key] = _Death(storage, self._forget)
+            death.key = key
+            known = 0
+        self._sizes[key] = size
+        self.live_bytes = live = self.live_bytes + size - known
+        if live > self.recent_peak_bytes and live <= self.capacity_bytes:
+            self.recent_peak_bytes = live
+            if live > self.peak_bytes:
+                self.peak_bytes = live
+        return size - known
+
+    def _count_tensor(self, tensor: torch.Tensor) -> int:
+        if not tensor.is_cpu:
+            return 0
+        try:
+            return self._count(tensor.untyped_storage())
+        except NotImplementedError:
+            return self._count_parts(tensor)
+
+    def _count_parts(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is torch.sparse_coo:
+            return self._count_tensor(tensor._indices()) + self._count_tensor(tensor._values())
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return sum(map(self._count_tensor, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return sum(map(self._count_tensor, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
+        return 0
+
+    def _count_resized(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "cpu":
+            added = self._count(storage)
+            if added > 0 and self.live_bytes > self.capacity_bytes:
+                raise self._out_of_memory(added)
+
+    def _forget(self, death: _Death) -> None:
+        del self._deaths[death.key]
+        self.live_bytes -= self._sizes.pop(death.key)
+
+    def _out_of_memory(self, requested_bytes: int) -> torch.OutOfMemoryError:
+        """The error, in the words of PyTorch's CUDA allocator so that every reader of such messages understands it."""
+        used = self.live_bytes
+        error = torch.OutOfMemoryError(
+            f"Virtual device out of memory. Tried to allocate {requested_bytes / MIB:.2f} MiB. "
+            f"Virtual device has a total capacity of {self.capacity_bytes / MIB:.2f} MiB "
+            f"of which {max(self.capacity_bytes - used, 0) / MIB:.2f} MiB is free. "
+            f"This process has {used / MIB:.2f} MiB memory in use."
+        )
+        if self.on_out_of_memory:
+            self.on_out_of_memory(error, requested_bytes)
+        return error
+
+
+class _Death(weakref.ref[torch.UntypedStorage]):
+    """Calls back when its storage is freed; cheaper than weakref.finalize (0.4 instead of 1.1 microseconds)."""
+
+    __slots__ = ("key",)
+    key: int
