@@ -1,8 +1,8 @@
 """The canonical checkpoint: a torch.distributed.checkpoint folder that every engine at any world size reads and writes.
 
-model.<name>                                     fp32 master weight (or buffer), by whole-model name
-optim.state.<name>.exp_avg, .exp_avg_sq, .step   Adam's state of a parameter
-step, samples                                    optimizer steps done, samples consumed: where the data go on
+model.<name>                              fp32 master weight (or buffer), by whole-model name
+optim.state.<name>.exp_avg, .exp_avg_sq   Adam's moments of a parameter, fp32
+step, samples                             optimizer steps done (Adam's too), samples consumed: where the data go on
 There are no param_groups: hyperparameters come from the job, not from the checkpoint.
 """
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from orchestrator.training.adam import MOMENTS
+from orchestrator.training.fragment import FragmentLoadPlanner, FragmentSavePlanner
 
 State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
 
@@ -31,22 +32,30 @@ class Cursor:
     samples: int = 0  # consumed by them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    cursor: Cursor
+
+
 def save(folder: Path, state: State, cursor: Cursor) -> None:
     """Write the state to `folder`; every rank calls it. Nothing is gathered: each rank writes what it holds."""
     tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
-    state_dict_saver.save(tree, storage_writer=FileSystemWriter(folder, thread_count=1))
+    state_dict_saver.save(tree, storage_writer=FileSystemWriter(folder), planner=FragmentSavePlanner())
 
 
 def load(folder: Path, state: State) -> None:
     """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it."""
-    state_dict_loader.load(dict(state), storage_reader=FileSystemReader(folder))
+    state_dict_loader.load(dict(state), storage_reader=FileSystemReader(folder), planner=FragmentLoadPlanner())
 
 
-def load_cursor(folder: Path) -> Cursor:
-    """How far the checkpointed training is; every rank calls it."""
+def opened(folder: Path) -> Saved:
+    """A complete checkpoint, and how far its training is; every rank calls it."""
     tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
     load(folder, tree)
-    return Cursor(step=int(tree["step"]), samples=int(tree["samples"]))
+    return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
 
 
 def model_state(module: nn.Module) -> dict[str, Tensor]:
@@ -58,10 +67,10 @@ def model_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adam_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`optim.state.<name>.*` of every trained parameter, sharing the optimizer's memory."""
+    """`optim.state.<name>.<moment>` of every trained parameter, sharing the optimizer's memory."""
     return {
-        f"optim.state.{name}.{key}": value
+        f"optim.state.{name}.{moment}": optimizer.state[parameter][moment]
         for name, parameter in module.named_parameters()
-        if parameter in optimizer.state
-        for key, value in optimizer.state[parameter].items()
+        if parameter.requires_grad
+        for moment in MOMENTS
     }

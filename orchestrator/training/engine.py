@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from orchestrator.specs import plan as plans
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training.checkpoint import State
+from orchestrator.training.checkpoint import Saved, State
 from orchestrator.training.dataset import TextDataset
 from orchestrator.training.decoder import decoder_recipe
 from orchestrator.training.recipe import Batch, Recipe, from_factory
@@ -40,9 +40,16 @@ def build_recipe(run: TrainingRun) -> Recipe:
     return from_factory(run.model.factory, run.model.config)
 
 
-def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Path | None) -> Engine:
-    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given."""
+def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None) -> Engine:
+    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given; collective."""
     if run.plan.activation_checkpointing is plans.ActivationCheckpointing.FULL:
         for layer in recipe.layers:
             layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    if run.plan.engine is plans.Engine.DEEPSPEED:
+        # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
+        if device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        from orchestrator.training.deepspeed_engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(recipe, run.plan, run.training, device, resume_from)
     return TorchEngine(recipe, run.plan, run.training, device, resume_from)

@@ -46,9 +46,10 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
         checkpoints.mkdir(parents=True, exist_ok=True)
         checkpoint_folder.remove_unfinished(checkpoints, run.epoch)
     newest = _agree_on_newest(checkpoints, ranks)
+    saved = checkpoint.opened(newest) if newest else None
     recipe = build_recipe(run)
-    engine = build_engine(run, recipe, ranks.device, newest)
-    cursor = checkpoint.load_cursor(newest) if newest else Cursor()
+    engine = build_engine(run, recipe, ranks.device, saved)
+    cursor = saved.cursor if saved else Cursor()
     with AttemptFolder(run.attempt_folder).metrics.open("a") as metrics:
         while cursor.step < run.training.max_steps:
             cursor, stopping = _step(run, ranks, recipe, engine, cursor, stop, metrics)

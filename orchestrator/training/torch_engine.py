@@ -14,20 +14,19 @@ What decides memory, for the model of it (P parameters, bytes fp32, dp ranks):
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import Offload, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.training import checkpoint
+from orchestrator.training.adam import adamw, allocate_moments, clip
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
 
@@ -36,19 +35,23 @@ class TorchEngine:
     """A module under plain PyTorch, DDP or FSDP2, with its optimizer."""
 
     def __init__(
-        self, recipe: Recipe, plan: Plan, training: TrainingSpec, device: torch.device, resume_from: Path | None
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        training: TrainingSpec,
+        device: torch.device,
+        resume_from: checkpoint.Saved | None,
     ) -> None:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._clip_norm = training.clip_norm
         self._module = recipe.module  # whole-model names
         mesh = device_mesh(plan.layout, device)
-        self._model: nn.Module = (
-            _sharded(recipe, plan, mesh, device) if _is_sharded(plan) else _replicated(recipe, mesh, device)
-        )
+        self._model = _sharded(recipe, plan, mesh, device) if _is_sharded(plan) else _replicated(recipe, mesh, device)
         self._optimizer = adamw(self._module.parameters(), training, _state_device(plan, device))
-        allocate_moments(self._optimizer)
+        step = resume_from.cursor.step if resume_from else 0
+        allocate_moments(self._optimizer, self._trained(), step)
         if resume_from:
-            checkpoint.load(resume_from, self.state())
+            checkpoint.load(resume_from.path, self.state())
 
     def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         batches = list(micro_batches)
@@ -57,13 +60,16 @@ class TorchEngine:
         for turn, batch in enumerate(batches):
             with self._sync_on_last(is_last=turn == len(batches) - 1):
                 loss += self._forward_backward(batch, scale)
-        norm = clip(list(self._module.parameters()), self._clip_norm)
+        norm = clip(self._trained(), self._clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> checkpoint.State:
         return checkpoint.model_state(self._module) | checkpoint.adam_state(self._module, self._optimizer)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
         batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
@@ -89,37 +95,6 @@ def device_mesh(layout: ParallelLayout, device: torch.device) -> DeviceMesh:
     if layout.tp > 1 or layout.pp > 1:
         raise IllegalPlan(f"engine=torch does not run tensor or pipeline parallel yet (tp={layout.tp}, pp={layout.pp})")
     return init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
-
-
-def adamw(parameters: Iterable[nn.Parameter], training: TrainingSpec, device: torch.device) -> torch.optim.AdamW:
-    """AdamW as the job says; fused on CUDA, one parameter at a time on CPU (foreach would hold temporaries of all)."""
-    return torch.optim.AdamW(
-        [parameter for parameter in parameters if parameter.requires_grad],
-        lr=training.learning_rate,
-        betas=(training.beta1, training.beta2),
-        weight_decay=training.weight_decay,
-        foreach=False,
-        fused=device.type == "cuda",
-    )
-
-
-def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its Adam state (zeros, step 0) as `torch.optim.AdamW` would at its first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            step_device = parameter.device if group["fused"] else torch.device("cpu")
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=step_device),
-                **{key: torch.zeros_like(parameter, requires_grad=False) for key in checkpoint.MOMENTS},
-            }
-
-
-def clip(parameters: Sequence[nn.Parameter], clip_norm: float) -> float:
-    """The global norm of all gradients before they are scaled down, in place, to `clip_norm` at most."""
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-    return norm.item()
 
 
 def _is_sharded(plan: Plan) -> bool:

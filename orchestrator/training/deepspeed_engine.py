@@ -1,0 +1,193 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, optimizer and parameters in host memory where the plan says so.
+
+Some of the calls are private to DeepSpeed 0.19; each is marked, and each stage has a test.
+
+What decides memory, for the model of it (P parameters, dp ranks; w = 4 bytes in fp32, 2 in bf16):
+- Start: every rank holds the whole module, 4P, until DeepSpeed has taken it over. Adam's moments (8P/dp; stage 0:
+  8P) are allocated before the first step. Masters are fp32 (4P/dp, stages 1 to 3) also where the arithmetic is fp32.
+- Buckets: see Buckets. Stage 0 all-reduces one flat copy of all gradients, 4P.
+- Optimizer on CPU: one flat tensor at a time, two temporaries of its size. On CUDA: fused, none.
+- A checkpoint is written and read in place, fragment by fragment; only a resume holds nothing more than a start does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.specs.model import TrainingSpec
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.training import checkpoint
+from orchestrator.training.adam import MOMENTS, adamw, allocate_moments, clip
+from orchestrator.training.fragment import Fragment
+from orchestrator.training.recipe import Batch, Recipe, materialise
+from orchestrator.training.results import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """DeepSpeed's buffers and limits, in elements (not bytes)."""
+
+    reduce: int
+    allgather: int
+    prefetch: int  # stage 3: gathered ahead of use
+    live: int  # stage 3: gathered at a time, where prefetch and reuse would keep more
+    reuse: int  # stage 3: a parameter used again within this distance stays gathered
+    persistent: int  # stage 3: parameters smaller than this are never partitioned
+
+
+# A virtual device is small: DeepSpeed's defaults (5e8 elements) would keep everything and hide what a stage saves.
+CPU_BUCKETS = Buckets(reduce=2**19, allgather=2**19, prefetch=0, live=0, reuse=0, persistent=1_000)
+# Reduce and gather: a tenth of the defaults, 0.2 GB in fp32, still large messages. The rest are the defaults
+# (deepspeed/runtime/zero/config.py).
+CUDA_BUCKETS = Buckets(
+    reduce=50_000_000,
+    allgather=50_000_000,
+    prefetch=50_000_000,
+    live=1_000_000_000,
+    reuse=1_000_000_000,
+    persistent=100_000,
+)
+
+
+class DeepSpeedEngine:
+    """A module under DeepSpeed, with its optimizer."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        training: TrainingSpec,
+        device: torch.device,
+        resume_from: checkpoint.Saved | None,
+    ) -> None:
+        self._recipe, self._plan, self._device = recipe, plan, device
+        self._clip_norm = training.clip_norm
+        self._module = recipe.module
+        _join_deepspeed(device)
+        materialise(self._module, self._module, recipe, device)
+        if resume_from:  # before DeepSpeed copies the weights into what it computes with
+            checkpoint.load(resume_from.path, checkpoint.model_state(self._module))
+        self._shapes = {name: parameter.shape for name, parameter in self._module.named_parameters()}
+        self._adam = adamw(self._module.parameters(), training, _optimizer_device(plan, device))
+        self._engine, *_ = deepspeed.initialize(
+            model=self._module, optimizer=self._adam, config=settings(plan, training, device)
+        )
+        allocate_moments(self._adam, self._updated(), resume_from.cursor.step if resume_from else 0)
+        if resume_from:
+            checkpoint.load(resume_from.path, self.state())
+
+    def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        plan = self._plan
+        scale = plan.layout.dp * plan.gradient_accumulation_steps / tokens  # DeepSpeed divides by both
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        norm = 0.0
+        for batch in micro_batches:
+            loss_sum = self._recipe.loss_sum(self._engine, tuple(tensor.to(self._device) for tensor in batch))
+            self._engine.backward(loss_sum * scale)
+            loss += loss_sum.detach().double()
+            del loss_sum
+            if plan.zero_stage is ZeroStage.NONE and self._engine.is_gradient_accumulation_boundary():
+                norm = clip(list(self._module.parameters()), self._clip_norm)
+            self._engine.step()
+        if plan.zero_stage is not ZeroStage.NONE:
+            norm = float(self._engine.get_global_grad_norm())
+        return StepResult(loss=loss.item() / tokens, grad_norm=norm)
+
+    def state(self) -> checkpoint.State:
+        if self._plan.zero_stage is ZeroStage.NONE:
+            return checkpoint.model_state(self._module) | checkpoint.adam_state(self._module, self._adam)
+        buffers = {f"model.{name}": buffer for name, buffer in self._module.named_buffers()}
+        return buffers | dict(self._fragments())
+
+    def _updated(self) -> list[Tensor]:
+        """The tensors that the optimizer updates: parameters, or this rank's flat masters."""
+        if self._plan.zero_stage is ZeroStage.NONE:
+            return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        zero = self._engine.optimizer
+        if self._plan.zero_stage is ZeroStage.PARAMETERS:
+            return list(zero.fp32_partitioned_groups_flat)  # private
+        return list(zero.single_partition_of_fp32_groups)  # private
+
+    def _fragments(self) -> Iterator[tuple[str, Fragment]]:
+        """What this rank holds of every master and moment."""
+        locate = self._locate_partitioned if self._plan.zero_stage is ZeroStage.PARAMETERS else self._locate_flat
+        for name, parameter in self._module.named_parameters():
+            place = locate(parameter)
+            if place is None:
+                continue
+            flat, offset, start, count = place
+            pieces = {f"model.{name}": flat.detach()} | {
+                f"optim.state.{name}.{moment}": self._adam.state[flat][moment] for moment in MOMENTS
+            }
+            for key, piece in pieces.items():
+                yield key, Fragment(piece.narrow(0, offset, count), start, self._shapes[name])
+
+    def _locate_flat(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
+        """Stages 1 and 2: flat master, offset in it, first element of the parameter, count; None if another rank's."""
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # private
+        if mapping is None:
+            return None
+        flat = self._engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        master, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return flat, master.start, whole.start, whole.numel
+
+    def _locate_partitioned(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
+        """Stage 3: the same; every rank owns an equal run of every parameter, the last ones padded."""
+        zero = self._engine.optimizer
+        group, offset, run = zero.grad_position[zero.get_param_id(parameter)]  # private
+        start = min(dist.get_rank() * run, parameter.ds_numel)  # type: ignore[attr-defined]
+        count = min(run, parameter.ds_numel - start)  # type: ignore[attr-defined]
+        return (zero.fp32_partitioned_groups_flat[group], offset, start, count) if count else None
+
+
+def settings(plan: Plan, training: TrainingSpec, device: torch.device) -> dict[str, Any]:
+    """The plan as a DeepSpeed configuration."""
+    buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
+    zero: dict[str, Any] = {
+        "stage": int(plan.zero_stage),
+        "reduce_bucket_size": buckets.reduce,
+        "allgather_bucket_size": buckets.allgather,
+        "overlap_comm": device.type == "cuda" and plan.zero_stage is ZeroStage.PARAMETERS,  # the default, said aloud
+        "stage3_prefetch_bucket_size": buckets.prefetch,
+        "stage3_max_live_parameters": buckets.live,
+        "stage3_max_reuse_distance": buckets.reuse,
+        "stage3_param_persistence_threshold": buckets.persistent,
+    }
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    if plan.offload is not Offload.NONE:
+        zero["offload_optimizer"] = host
+    if plan.offload is Offload.PARAMETERS:
+        zero["offload_param"] = host
+    return {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "zero_optimization": zero,
+        "bf16": {"enabled": plan.precision is Precision.BF16},
+        # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not tell the norm, so we clip ourselves.
+        "gradient_clipping": training.clip_norm if plan.zero_stage is not ZeroStage.NONE else 0.0,
+        "zero_allow_untested_optimizer": True,  # torch.optim.AdamW: DeepSpeed's own would be compiled at start
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+def _join_deepspeed(device: torch.device) -> None:
+    """Let DeepSpeed use the process group that exists, without compiling anything."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # private; else a C++ build at every start
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+
+
+def _optimizer_device(plan: Plan, device: torch.device) -> torch.device:
+    return device if plan.offload is Offload.NONE else torch.device("cpu")

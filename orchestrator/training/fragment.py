@@ -1,0 +1,99 @@
+"""Pieces of flattened tensors inside a torch.distributed.checkpoint.
+
+DeepSpeed's ranks own runs of elements of a flattened parameter. The checkpoint knows rectangles of whole tensors. A
+run of a row-major tensor is a few rectangles, each of which is contiguous in the run: so every rank writes and reads
+its own memory in place, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rectangle:
+    """Part of a tensor: where it begins and how far it reaches, per axis."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
+    """The rectangles that elements `start` to `stop` (excluded) of a row-major tensor fill, in order; at most 2n-1."""
+    assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
+    row_size = math.prod(shape[1:])
+    while start < stop:
+        row, within = divmod(start, row_size)
+        rows = (stop - start) // row_size if within == 0 else 0
+        if rows:
+            yield Rectangle(offsets=(row, *(0,) * (len(shape) - 1)), sizes=(rows, *shape[1:]))
+            start += rows * row_size
+            continue
+        end = min(stop, (row + 1) * row_size)
+        for inner in rectangles(shape[1:], within, end - row * row_size):
+            yield Rectangle(offsets=(row, *inner.offsets), sizes=(1, *inner.sizes))
+        start = end
+
+
+class Fragment:
+    """`flat`, the memory of the elements from `start` on of a tensor of `shape`, as the checkpoint wants to see it."""
+
+    def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
+        assert flat.dim() == 1, flat.shape
+        self._shape = shape
+        self._views: dict[Shape, Tensor] = {}
+        position = 0
+        for part in rectangles(tuple(shape), start, start + flat.numel()):
+            count = math.prod(part.sizes)
+            self._views[part.offsets] = flat.narrow(0, position, count).view(part.sizes)
+            position += count
+
+    def size(self) -> torch.Size:
+        return self._shape
+
+    def __create_write_items__(self, name: str, _object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(view), size=self._shape
+                ),
+            )
+            for chunk, view in zip(self.__create_chunk_list__(), self._views.values(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.shape) for offsets, view in self._views.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None, index
+        return self._views[tuple(index.offset)]
+
+
+class FragmentSavePlanner(DefaultSavePlanner):
+    """The default planner, which also finds fragments."""
+
+    def lookup_object(self, index: MetadataIndex) -> object:
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, Fragment) else super().lookup_object(index)
+
+
+class FragmentLoadPlanner(DefaultLoadPlanner):
+    """The default planner, which also finds fragments."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, Fragment) else super().lookup_tensor(index)
