@@ -1,0 +1,273 @@
+"""Starts the ranks of one attempt on one node, tells exactly how each ended, and leaves none behind.
+
+Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.specs.run import AttemptFolder
+
+POLL_S = 0.05
+GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
+GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
+FENCE_EVERY_S = 0.5
+PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
+PR_SET_PDEATHSIG = 1
+MARK = "ORC_LAUNCHER"  # in the environment of every process that a launcher answers for
+HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """A rank's process while we look after it."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    exit_code: int | None = None  # set after it stands in the .rc file
+
+
+class Launcher:
+    """The ranks of one attempt on one node."""
+
+    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, name: str) -> None:
+        self._folder = AttemptFolder(attempt_folder)
+        self._epoch_path, self._epoch, self._name = Path(epoch_path), epoch, name
+        self._changed = threading.Condition()
+        self._version = 0
+        self._ranks: dict[int, Rank] = {}
+        self._state = "idle"  # idle -> starting -> running -> ended
+        self._error: str | None = None
+        self._stale = False
+        self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
+        self._kills_before = oom_kills()
+        self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
+
+    def free_port(self) -> int:
+        """A TCP port of this node that nobody listens on."""
+        return free_port()
+
+    def start(self, ranks: Sequence[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> dict[str, Any]:
+        """Start (rank, argv, env) once; a second call changes nothing. Answers with the status."""
+        with self._changed:
+            if self._state == "idle":
+                self._state = "starting"
+                # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
+                threading.Thread(target=self._look_after, args=(list(ranks), workdir), daemon=True).start()
+            self._changed.wait_for(lambda: self._state != "starting", timeout=30)
+            return self._status()
+
+    def status(self) -> dict[str, Any]:
+        """How the ranks stand now."""
+        with self._changed:
+            return self._status()
+
+    def wait(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """The status once it is newer than `version`, or after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
+            return self._status()
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM to every rank's process group, SIGKILL after `grace_s`."""
+        with self._changed:
+            if self._state in ("idle", "ended"):
+                self._state = "ended"
+                self._touch()
+                return
+            if grace_s > 0:
+                self._signal(signal.SIGTERM)
+            self._kill_within(grace_s)
+
+    def abort(self, grace_s: float) -> None:
+        """SIGKILL to what lives after `grace_s`: ranks on another node failed, or nothing moves any more."""
+        self._kill_within(grace_s)
+
+    def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
+        """At most `size` bytes of a rank's log from `offset`; empty where there are none."""
+        try:
+            with self._folder.log(rank).open("rb") as log:
+                log.seek(offset)
+                return log.read(min(size, 2**20))
+        except OSError:
+            return b""
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "version": self._version,
+            "state": self._state,
+            "pids": {rank.number: rank.process.pid for rank in self._ranks.values()},
+            "exit_codes": {rank.number: rank.exit_code for rank in self._ranks.values()},
+            "ending": self._kill_at_s is not None,
+            "oom": any(self._folder.oom(number).exists() for number in self._ranks),
+            "first_ended": self._first_ended,
+            "host_oom_kills": max(0, oom_kills() - self._kills_before),
+            "stale": self._stale,
+            "error": self._error,
+        }
+
+    def _look_after(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
+        try:
+            if self._superseded():
+                self._error = f"a newer attempt than {self._name} exists"
+            else:
+                self._start_all(ranks, workdir)
+        except OSError as error:  # no such program, no such folder, no more processes
+            self._error = f"{type(error).__name__}: {error}"
+            self._kill_within(0)
+        with self._changed:
+            self._state = "running" if self._ranks else "ended"
+            self._touch()
+        next_fence_s = 0.0
+        while any(rank.exit_code is None for rank in self._ranks.values()):  # ends: the watchdog stops hung ranks
+            with self._changed:
+                self._changed.wait(POLL_S)
+            if time.monotonic() >= next_fence_s:
+                next_fence_s = time.monotonic() + FENCE_EVERY_S
+                if self._superseded():
+                    self._kill_within(0)
+            self._notice_failure()
+            if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+                self._signal(signal.SIGKILL)
+        end_tree(self._name, [rank.process.pid for rank in self._ranks.values()])
+        with self._changed:
+            self._state = "ended"
+            self._touch()
+
+    def _start_all(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
+        base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+        # Extensions are built by tools of this environment (ninja).
+        base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        for number, argv, env in ranks:
+            with self._folder.log(number).open("ab", buffering=0) as log:
+                process = subprocess.Popen(
+                    argv,
+                    cwd=workdir,
+                    env={**base, **env, MARK: self._name},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=dies_with_parent(),
+                )
+            self._ranks[number] = rank = Rank(number=number, process=process)
+            threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+
+    def _reap(self, rank: Rank) -> None:
+        code, ended_ns = rank.process.wait(), time.time_ns()
+        write_durably(self._folder.exit_code(rank.number), str(code))
+        with self._changed:
+            if code != 0 and (self._first_ended is None or ended_ns < self._first_ended[1]):
+                self._first_ended = (rank.number, ended_ns)
+            rank.exit_code = code
+            self._touch()
+
+    def _notice_failure(self) -> None:
+        """On the first rank that failed, give the others a moment for their reports."""
+        for rank in self._ranks.values():
+            if self._folder.oom(rank.number).exists():
+                self._kill_within(GRACE_AFTER_OOM_S)
+            elif rank.exit_code:
+                self._kill_within(GRACE_AFTER_FAILURE_S)
+
+    def _kill_within(self, grace_s: float) -> None:
+        """Kill what lives after `grace_s`; an earlier time that was set before holds."""
+        at_s = time.monotonic() + grace_s
+        with self._changed:
+            if self._kill_at_s is None:
+                self._touch()
+            self._kill_at_s = at_s if self._kill_at_s is None else min(self._kill_at_s, at_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self._ranks.values():
+            if rank.exit_code is None and rank.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, number)
+
+    def _superseded(self) -> bool:
+        self._stale = self._stale or read_epoch(self._epoch_path) > self._epoch
+        return self._stale
+
+    def _touch(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+
+def dies_with_parent() -> Callable[[], None]:
+    """A hook for the child between fork and exec: SIGKILL once the forking thread is gone."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def hook() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return hook
+
+
+def end_tree(name: str, sessions: Sequence[int] = ()) -> int:
+    """SIGKILL every process of this user that carries the launcher's mark or lives in one of its ranks' sessions.
+
+    Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
+    """
+    mark, ended = f"{MARK}={name}".encode(), 0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            marked = mark in (entry / "environ").read_bytes().split(b"\0")
+            if marked or os.getsid(int(entry.name)) in sessions:
+                os.kill(int(entry.name), signal.SIGKILL)
+                ended += 1
+    return ended
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all, and have it on the disk."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_epoch(path: Path) -> int:
+    """Number of the job's newest attempt; 0 where none was ever launched."""
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def oom_kills() -> int:
+    """How often this kernel has killed a process for lack of memory (`oom_kill` of /proc/vmstat); 0 if it won't say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now. Raises OSError where 100 tries found none."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no free TCP port in {PORTS}")

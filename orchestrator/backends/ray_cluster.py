@@ -1,0 +1,256 @@
+"""Is there a Ray cluster? Starts and stops an embedded one of virtual devices, and connects to any.
+
+The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.launcher import free_port, write_durably
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.errors import ServiceError
+
+LOOPBACK = "127.0.0.1"
+NAMESPACE = "orc"
+START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
+STOP_TIMEOUT_S = 15.0
+OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
+STARTED = "Ray runtime started"
+
+RAY_ENV = {
+    # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured, ray 2.60).
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel names the right one.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def start(home: Path, cluster: ClusterSpec) -> str:
+    """Start an embedded Ray with a raylet for every node of `cluster`; answers with its address.
+
+    One that runs already under this home is taken as it is. Raises ServiceError with the end of Ray's own output.
+    """
+    running = find(home)
+    if running is not None:
+        return running
+    stop(home)
+    home.mkdir(parents=True, exist_ok=True)
+    temp_dir = Path(tempfile.mkdtemp(prefix="orc-", dir="/tmp"))  # a Unix socket's path ends at 107 characters
+    address = f"{LOOPBACK}:{free_port()}"
+    state: dict[str, Any] = {"address": address, "temp_dir": str(temp_dir), "processes": []}
+    nodes = [(name, node) for node in cluster.nodes for name in node.names]
+    try:
+        for index, (name, node) in enumerate(nodes):
+            process, log = _start_node(home, temp_dir, address, name, node, head=index == 0)
+            state["processes"].append([process.pid, start_ticks(process.pid)])
+            write_durably(home / "ray.json", json.dumps(state))
+            _await_started(process, log, name)
+    except ServiceError:
+        stop(home)
+        raise
+    return address
+
+
+def find(home: Path) -> str | None:
+    """Address of the embedded Ray of this home, where all of it runs; None otherwise."""
+    state = _read_state(home)
+    if state is None or not state["processes"]:
+        return None
+    alive = all(start_ticks(pid) == ticks for pid, ticks in state["processes"])
+    return state["address"] if alive and _accepts(state["address"], 2.0) else None
+
+
+def stop(home: Path) -> None:
+    """End exactly the processes that `start` began, and what they left behind; nothing running is no error."""
+    state = _read_state(home)
+    if state is None:
+        return
+    ours = [pid for pid, ticks in state["processes"] if start_ticks(pid) == ticks]
+    for pid in reversed(ours):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    _await_gone(ours, STOP_TIMEOUT_S)
+    # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
+    for pid in _members([pid for pid, _ in state["processes"]], state["temp_dir"]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    _await_gone(ours, STOP_TIMEOUT_S)
+    shutil.rmtree(state["temp_dir"], ignore_errors=True)
+    (home / "ray.json").unlink(missing_ok=True)
+
+
+def connect(address: str, home: Path) -> None:
+    """Connect this process to Ray. Raises ServiceError where it does not answer.
+
+    `ray.init` on a dead address never returns (41 s per internal attempt, still blocked after 300 s), so the port is
+    tried first. A cluster that is not ours takes its token from the caller's environment.
+    """
+    if not _accepts(address, 5.0):
+        raise ServiceError(f"no Ray answers at {address}: start it with `orc up`, or check the address")
+    if (find(home) or "") == address:
+        _take_token(home)
+    if address.startswith(f"{LOOPBACK}:"):
+        stay_on_loopback()
+    import ray
+
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            ignore_reinit_error=True,
+        )
+    except ConnectionError as error:  # a wrong token too, after 20 s
+        raise ServiceError(f"Ray at {address} does not let us in: {error}") from error
+
+
+def token_env(home: Path) -> dict[str, str]:
+    """Variables that let a process into the embedded cluster; the token is created with mode 0600."""
+    path = home / "ray_token"
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
+
+
+def _take_token(home: Path) -> None:
+    """Make Ray of this process use the embedded cluster's token.
+
+    Ray reads these variables once, when it is imported (`ray/_private/authentication_test_utils.py` forgets them so).
+    """
+    os.environ.update(token_env(home))
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def stay_on_loopback() -> None:
+    """Make Ray of this process call this machine 127.0.0.1.
+
+    Ray replaces a given 127.0.0.1 by the address of the default route (`ray/_private/services.py`,
+    resolve_ip_for_localhost) and then listens on every interface; told that it is 127.0.0.1, all of it stays there.
+    """
+    from ray._private import services
+
+    services.get_node_ip_address = lambda address=None: LOOPBACK  # noqa: ARG005
+
+
+def _start_node(
+    home: Path, temp_dir: Path, address: str, name: str, node: NodeSpec, *, head: bool
+) -> tuple[subprocess.Popen[bytes], Path]:
+    port = address.rpartition(":")[2]
+    where = ["--head", f"--port={port}", "--include-dashboard=false"] if head else [f"--address={address}"]
+    # Ray refuses a second node of the same machine while this file names the first (ray/_private/utils.py).
+    (temp_dir / "ray_current_cluster").unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "orchestrator.backends.ray_start", "start", *where, "--block"),
+        f"--node-ip-address={LOOPBACK}",
+        f"--temp-dir={temp_dir}",
+        f"--num-cpus={os.cpu_count() or 1}",
+        "--num-gpus=0",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--resources={json.dumps({f'gpu{index}': 1 for index in range(node.devices)})}",
+        f"--labels=orc-node={name}",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+    ]
+    log_path = temp_dir / f"{name}.out"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**_own_env(os.environ), **RAY_ENV, **token_env(home)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the service's end is not Ray's
+        )
+    return process, log_path
+
+
+def _own_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what somebody else's Ray, or our own service, put there."""
+    return {name: value for name, value in env.items() if not name.startswith(("RAY_", "ORC_"))}
+
+
+def _await_started(process: subprocess.Popen[bytes], log: Path, name: str) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if STARTED in log.read_text(errors="replace"):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise ServiceError(f"Ray did not start node {name}:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def _accepts(address: str, timeout_s: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout_s):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _read_state(home: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((home / "ray.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
+
+    A pid with the same ticks is the same process: pids are used again.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _members(sessions: list[int], temp_dir: str) -> list[int]:
+    """Processes of these sessions that are Ray's: a session's number may be in use again."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                rays = temp_dir.encode() in command or command.startswith(b"ray::")
+                if rays and os.getsid(int(entry.name)) in sessions:
+                    found.append(int(entry.name))
+    return found
+
+
+def _await_gone(pids: list[int], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if all(start_ticks(pid) is None for pid in pids):
+            return
+        time.sleep(0.05)
