@@ -50,7 +50,7 @@ class VirtualDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types:
+        if types and any(kind is not torch.Tensor for kind in types):  # autograd of nll_loss names the plain class
             return NotImplemented  # the subclass (DTensor, ...) unwraps itself; its inner operations come back here
         out = func(*args, **kwargs) if kwargs else func(*args)
         added = 0
