@@ -1,0 +1,218 @@
+"""How do jobs, attempts and plans look in a terminal? Views in, Rich renderables out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.service.forecast import CandidateView, Forecast
+from orchestrator.service.views import AttemptView, EstimateView, JobView, ProgressView
+from orchestrator.specs.units import format_bytes, format_seconds
+
+STYLES = {
+    "succeeded": "green",
+    "running": "cyan",
+    "launching": "cyan",
+    "stopping": "yellow",
+    "queued": "yellow",
+    "cancelled": "dim",
+}
+BAR_WIDTH = 32
+ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
+
+
+def queue_table(jobs: Sequence[JobView]) -> Table:
+    """One row per job: how it stands, with which plan, and why."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("JOB", "STATUS", "PRIO", "TRIES", "PLAN", "PROGRESS"):
+        table.add_column(column, no_wrap=column != "PLAN")
+    table.add_column("WHY", overflow="fold")
+    for job in jobs:
+        plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{job['gpus']} gpus wanted"
+        table.add_row(
+            job["id"],
+            coloured(job["status"]),
+            str(job["priority"]),
+            str(len(job["attempts"])),
+            plan,
+            progress_line(job["progress"]),
+            Text(_why(job)),
+        )
+    return table
+
+
+def job_panel(job: JobView) -> RenderableType:
+    """Everything on one job: its attempts side by side, the bytes of the last one, and its failure."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("job", Text(job["id"], style="bold"))
+    head.add_row("status", coloured(job["status"]))
+    head.add_row("why", Text(job["reason"]))
+    head.add_row("submitted", _clock(job["submitted_at_s"]))
+    head.add_row("wants", f"{job['gpus']} gpus, global batch {job['global_batch_size']}, priority {job['priority']}")
+    if job["progress"]:
+        head.add_row("progress", progress_line(job["progress"]))
+    parts: list[RenderableType] = [head]
+    if job["attempts"]:
+        last = job["attempts"][-1]
+        parts += [Text(), attempts_table([job]), Text(), Text("Why each attempt", style="bold"), _reasons(job)]
+        parts += [Text(), Text(f"Predicted bytes of attempt {last['number']}", style="bold"), bars(last["estimate"])]
+        parts += _failure(last)
+    return Group(*parts)
+
+
+def attempts_table(jobs: Sequence[JobView]) -> Table:
+    """One row per attempt: what changed and why, predicted and measured peak, step time, outcome."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("ATTEMPT", "PLAN", "CHANGE"):
+        table.add_column(column, overflow="fold")
+    for column in ("PREDICTED", "PEAK", "STEP", "OUTCOME"):
+        table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
+    for job in jobs:
+        for attempt in job["attempts"]:
+            peak, step_s = attempt["peak_bytes"], attempt["step_s"]
+            table.add_row(
+                f"{job['id']}-{attempt['number']}",
+                attempt["plan"],
+                "\n".join(attempt["change"]) or "-",
+                format_bytes(attempt["estimate"]["allocated_bytes"]),
+                "-" if peak is None else format_bytes(peak),
+                "-" if step_s is None else format_seconds(step_s),
+                coloured(attempt["outcome"]),
+            )
+        if not job["attempts"]:
+            table.add_row(job["id"], "-", "-", "-", "-", "-", coloured(job["status"]))
+    return table
+
+
+def forecast_panel(forecast: Forecast) -> RenderableType:
+    """The chosen plan, the frontier around it with the line where memory ends, and why faster plans were rejected."""
+    parts: list[RenderableType] = [
+        Text(f"{forecast['job']} on {forecast['devices']} x {forecast['device']}", style="bold"),
+        Text(f"global batch {forecast['global_batch_size']}; memory of the model: {forecast['profile']}", style="dim"),
+        Text(),
+    ]
+    chosen = forecast["chosen"]
+    if chosen is None:
+        parts.append(Text(forecast["nothing_fits"] or "no plan fits", style="red"))
+        return Group(*parts, Text(), _frontier(forecast, 0))
+    candidate = forecast["frontier"][chosen]
+    parts += [candidate_panel(candidate), Text(), Text("Frontier, fastest first", style="bold")]
+    parts.append(_frontier(forecast, chosen))
+    if chosen:
+        parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
+        faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
+        parts += [Text(f"  {one['plan']}: {one['rejected']}") for one in faster]
+    return Group(*parts)
+
+
+def candidate_panel(candidate: CandidateView) -> RenderableType:
+    """One plan: predicted step time, bytes by cause, and what is compared with the capacity."""
+    fits = candidate["rejected"] is None
+    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
+    head = Table.grid(padding=(0, 2))
+    head.add_row("plan", Text(candidate["plan"], style="bold"))
+    head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted")
+    verdict = Text(f"{needed} of {capacity} with margin: ") + Text(
+        "fits" if fits else "does not fit", style="green" if fits else "red"
+    )
+    head.add_row("memory", verdict)
+    return Group(head, Text(), bars(candidate["estimate"]))
+
+
+def bars(estimate: EstimateView) -> Table:
+    """Bytes by cause as bars, then the three totals."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    largest = max(estimate["by_cause"].values(), default=1) or 1
+    for cause, count in estimate["by_cause"].items():
+        table.add_row(f"  {cause}", format_bytes(count), Text("█" * round(BAR_WIDTH * count / largest), style="cyan"))
+    table.add_row("  allocated", format_bytes(estimate["allocated_bytes"]), f"peak at: {estimate['moment']}")
+    table.add_row("  reserved", format_bytes(estimate["reserved_bytes"]), "what the allocator holds")
+    table.add_row("  device", format_bytes(estimate["device_bytes"]), "and context, communicators, workspaces")
+    if estimate["host_bytes"]:
+        table.add_row("  host", format_bytes(estimate["host_bytes"]), "in host memory, per rank")
+    return table
+
+
+def progress_line(progress: ProgressView | None) -> str:
+    """`step 12/60 · 0.213 s · peak 312 MiB · loss 4.51`."""
+    if progress is None:
+        return ""
+    total = "" if progress["max_steps"] is None else f"/{progress['max_steps']}"
+    words = [f"step {progress['step']}{total}"]
+    if progress["step_s"]:
+        words.append(format_seconds(progress["step_s"]))
+    words.append(f"peak {format_bytes(progress['peak_bytes'])}")
+    if progress["loss"] is not None:
+        words.append(f"loss {progress['loss']:.3f}")
+    return " · ".join(words)
+
+
+def coloured(word: str) -> Text:
+    """The word in the colour of what it means; anything unknown is a failure."""
+    return Text(word, style=STYLES.get(word, "red"))
+
+
+def _frontier(forecast: Forecast, centre: int) -> Table:
+    low = max(0, centre - ROWS_AROUND)
+    shown = forecast["frontier"][low : centre + ROWS_AROUND + 1]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("PLAN")
+    for column in ("GPUS", "STEP", "NEEDS"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    above = len(forecast["frontier"][:low])
+    if above:
+        table.add_row("", f"... {above} faster", "", "", "", "")
+    chosen = forecast["chosen"]
+    for index, one in enumerate(shown, start=low):
+        if index == chosen and chosen > 0:
+            limit = format_bytes(one["capacity_bytes"])
+            table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"), "", "", "", "")
+        mark = Text("→", style="bold green") if index == chosen else Text("")
+        style = "" if one["rejected"] is None else "dim"
+        kind = "" if one["degradation"] == "exact" else one["degradation"]
+        needed, gpus = format_bytes(one["needed_bytes"]), one["settings"]["gpus"]
+        table.add_row(mark, Text(one["plan"], style=style), gpus, format_seconds(one["step_s"]), needed, kind)
+    below = len(forecast["frontier"]) - low - len(shown)
+    if below:
+        table.add_row("", f"... {below} slower", "", "", "", "")
+    return table
+
+
+def _reasons(job: JobView) -> Group:
+    lines = []
+    for attempt in job["attempts"]:
+        why = attempt["change_reason"] or "the fastest plan that fits"
+        factor = f", calibrated x{attempt['correction']:.2f}" if attempt["correction"] > 1 else ""
+        lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
+    return Group(*lines)
+
+
+def _failure(attempt: AttemptView) -> list[RenderableType]:
+    failure = attempt["failure"]
+    if failure is None:
+        return []
+    rank = "" if failure["rank"] is None else f", rank {failure['rank']}"
+    return [
+        Text(),
+        Text(f"Attempt {attempt['number']} ended: {failure['kind']}{rank}", style="bold red"),
+        Text(failure["reason"]),
+        Text(failure["excerpt"].rstrip(), style="dim"),
+    ]
+
+
+def _why(job: JobView) -> str:
+    if job["cancelling"] and job["status"] == "running":
+        return "is being cancelled"
+    return job["reason"].partition("\n")[0]
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

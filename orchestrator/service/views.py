@@ -1,0 +1,251 @@
+"""What does a person (or a program, as JSON) get to read about jobs, attempts and nodes?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.plan import Engine, Offload, Plan, ZeroStage, settings
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.state import Job, State
+
+
+class EstimateView(TypedDict):
+    """Predicted bytes of the worst rank at its worst moment."""
+
+    moment: str
+    by_cause: dict[str, int]
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+
+class ProgressView(TypedDict):
+    """How far the live attempt is, from its ranks' last signs of life."""
+
+    step: int
+    max_steps: int | None  # None: a script keeps its own count
+    step_s: float | None
+    peak_bytes: int
+    phase: str
+    loss: float | None
+    at_s: float
+
+
+class FailureView(TypedDict):
+    """Why an attempt did not finish."""
+
+    kind: str
+    reason: str
+    rank: int | None
+    excerpt: str
+
+
+class AttemptView(TypedDict):
+    """One launch: what was planned, what was predicted, what was measured, how it ended."""
+
+    number: int
+    status: str
+    outcome: str  # "launching", "running", "stopping", "succeeded", or a FailureKind
+    plan: str
+    settings: dict[str, str]
+    placement: str
+    device: str
+    change: list[str]
+    change_reason: str
+    estimate: EstimateView
+    correction: float
+    corrected_bytes: int  # of the device, times what earlier measurements of the family taught
+    predicted_step_s: float
+    peak_bytes: int | None
+    step_s: float | None
+    steps_done: int | None
+    checkpoint_step: int | None
+    launched_at_s: float
+    ended_at_s: float | None
+    failure: FailureView | None
+
+
+class JobView(TypedDict):
+    """One job and everything that has become of it."""
+
+    id: str
+    name: str
+    status: str
+    reason: str
+    cancelling: bool
+    priority: int
+    order: int
+    submitted_at_s: float
+    not_before_s: float
+    global_batch_size: int
+    gpus: str
+    is_script: bool
+    attempts: list[AttemptView]
+    progress: ProgressView | None
+
+
+class NodeView(TypedDict):
+    """One live node."""
+
+    name: str
+    device: dict[str, Any]  # DeviceSpec as a cluster file says it
+    free_bytes: list[int]
+    busy: list[int]  # devices that our own attempts hold
+    host_free_bytes: int
+    network_bandwidth: int  # bytes per second
+
+
+def job_view(job: Job, beats: Sequence[Heartbeat] = ()) -> JobView:
+    """The job with its attempts; `beats` are the last signs of life of the live attempt's ranks."""
+    return JobView(
+        id=job.id,
+        name=job.spec.name,
+        status=job.status.value,
+        reason=job.reason,
+        cancelling=job.cancelling,
+        priority=job.spec.priority,
+        order=job.order,
+        submitted_at_s=job.submitted_at_s,
+        not_before_s=job.not_before_s,
+        global_batch_size=job.spec.global_batch_size,
+        gpus=_span(job.spec.gpus.min, job.spec.gpus.max),
+        is_script=job.spec.is_script,
+        attempts=[attempt_view(attempt) for attempt in job.attempts],
+        progress=_progress(job, beats) if beats else None,
+    )
+
+
+def attempt_view(attempt: Attempt) -> AttemptView:
+    """The attempt with prediction and measurement side by side."""
+    evidence, failure = attempt.evidence, attempt.failure
+    return AttemptView(
+        number=attempt.number,
+        status=attempt.status.value,
+        outcome=_outcome(attempt),
+        plan=plan_in_short(attempt.plan),
+        settings=settings(attempt.plan),
+        placement=_placement(attempt.placement),
+        device=attempt.device,
+        change=[str(change) for change in attempt.change],
+        change_reason=attempt.change_reason,
+        estimate=estimate_view(attempt.estimate),
+        correction=attempt.correction,
+        corrected_bytes=corrected_bytes(attempt.estimate, attempt.correction),
+        predicted_step_s=attempt.step_s,
+        peak_bytes=attempt.peak_bytes,
+        step_s=attempt.measured_step_s,
+        steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None) if evidence else None,
+        checkpoint_step=evidence.checkpoint_step if evidence else None,
+        launched_at_s=attempt.launched_at_s,
+        ended_at_s=attempt.ended_at_s,
+        failure=FailureView(kind=failure.kind.value, reason=failure.reason, rank=failure.rank, excerpt=failure.excerpt)
+        if failure
+        else None,
+    )
+
+
+def estimate_view(estimate: MemoryEstimate) -> EstimateView:
+    """The estimate as JSON, causes largest first."""
+    return EstimateView(
+        moment=estimate.moment,
+        by_cause=dict(sorted(estimate.by_cause, key=lambda cause: -cause[1])),
+        allocated_bytes=estimate.allocated_bytes,
+        reserved_bytes=estimate.reserved_bytes,
+        device_bytes=estimate.device_bytes,
+        host_bytes=estimate.host_bytes,
+    )
+
+
+def node_view(node: Node, busy: frozenset[tuple[str, int]]) -> NodeView:
+    """The node as JSON, its device as a cluster file says it."""
+    return NodeView(
+        name=node.name,
+        device=node.device.model_dump(mode="json"),
+        free_bytes=list(node.free_bytes),
+        busy=[index for index in range(node.devices) if (node.name, index) in busy],
+        host_free_bytes=node.host_free_bytes,
+        network_bandwidth=node.network_bandwidth,
+    )
+
+
+def node_from_view(view: NodeView) -> Node:
+    """The node as planning sees it: devices that our own attempts hold count as free, since a job may wait for them."""
+    device = DeviceSpec.model_validate(view["device"])
+    free_bytes = (device.memory if index in view["busy"] else free for index, free in enumerate(view["free_bytes"]))
+    return Node(
+        name=view["name"],
+        device=device,
+        free_bytes=tuple(free_bytes),
+        host_free_bytes=view["host_free_bytes"],
+        network_bandwidth=view["network_bandwidth"],
+    )
+
+
+def in_order(state: State) -> list[Job]:
+    """Jobs as the queue shows them: running, then waiting by priority, then ended, newest last."""
+    running = [job for job in state.jobs.values() if not job.status.ended and job.attempts]
+    waiting = [job for job in state.jobs.values() if not job.status.ended and not job.attempts]
+    ended = [job for job in state.jobs.values() if job.status.ended]
+    return [
+        *sorted(ended, key=lambda job: job.order),
+        *sorted(running, key=lambda job: job.order),
+        *sorted(waiting, key=lambda job: (-job.spec.priority, job.order)),
+    ]
+
+
+def plan_in_short(plan: Plan) -> str:
+    """`2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
+    layout = plan.layout
+    axes = [
+        f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp") if axis == "dp" or getattr(layout, axis) > 1
+    ]
+    words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", *axes]
+    if plan.engine is not Engine.SCRIPT:
+        words.append(_sharding(plan))
+    words.append(f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}")
+    if plan.activation_checkpointing != "none":
+        words.append("checkpointing")
+    if plan.offload is not Offload.NONE:
+        words.append(f"{plan.offload} on host")
+    if plan.precision != "fp32":
+        words.append(plan.precision)
+    return " · ".join(words)
+
+
+def _sharding(plan: Plan) -> str:
+    if plan.engine is Engine.DEEPSPEED:
+        return f"ZeRO-{int(plan.zero_stage)}"
+    return "FSDP2" if plan.zero_stage is ZeroStage.PARAMETERS else "DDP"
+
+
+def _outcome(attempt: Attempt) -> str:
+    if attempt.status is not AttemptStatus.ENDED:
+        return attempt.status.value
+    return attempt.failure.kind.value if attempt.failure else "succeeded"
+
+
+def _placement(placement: Placement) -> str:
+    return ", ".join(f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement)
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
+    behind = min(beats, key=lambda beat: beat.step)
+    steps = [beat.step_s for beat in beats if beat.step_s]
+    return ProgressView(
+        step=behind.step,
+        max_steps=None if job.spec.is_script else job.spec.training.max_steps,
+        step_s=max(steps, default=None),
+        peak_bytes=max(beat.peak_bytes for beat in beats),
+        phase=behind.phase,
+        loss=next((beat.loss for beat in beats if beat.loss is not None), None),
+        at_s=max(beat.at_s for beat in beats),
+    )
