@@ -1,0 +1,297 @@
+"""What would happen to this job on this hardware? `orc plan` and `orc estimate`; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import TypedDict, TypeVar
+
+from orchestrator.memory.calibration import correction
+from orchestrator.memory.estimate import estimate
+from orchestrator.planning.cost import step_s
+from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.frontier import Candidate, needed_bytes, why_rejected
+from orchestrator.planning.search import Hardware, frontier, profile_for
+from orchestrator.service.views import EstimateView, estimate_view, plan_in_short
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import Override, together
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Degradation,
+    Engine,
+    Offload,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+    settings,
+)
+from orchestrator.specs.state import Observation
+
+SETTINGS = (
+    "engine",
+    "dp",
+    "tp",
+    "pp",
+    "zero_stage",
+    "offload",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "precision",
+    "sequence_length",
+)
+SHORT_SETTINGS = {"micro_batch": "micro_batch_size", "gradient_accumulation": "gradient_accumulation_steps"}
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class CandidateView(TypedDict):
+    """One plan: cost, and why it cannot be taken (None: it can)."""
+
+    plan: str
+    settings: dict[str, str]
+    degradation: str
+    step_s: float
+    estimate: EstimateView
+    needed_bytes: int  # with calibration and margin: compared with the capacity
+    capacity_bytes: int  # of the fullest device among the emptiest that it needs
+    rejected: str | None
+
+
+class Forecast(TypedDict):
+    """The frontier of a job on one kind of device, fastest first, and the plan that would be taken."""
+
+    job: str
+    device: str
+    devices: int
+    global_batch_size: int
+    profile: str  # where the model's costs come from
+    chosen: int | None  # index into the frontier
+    frontier: list[CandidateView]
+    nothing_fits: str | None  # the breakdown, and what would make it fit
+
+
+def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
+    """The job on the first kind of device that can hold it, else on the kind with the fastest devices.
+
+    `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices.
+    """
+    forecasts = [_forecast_on(spec, group, observations) for group in _equal_nodes(nodes)]
+    if not forecasts:
+        raise SpecError("the cluster has no live node", source=spec.name, hint="`orc doctor` says what is missing")
+    possible = [one for one in forecasts if one["devices"] >= spec.gpus.min]
+    if not possible:
+        most = max(one["devices"] for one in forecasts)
+        raise SpecError(
+            "the job wants more devices of one kind than there are",
+            source=spec.name,
+            path="gpus.min",
+            got=spec.gpus.min,
+            allowed=f"at most {most}",
+        )
+    return next((one for one in possible if one["chosen"] is not None), possible[0])
+
+
+def _forecast_on(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation]) -> Forecast:
+    hardware = _hardware(nodes)
+    free_bytes = sorted((free for node in nodes for free in node.free_bytes), reverse=True)
+    candidates = frontier(spec, hardware).candidates
+    views = [_view(spec, candidate, hardware.device.name, free_bytes, observations) for candidate in candidates]
+    chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
+    factor = max((_correction(spec, one.plan, hardware.device.name, observations) for one in candidates), default=1.0)
+    nothing = None
+    if chosen is None:
+        nothing = why_nothing_fits(spec, hardware, free_bytes[0], factor, frozenset())
+    return Forecast(
+        job=spec.name,
+        device=hardware.device.name,
+        devices=len(free_bytes),
+        global_batch_size=spec.global_batch_size,
+        profile=profile_for(spec, hardware, candidates[0].plan).source,
+        chosen=chosen,
+        frontier=views,
+        nothing_fits=nothing,
+    )
+
+
+def _hardware(nodes: Sequence[Node]) -> Hardware:
+    return Hardware(
+        device=nodes[0].device,
+        devices_per_node=nodes[0].devices,
+        nodes=len(nodes),
+        network_bandwidth=min(node.network_bandwidth for node in nodes),
+    )
+
+
+def _view(
+    spec: JobSpec, candidate: Candidate, device: str, free_bytes: Sequence[int], observations: Sequence[Observation]
+) -> CandidateView:
+    """`free_bytes` of all devices, largest first: a gang gets the emptiest, and the fullest of those is its limit."""
+    factor = _correction(spec, candidate.plan, device, observations)
+    capacity_bytes = free_bytes[candidate.plan.world_size - 1]
+    return CandidateView(
+        plan=plan_in_short(candidate.plan),
+        settings=settings(candidate.plan),
+        degradation=candidate.degradation.name.lower(),
+        step_s=candidate.step_s,
+        estimate=estimate_view(candidate.estimate),
+        needed_bytes=needed_bytes(candidate, factor),
+        capacity_bytes=capacity_bytes,
+        rejected=why_rejected(candidate, capacity_bytes, factor, frozenset()),
+    )
+
+
+def _correction(spec: JobSpec, plan: Plan, device: str, observations: Sequence[Observation]) -> float:
+    return correction(observations, device=device, engine=plan.engine, family=spec.family_name)
+
+
+def _equal_nodes(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Nodes of one kind together, the kind with the fastest devices first."""
+    kinds: dict[tuple[float, int, str], list[Node]] = {}
+    for node in nodes:
+        key = (-node.device.bf16_tflops, -node.devices, node.device.model_dump_json())
+        kinds.setdefault(key, []).append(node)
+    return [kinds[key] for key in sorted(kinds)]
+
+
+# ---------------------------------------------------------------------------------------------------- one given plan
+
+
+def forecast_of(
+    spec: JobSpec, given: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
+) -> CandidateView:
+    """One given plan on the first kind of device that has enough devices (the fastest kind where none has).
+
+    Raises SpecError where a setting is unknown or impossible, IllegalPlan where no engine can run the combination.
+    """
+    plan = given_plan(spec, given)
+    groups = _equal_nodes(nodes)
+    if not groups:
+        raise SpecError("the cluster has no live node", source=spec.name, hint="`orc doctor` says what is missing")
+    group = next((one for one in groups if sum(node.devices for node in one) >= plan.world_size), groups[0])
+    free_bytes = sorted((free for node in group for free in node.free_bytes), reverse=True)
+    if plan.world_size > len(free_bytes):
+        raise SpecError(
+            "the plan wants more devices of one kind than there are",
+            source="--set",
+            path="dp",
+            got=plan.world_size,
+            allowed=f"at most {len(free_bytes)}",
+        )
+    hardware = _hardware(group)
+    profile = profile_for(spec, hardware, plan)
+    candidate = Candidate(
+        plan=plan,
+        estimate=estimate(profile, plan, hardware.device),
+        step_s=step_s(profile, plan, hardware),
+        degradation=_degradation(spec, plan),
+    )
+    return _view(spec, candidate, hardware.device.name, free_bytes, observations)
+
+
+def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
+    """The plan that `--set` describes; what is not said is the job's own, accumulation follows from the global batch.
+
+    Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
+    """
+    said = {SHORT_SETTINGS.get(key, key): text for key, text in given}
+    problems = [_unknown_setting(key, text) for key, text in said.items() if key not in SETTINGS]
+    if problems:
+        raise together(problems, "--set")
+    layout = ParallelLayout(dp=_number(said, "dp", spec.gpus.min), tp=_number(said, "tp", 1), pp=_number(said, "pp", 1))
+    zero_stage = _zero_stage(said)
+    offload = _choice(said, "offload", Offload, Offload.NONE)
+    micro_batch_size = _number(said, "micro_batch_size", 1)
+    length = spec.data.sequence_length if spec.model is not None else None
+    return Plan(
+        engine=_choice(said, "engine", Engine, _default_engine(spec, zero_stage, offload)),
+        layout=layout,
+        zero_stage=zero_stage,
+        offload=offload,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=_accumulation(spec, said, micro_batch_size, layout.dp),
+        activation_checkpointing=_choice(
+            said, "activation_checkpointing", ActivationCheckpointing, ActivationCheckpointing.NONE
+        ),
+        precision=_choice(said, "precision", Precision, spec.precision),
+        sequence_length=_number(said, "sequence_length", 1) if "sequence_length" in said else length,
+    )
+
+
+def _default_engine(spec: JobSpec, zero_stage: ZeroStage, offload: Offload) -> Engine:
+    if spec.is_script:
+        return Engine.SCRIPT
+    deepspeed_only = zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) or offload is Offload.OPTIMIZER
+    return Engine.DEEPSPEED if deepspeed_only else Engine.TORCH
+
+
+def _accumulation(spec: JobSpec, said: dict[str, str], micro_batch_size: int, dp: int) -> int:
+    """What the global batch leaves over; it may be said, but not otherwise."""
+    at_once = micro_batch_size * dp
+    steps, left = divmod(spec.global_batch_size, at_once)
+    if left or not steps:
+        raise SpecError(
+            "micro_batch_size x dp does not divide the global batch",
+            source="--set",
+            path="micro_batch_size",
+            got=f"{micro_batch_size} x {dp} = {at_once}",
+            allowed=f"a divisor of global_batch_size={spec.global_batch_size}",
+        )
+    told = _number(said, "gradient_accumulation_steps", steps)
+    if told != steps:
+        raise SpecError(
+            "the global batch would change",
+            source="--set",
+            path="gradient_accumulation_steps",
+            got=told,
+            allowed=f"{steps} = {spec.global_batch_size} / ({micro_batch_size} x {dp})",
+            hint="leave it out: it follows from the global batch",
+        )
+    return steps
+
+
+def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
+    if spec.model is not None and plan.sequence_length != spec.data.sequence_length:
+        return Degradation.SEMANTIC
+    return Degradation.EXACT if plan.precision is spec.precision else Degradation.NUMERIC
+
+
+def _unknown_setting(key: str, text: str) -> SpecError:
+    near = closest(key, (*SETTINGS, *SHORT_SETTINGS))
+    hint = f"did you mean {near!r}?" if near else ""
+    return SpecError(
+        "unknown setting of a plan", source="--set", path=key, got=text, allowed=", ".join(SETTINGS), hint=hint
+    )
+
+
+def _number(said: dict[str, str], key: str, otherwise: int) -> int:
+    text = said.get(key, str(otherwise))
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError("not a number of things", source="--set", path=key, got=text, allowed="1 or more")
+    return int(text)
+
+
+def _zero_stage(said: dict[str, str]) -> ZeroStage:
+    text = said.get("zero_stage", "0")
+    if text not in ("0", "1", "2", "3"):
+        raise SpecError("not a ZeRO stage", source="--set", path="zero_stage", got=text, allowed="0, 1, 2, 3")
+    return ZeroStage(int(text))
+
+
+def _choice(said: dict[str, str], key: str, choices: type[Choice], otherwise: Choice) -> Choice:
+    words = {str(choice.value): choice for choice in choices}
+    text = said.get(key, str(otherwise.value))
+    if text not in words:
+        near = closest(text, words)
+        raise SpecError(
+            "not one of the possible values",
+            source="--set",
+            path=key,
+            got=text,
+            allowed=", ".join(words),
+            hint=f"did you mean {near!r}?" if near else "",
+        )
+    return words[text]
