@@ -51,7 +51,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # jobs' environments are in it
         self._file_lock = _lock(self.path)
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         self._event = TypeAdapter[Event](Annotated[Event, Field(discriminator="type")])
         self._record = TypeAdapter[Record](Record)
         self._state = TypeAdapter[State](State)
@@ -105,10 +105,11 @@ class Journal:
             connection.execute(_outbox.delete().where(_outbox.c.id == sa.bindparam("row")), [{"row": i} for i in ids])
 
     def close(self) -> None:
-        """Let go of the file; another process may open the journal then."""
+        """Let go of the file; another process may open the journal then, and this object refuses every call."""
         with self._lock:
+            self._closed = True
             self._engine.dispose()
-        os.close(self._file_lock)
+            os.close(self._file_lock)
 
     def _events_after(self, last: int) -> Iterator[Event]:
         while True:
@@ -136,8 +137,11 @@ class Journal:
     @contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:
         try:
-            with self._lock, self._engine.begin() as connection:
-                yield connection
+            with self._lock:
+                if self._closed:
+                    raise ServiceError(f"journal {self.path} is closed in this process: the service is ending.")
+                with self._engine.begin() as connection:
+                    yield connection
         except DatabaseError as error:
             raise ServiceError(
                 f"journal {self.path}: {error.orig}. Nothing of this change was kept. Look for a full disk, "
