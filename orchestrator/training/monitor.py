@@ -1,0 +1,151 @@
+"""Where is the training of this rank? Phase, optimizer steps, step time and peak memory, as heartbeats."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.specs.attempt import Heartbeat
+from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings, write_json
+from orchestrator.training import progress
+from orchestrator.training.faults import raise_fault
+
+if TYPE_CHECKING:
+    from orchestrator.training.virtual_device import VirtualDevice
+
+RECENT_STEPS = 50  # the median of so many intervals is the step time
+
+
+class Monitor:
+    """Listens to PyTorch's optimizers and backward passes in this process and writes `rank<r>.heartbeat.json`.
+
+    A step is a cycle of optimizer steps: it is complete when the optimizer that steps first in it has stepped, so two
+    optimizers that take turns count once. A loop that reports its own step (`training.progress`) is believed instead.
+    """
+
+    def __init__(self, settings: GuardSettings, rank: int, device: VirtualDevice | None) -> None:
+        self.rank, self.device, self.phase = rank, device, "startup"
+        self.step, self.steps_done = 0, 0
+        self.injected = False
+        self._folder = AttemptFolder(settings.attempt_folder)
+        self._interval_s = settings.heartbeat_interval_s
+        self._fault = settings.fault_kind if settings.fault_rank == rank else None
+        self._fault_step = settings.fault_step
+        self._told = False  # a loop reports its own steps
+        self._loss: float | None = None
+        self._cycle: set[int] = set()  # optimizers that have stepped since the last step began
+        self._depth = 0  # optimizers that are stepping, one inside the other
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._last_step_s: float | None = None
+        self._next_beat_s = 0.0
+
+    def attach(self, torch: Any) -> None:
+        """Start listening; `torch` is the imported module."""
+        optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim does not keep the name
+        optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
+        optimizers.register_optimizer_step_post_hook(self._after_optimizer)
+        progress.listen(self._step_told)
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._enter("backward")
+            result = backward(*args, **kwargs)
+            self._enter("forward")
+            return result
+
+        torch.autograd.backward = watched
+
+    def beat(self) -> None:
+        """Write the heartbeat now; end the process where a newer attempt of the job exists."""
+        beat = Heartbeat(
+            rank=self.rank,
+            step=self.step,
+            steps_done=self.steps_done,
+            step_s=statistics.median(self._durations) if self._durations else None,
+            peak_bytes=self.peak_bytes(),
+            phase=self.phase,
+            at_s=time.time(),
+            loss=self._loss,
+        )
+        self._end_if_stale()
+        with contextlib.suppress(OSError):  # a full disk must not end the training
+            write_json(self._folder.heartbeat(self.rank), beat)
+        self._next_beat_s = time.monotonic() + self._interval_s
+
+    def peak_bytes(self) -> int:
+        """Highest allocated bytes so far on this rank's device; 0 before it is in use."""
+        if self.device is not None:
+            return self.device.peak_bytes
+        torch = sys.modules.get("torch")
+        return int(torch.cuda.max_memory_allocated()) if torch and torch.cuda.is_initialized() else 0
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        if time.monotonic() >= self._next_beat_s:
+            self.beat()
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._depth == 0 and self._fault and self.step + 1 >= self._fault_step:
+            kind, self._fault = self._fault, None
+            self.phase, self.injected = "optimizer", kind == "oom"
+            raise_fault(kind)
+        self._depth += 1
+        self._enter("optimizer")
+
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth:
+            return
+        if not self._told:
+            if not self._cycle or id(optimizer) in self._cycle:
+                self._cycle.clear()
+                self._complete(self.step + 1)
+            self._cycle.add(id(optimizer))
+        self._enter("forward")
+
+    def _step_told(self, step: int, loss: float | None) -> None:
+        if not self._told:
+            self._told, self.steps_done, self._last_step_s = True, 0, None
+            self._durations.clear()
+        self._loss = loss
+        self._complete(step)
+
+    def _complete(self, step: int) -> None:
+        now_s = time.monotonic()
+        if self._last_step_s is not None:
+            self._durations.append(now_s - self._last_step_s)
+        self._last_step_s = now_s
+        self.step = step
+        self.steps_done += 1
+        if self.steps_done == 1 or now_s >= self._next_beat_s:
+            self.beat()
+
+    def _end_if_stale(self) -> None:
+        folder = self._folder.path
+        try:
+            newest = int((folder.parent.parent / "epoch").read_text())
+        except (OSError, ValueError):
+            return
+        if folder.name.isdigit() and newest > int(folder.name):
+            print(f"guard: attempt {newest} of this job exists; attempt {folder.name} ends", file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(STALE_EXIT_CODE)
+
+
+def write_durably(path: Path, report: Any) -> None:
+    """`write_json`, on the disk when it returns."""
+    write_json(path, report)
+    for name in (path, path.parent):
+        descriptor = os.open(name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
