@@ -317,7 +317,7 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
     moments = random.Random(0)
     answered = tmp_path / "answered"
     answered.touch()
-    for kill in range(40):
+    for kill in range(25):
         size = answered.stat().st_size
         writers.stdin.write(f"append {tmp_path}\n")
         pid = int(writers.stdout.readline())
@@ -338,7 +338,7 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
         assert [event.at_s for event in tail] == kept[len(kept) - len(tail) :]
         assert (state.at_s + 1 if state else 0) == len(kept) - len(tail)
         assert {int(line) for line in answered.read_text().split()} <= set(kept)
-    assert len(kept) > 30, "the writers were killed before they appended anything worth a test"
+    assert len(kept) > 15, "the writers were killed before they appended anything worth a test"
 
 
 def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(

@@ -1,0 +1,382 @@
+"""Laws of the tracker: MLflow has every record once, in the end, and nobody waited for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from orchestrator.backends import mlflow_tracker
+from orchestrator.backends.journal import Journal
+from orchestrator.backends.mlflow_content import compare_url, hider, job_content, parse_curves, run_key
+from orchestrator.backends.mlflow_server import MlflowServer
+from orchestrator.backends.mlflow_tracker import EXPERIMENT, MlflowTracker
+from orchestrator.specs.attempt import (
+    Attempt,
+    AttemptStatus,
+    ErrorReport,
+    Evidence,
+    Failure,
+    FailureKind,
+    Heartbeat,
+    NodeDevices,
+    RankEnd,
+)
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import Engine, Plan, changes
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.run import JobFolder
+from orchestrator.specs.state import Job, JobStatus, Record, Woke
+
+SECRET, VARIABLE = 'hunter2-"the"-secret', "variable-value-4711"
+SPEC = JobSpec(
+    name="gpt",
+    global_batch_size=8,
+    command="python train.py",
+    env={"API_URL": VARIABLE, "SMALL": "1"},
+    secrets=("TRACKER_TEST_TOKEN",),
+)
+BIG = Plan(engine=Engine.SCRIPT, micro_batch_size=8)
+SMALL = Plan(engine=Engine.SCRIPT, micro_batch_size=2, gradient_accumulation_steps=4)
+START_S = 1_700_000_000.0
+
+
+def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = None) -> Attempt:
+    return Attempt(
+        job_id=job_id,
+        number=number,
+        plan=plan,
+        placement=(NodeDevices(node="n0", devices=(0,)),),
+        device="tiny",
+        estimate=MemoryEstimate(
+            moment="forward head",
+            by_cause=(("parameters", 300), ("activations", 700)),
+            allocated_bytes=1000,
+            reserved_bytes=1100,
+            device_bytes=1200,
+        ),
+        correction=1.25,
+        step_s=0.5,
+        change=changes(before, plan) if before else (),
+        change_reason="out of memory in forward" if before else "",
+        launched_at_s=START_S + 100 * number,
+    )
+
+
+def ended(running: Attempt, kind: FailureKind | None = None) -> Attempt:
+    said = f"Traceback ... token={SECRET} url={VARIABLE}"
+    beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=1600, phase="forward", at_s=START_S)
+    return dataclasses.replace(
+        running,
+        status=AttemptStatus.ENDED,
+        ended_at_s=running.launched_at_s + 50,
+        failure=Failure(kind=kind, reason=f"ended by {said}", excerpt=said) if kind else None,
+        evidence=Evidence(
+            ranks=(RankEnd(rank=0, exit_code=77 if kind else 0, log_tail=said),),
+            errors=(ErrorReport(rank=0, step=3, phase="forward", type="E", traceback=said),) if kind else (),
+            heartbeats=(beat,),
+        ),
+    )
+
+
+def new_job(job_id: str, *attempts: Attempt, status: JobStatus = JobStatus.RUNNING, reason: str = "") -> Job:
+    return Job(id=job_id, spec=SPEC, order=0, submitted_at_s=START_S, status=status, reason=reason, attempts=attempts)
+
+
+def write_curves(home: Path, running: Attempt, first: int, last: int) -> None:
+    path = JobFolder(home, running.job_id).attempt(running.number).metrics
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for step in range(first, last + 1):
+            file.write(json.dumps({"step": step, "loss": 1 / step, "step_s": 0.25, "grad_norm": 1.0}) + "\n")
+
+
+def eventually(law: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not law():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    running = MlflowServer(tmp_path_factory.mktemp("home"))
+    began_s = time.monotonic()
+    assert not running.ensure_running()
+    assert time.monotonic() - began_s < 3, "starting waited for the server"
+    try:
+        eventually(running.ensure_running, 120)
+        yield running
+    finally:
+        running.stop()
+        assert not running.processes()
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    with closing(Journal(f"sqlite:///{tmp_path}/journal.db")) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKER_TEST_TOKEN", SECRET)
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "1")  # `start` sets them; this has them taken back
+    monkeypatch.setattr(mlflow_tracker, "RETRY_MAX_S", 1.0)
+    monkeypatch.setattr(mlflow_tracker, "CURVES_S", 0.2)
+
+
+@contextmanager
+def tracking(journal: Journal, server: MlflowServer) -> Iterator[MlflowTracker]:
+    tracker = MlflowTracker(journal, server.uri, server.home)
+    tracker.start()
+    try:
+        yield tracker
+    finally:
+        tracker.stop()
+
+
+def say(journal: Journal, job: Job) -> None:
+    journal.append(Woke(at_s=0), [Record(job=job, attempt=job.last)])
+
+
+def runs(server: MlflowServer, job_id: str) -> dict[str, object]:
+    """Active runs of a job in MLflow by attempt number; fails where two have one number."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(server.uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    found = client.search_runs([experiment.experiment_id], f"tags.`orc.job_id` = '{job_id}'") if experiment else []
+    numbers = [run.data.tags["orc.attempt"] for run in found]
+    assert len(set(numbers)) == len(numbers), f"a run was duplicated: {numbers}"
+    return dict(zip(numbers, found, strict=True))
+
+
+def curve(server: MlflowServer, run_id: str, name: str) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    return [(point.step, point.value) for point in MlflowClient(server.uri).get_metric_history(run_id, name)]
+
+
+def artifact(server: MlflowServer, run_id: str, path: str, folder: Path) -> str:
+    from mlflow import MlflowClient
+
+    return Path(MlflowClient(server.uri).download_artifacts(run_id, path, str(folder))).read_text()
+
+
+def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
+    server: MlflowServer, journal: Journal, tmp_path: Path
+) -> None:
+    first = attempt("gpt-1", 1)
+    second = attempt("gpt-1", 2, SMALL, BIG)
+    with tracking(journal, server) as tracker:
+        say(journal, new_job("gpt-1"))
+        write_curves(server.home, first, 1, 3)
+        say(journal, new_job("gpt-1", dataclasses.replace(first, status=AttemptStatus.RUNNING)))
+        assert tracker.wait_delivered(60)
+        live = runs(server, "gpt-1")["1"]
+        assert live.info.status == "RUNNING"
+        write_curves(server.home, first, 4, 6)
+        eventually(lambda: len(curve(server, live.info.run_id, "loss")) == 6)  # nobody said a word to the tracker
+
+        failed = ended(first, FailureKind.DEVICE_OOM)
+        write_curves(server.home, second, 4, 9)
+        say(journal, new_job("gpt-1", failed, second))
+        reason = f"finished; {SECRET}"
+        say(journal, new_job("gpt-1", failed, ended(second), status=JobStatus.SUCCEEDED, reason=reason))
+        assert tracker.wait_delivered(60)
+        address = tracker.compare(("gpt-1",))
+
+    told = runs(server, "gpt-1")
+    assert set(told) == {"0", "1", "2"}
+    parent, one, two = told["0"], told["1"], told["2"]
+    assert [run.info.status for run in (parent, one, two)] == ["FINISHED", "FAILED", "FINISHED"]
+    assert {run.data.tags["mlflow.parentRunId"] for run in (one, two)} == {parent.info.run_id}
+    assert parent.data.metrics == {"attempts": 2.0, "total_s": 250.0}
+    assert parent.data.params["global_batch_size"] == "8"
+    assert parent.data.tags["status"] == "succeeded"
+    assert "API_URL" in parent.data.tags["job_spec"]
+    assert "micro_batch_size 8 -> 2" in parent.data.tags["mlflow.note.content"]
+    assert two.data.params["micro_batch_size"] == "2"
+    assert two.data.params["placement"] == "n0: 0"
+    assert one.data.tags["outcome"] == "device_oom"
+    assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in two.data.tags["change"]
+    assert two.data.metrics["predicted_peak_bytes"] == 1000
+    assert two.data.metrics["measured_peak_bytes"] == 1600
+    assert two.data.metrics["predicted_over_measured"] == 0.625
+    assert (two.data.metrics["predicted_step_s"], two.data.metrics["measured_step_s"]) == (0.5, 0.25)
+    assert curve(server, two.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
+    assert len(curve(server, one.info.run_id, "grad_norm")) == 6
+
+    estimate = json.loads(artifact(server, one.info.run_id, "memory_estimate.json", tmp_path))
+    assert estimate["bytes_by_cause"] == {"parameters": 300, "activations": 700}
+    assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(server, one.info.run_id, "logs/rank0.txt", tmp_path)
+    assert "Traceback" in artifact(server, one.info.run_id, "tracebacks/rank0.txt", tmp_path)
+    assert json.loads(parse_qs(urlsplit(unquote(address)).fragment.partition("?")[2])["runs"][0]) == [
+        one.info.run_id,
+        two.info.run_id,
+    ]
+    _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])
+
+
+def _assert_nowhere(folder: Path, *words: str) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    for path in files:
+        data = path.read_bytes()
+        assert not [word for word in words if word.encode() in data], f"a secret is in {path}"
+
+
+def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
+    server: MlflowServer, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [f"night-{number}" for number in range(6)]
+    running = {job_id: dataclasses.replace(attempt(job_id, 1), status=AttemptStatus.RUNNING) for job_id in jobs}
+    for job_id in jobs:
+        write_curves(server.home, running[job_id], 1, 20)
+    with tracking(journal, server) as tracker:
+        for job_id in jobs[:3]:
+            say(journal, new_job(job_id, running[job_id]))
+        eventually(lambda: not journal.pending(1) or journal.pending(1)[0][0] > 1)
+        before = server.processes()
+        for process in before:
+            os.kill(process, signal.SIGKILL)  # in the middle of the third job, or wherever it is
+        for job_id in jobs:
+            said_at_s = time.monotonic()
+            say(journal, new_job(job_id, running[job_id]))
+            say(journal, new_job(job_id, ended(running[job_id]), status=JobStatus.SUCCEEDED, reason="finished"))
+            assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
+        eventually(lambda: tracker.problem is not None)
+    kept = journal.pending(1000)
+    assert len(kept) >= 2 * len(jobs), "rows were forgotten that no server took"
+
+    port = server.port
+    eventually(server.ensure_running, 120)
+    assert server.port == port
+    assert not set(before) & set(server.processes())
+    with monkeypatch.context() as patch, tracking(journal, server):
+        patch.setattr(journal, "delivered", lambda _: None)  # a tracker that dies before it forgets its rows
+        eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
+    with tracking(journal, server) as tracker:
+        assert tracker.wait_delivered(60)
+    for job_id in jobs:
+        told = runs(server, job_id)
+        assert [told[number].info.status for number in ("0", "1")] == ["FINISHED", "FINISHED"]
+        assert curve(server, told["1"].info.run_id, "loss") == [(step, 1 / step) for step in range(1, 21)]
+
+
+def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
+    server: MlflowServer, journal: Journal
+) -> None:
+    from mlflow import MlflowClient
+
+    one = attempt("twice", 1)
+    with tracking(journal, server) as tracker:
+        say(journal, new_job("twice", one))
+        assert tracker.wait_delivered(60)
+        client = MlflowClient(server.uri)
+        experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+        tags = {"orc.run": run_key(new_job("twice"), 1), "orc.job_id": "twice", "orc.attempt": "1"}
+        client.create_run(experiment, tags=tags)
+        say(journal, new_job("twice", ended(one), status=JobStatus.SUCCEEDED))
+        assert tracker.wait_delivered(60)
+    assert runs(server, "twice")["1"].info.status == "FINISHED"
+
+
+def test_a_record_that_mlflow_refuses_holds_nobody_up(
+    server: MlflowServer, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_tracker, "RETRY_FIRST_S", 0.05)
+    with tracking(journal, server) as tracker:
+        say(journal, new_job("refused", attempt("refused", 1)))
+        assert tracker.wait_delivered(60)
+        say(journal, new_job("refused", attempt("refused", 1, SMALL)))  # another plan under the same number
+        say(journal, new_job("after"))
+        assert tracker.wait_delivered(60)
+        assert set(runs(server, "after")) == {"0"}
+
+
+def test_a_new_service_finds_the_server_of_the_old_one(server: MlflowServer) -> None:
+    again = MlflowServer(server.home)
+    assert again.uri == server.uri
+    before = server.processes()
+    assert again.ensure_running()
+    assert again.processes() == before
+
+
+@pytest.mark.parametrize("kind", ["refuses", "never answers"])
+def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
+    journal: Journal, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_tracker, "REQUEST_TIMEOUT_S", 1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if kind == "never answers":
+            listener.listen()
+        tracker = MlflowTracker(journal, f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path)
+        began_s = time.monotonic()
+        tracker.start()
+        say(journal, new_job("waits"))
+        tracker.notify()
+        assert time.monotonic() - began_s < 0.5
+        eventually(lambda: tracker.problem is not None)
+        assert not tracker.wait_delivered(0.1)
+        assert tracker.compare(("waits",)) is None
+        stopped_s = time.monotonic()
+        tracker.stop()
+        assert time.monotonic() - stopped_s < 3
+    assert [record.job.id for _, record in journal.pending(9)] == ["waits"]
+
+
+def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:
+    lines = [json.dumps({"step": n, "loss": float("nan") if n == 2 else n, "step_s": 0.5}) + "\n" for n in range(1, 5)]
+    whole, total_ms = parse_curves("".join(lines), 0.0)
+    head, middle_ms = parse_curves("".join(lines[:2]), 0.0)
+    tail, end_ms = parse_curves("".join(lines[2:]), middle_ms)
+    assert repr(head + tail) == repr(whole)
+    assert end_ms == total_ms == 2000
+    assert [(ms, step) for name, _, ms, step in whole if name == "loss"] == [(500, 1), (1000, 2), (1500, 3), (2000, 4)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"step": 1, "lo',
+        "[1]",
+        '{"loss": 1}',
+        '{"step": true, "loss": 1}',
+        '{"step": 1, "a\\nb": 1}',
+        '{"step": 1, "x": "y"}',
+    ],
+)
+def test_lines_that_say_no_number_of_a_step_are_passed_over(bad: str) -> None:
+    points, elapsed_ms = parse_curves(f'{bad}\n{{"step": 7, "loss": 2, "step_s": Infinity}}\n', 0.0)
+    assert points[0] == ("loss", 2.0, 0, 7)
+    assert elapsed_ms == 0
+
+
+def test_texts_hide_secrets_and_variables_and_keep_their_names() -> None:
+    hide = hider(SPEC, {"TRACKER_TEST_TOKEN": SECRET})
+    assert hide(f"a {SECRET} b {VARIABLE} c 1") == "a [TRACKER_TEST_TOKEN] b [API_URL] c 1"
+    leaky = dataclasses.replace(
+        new_job("leaky", reason=SECRET), spec=SPEC.model_copy(update={"command": ("x", SECRET)})
+    )
+    tags = job_content(leaky, hide, "").tags
+    assert not [value for value in tags.values() if "hunter2" in value]
+    assert "API_URL" in tags["job_spec"]
+
+
+def test_the_compare_link_is_what_the_page_reads() -> None:
+    url = compare_url("http://127.0.0.1:5000/", ("a", "b"), "3")
+    assert url.startswith("http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22")
+    assert unquote(url).endswith('?runs=["a", "b"]&experiments=["3"]')
