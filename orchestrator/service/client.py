@@ -1,0 +1,129 @@
+"""How does a command talk to the service? HTTP on the loopback, with the token that `orc up` made."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from orchestrator.service.views import JobView
+from orchestrator.specs.errors import ServiceError, SpecError
+
+TIMEOUT_S = 30.0
+LONG_POLL_S = 2.0
+
+
+class Client:
+    """One connection to the service of a home folder. Raises ServiceError where it does not answer or refuses."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{service_file(home)['port']}",
+            headers={"Authorization": f"Bearer {_token(home)}"},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # a proxy would see the token
+        )
+
+    def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None) -> str:
+        """The id of the job that is in the queue when this returns."""
+        return self._json("POST", "/jobs", {"spec": spec, "fault": fault})["id"]
+
+    def jobs(self) -> list[JobView]:
+        """Every job, in the order of the queue."""
+        return self._json("GET", "/jobs")["jobs"]
+
+    def job(self, job_id: str, seen: int | None = None) -> tuple[JobView, int]:
+        """One job and its version; with `seen`, waits up to LONG_POLL_S for another version."""
+        query = "" if seen is None else f"?seen={seen}&wait_s={LONG_POLL_S}"
+        answer = self._json("GET", f"/jobs/{job_id}{query}")
+        return answer["job"], answer["version"]
+
+    def cancel(self, job_id: str) -> None:
+        """Ask for the end of a job; returns when the request is on disk."""
+        self._json("POST", f"/jobs/{job_id}/cancel", {})
+
+    def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
+        """Bytes of one rank's log from `offset`, and the offset behind them; empty where there is nothing yet."""
+        answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
+        return answer.content, int(answer.headers["x-next-offset"])
+
+    def cluster(self) -> dict[str, Any]:
+        """Name, live nodes (`views.NodeView`), and addresses of what belongs to the service."""
+        return self._json("GET", "/cluster")
+
+    def shut_down(self, force: bool) -> None:
+        """Ask the service to end. Refused while jobs run, unless forced."""
+        self._json("POST", "/shutdown", {"force": force})
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._http.close()
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._send(method, path, body).json()
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ServiceError(f"the service does not answer ({error}). `orc up` starts it again") from None
+        if answer.is_success:
+            return answer
+        said = _error_of(answer)
+        if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            raise SpecError(said)
+        raise ServiceError(said)
+
+
+def service_file(home: Path) -> dict[str, Any]:
+    """`{pid, port}` of the service. Raises ServiceError where no service was started in this home."""
+    try:
+        return dict(json.loads((home / "service.json").read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ServiceError(f"no service is up in {home}. `orc up` starts one") from None
+    except (OSError, ValueError) as error:
+        raise ServiceError(f"{home / 'service.json'} cannot be read ({error}). `orc up` writes it anew") from None
+
+
+def is_up(home: Path) -> bool:
+    """Whether the service of this home answers and knows our token."""
+    try:
+        client = Client(home)
+    except ServiceError:
+        return False
+    try:
+        client.cluster()
+    except ServiceError:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+def process_is_alive(pid: int) -> bool:
+    """Whether a process of this number exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OSError):
+        return False
+
+
+def _token(home: Path) -> str:
+    try:
+        return (home / "token").read_text().strip()
+    except OSError as error:
+        raise ServiceError(f"the token {home / 'token'} cannot be read: {error.strerror}") from None
+
+
+def _error_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answered {answer.status_code}: {answer.text[:200]}"

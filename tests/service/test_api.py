@@ -1,0 +1,221 @@
+"""Laws of the HTTP API: who may ask, what is refused, what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from orchestrator.backends.journal import Journal
+from orchestrator.backends.simulated import SimulatedBackend
+from orchestrator.service.api import BODY_BYTES_MAX, Service, create_app
+from orchestrator.service.controller import Controller
+from orchestrator.service.intake import read_cluster
+from orchestrator.service.views import node_from_view
+from orchestrator.specs.parse import parse_job
+from orchestrator.specs.run import JobFolder
+
+TOKEN = "the-right-token"
+JOB = """\
+name: lm
+gpus: 1
+global_batch_size: 8
+model:
+  decoder: {vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
+data: {text: [/corpus.txt], sequence_length: 32}
+"""
+
+
+class World:
+    """An application over a simulated cluster, and the doors to it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
+        backend = SimulatedBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
+        self.controller = Controller(self.journal, backend, backend.now)
+        self.controller.turn(1.0)
+        self.ended = False
+        service = Service(
+            controller=self.controller,
+            home=home,
+            token=TOKEN,
+            cluster="two-virtual-devices",
+            tracking_uri="http://127.0.0.1:1",
+            shut_down=self._shut_down,
+        )
+        app = create_app(service)
+        self.stranger = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
+        self.client = TestClient(app, base_url="http://127.0.0.1:8000", headers={"Authorization": f"Bearer {TOKEN}"})
+
+    def _shut_down(self) -> None:
+        self.ended = True
+
+    def submit(self) -> str:
+        answer = self.client.post("/jobs", json={"spec": _spec()})
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+    def turn_until(self, status: str) -> None:
+        for _ in range(2000):
+            if any(job.status == status for job in self.controller.state.jobs.values()):
+                return
+            self.controller.turn(10.0)
+        raise AssertionError(f"no job became {status}")
+
+
+def _spec() -> dict[str, Any]:
+    return parse_job(JOB, "job.yaml").model_dump(mode="json")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.journal.close()
+
+
+ROUTES = [
+    ("GET", "/jobs"),
+    ("POST", "/jobs"),
+    ("GET", "/jobs/lm-1"),
+    ("POST", "/jobs/lm-1/cancel"),
+    ("GET", "/jobs/lm-1/attempts/1/logs"),
+    ("GET", "/cluster"),
+    ("POST", "/shutdown"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+]
+
+
+WRONG = (None, "", "Bearer", "Bearer wrong", TOKEN, f"Bearer {TOKEN}x", "Bearer \u00e9")
+
+
+def test_nothing_is_answered_without_the_token(world: World) -> None:
+    answers = {
+        (method, path, header): world.stranger.request(
+            method, path, headers={} if header is None else {"Authorization": header.encode()}
+        ).status_code
+        for method, path in ROUTES
+        for header in WRONG
+    }
+    assert {asked: status for asked, status in answers.items() if status != 401} == {}
+    assert not world.ended
+
+
+def test_every_route_asks_for_the_token(world: World) -> None:
+    known = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
+    filled = {path.format(job_id="lm-1", number=1) for path in known} - {"/healthz"}
+    assert filled == {path for _, path in ROUTES if path not in ("/openapi.json", "/nothing")}
+
+
+def test_a_name_that_was_made_to_lead_here_is_refused(world: World) -> None:
+    hosts = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::1]:8000")
+    assert {world.client.get("/jobs", headers={"Host": host}).status_code for host in hosts} == {403}
+
+
+def test_health_needs_no_token(world: World) -> None:
+    assert world.stranger.get("/healthz").json() == {"status": "ok"}
+
+
+def test_a_submitted_job_is_in_the_journal_when_the_answer_comes(world: World) -> None:
+    job_id = world.submit()
+    assert [event.job_id for event in world.journal.events() if event.type == "submitted"] == [job_id]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"spec": {"name": "a"}}, "global_batch_size"),
+        ({"spec": {"name": "a", "global_batch_size": 1, "command": "x", "gpu": 1}}, "did you mean 'gpus'"),
+        ({"spec": [1]}, "malformed"),
+        ({"nothing": 1}, "malformed"),
+        ({"spec": {}, "fault": {"kind": "flood", "rank": 0, "step": 1}}, "malformed"),
+    ],
+)
+def test_nothing_is_stored_of_a_refused_job(world: World, body: dict[str, Any], said: str) -> None:
+    before = list(world.journal.events())
+    answer = world.client.post("/jobs", json=body)
+    assert answer.status_code == 422
+    assert said in answer.json()["error"]
+    assert list(world.journal.events()) == before
+    assert world.client.get("/jobs").json() == {"jobs": []}
+
+
+def test_a_body_has_a_length_and_a_bound(world: World) -> None:
+    assert world.client.post("/jobs", content=b"x" * (BODY_BYTES_MAX + 1)).status_code == 413
+    assert world.client.post("/jobs", content=iter([b"{}"])).status_code == 411
+
+
+def test_what_does_not_exist_is_not_found(world: World) -> None:
+    world.submit()
+    world.turn_until("running")
+    paths = (
+        "/jobs/nobody",
+        "/jobs/nobody/attempts/1/logs",
+        "/jobs/lm-1/attempts/9/logs",
+        "/jobs/lm-1/attempts/1/logs?rank=7",
+        "/jobs/..%2f..%2fetc/attempts/1/logs",
+    )
+    assert {world.client.get(path).status_code for path in paths} == {404}
+
+
+def test_a_log_is_read_from_any_offset(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    log = JobFolder(world.home, job_id).attempt(1).log(0)
+    log.parent.mkdir(parents=True)
+    log.write_bytes("ein Wört".encode())
+    path = f"/jobs/{job_id}/attempts/1/logs?rank=0"
+    whole = world.client.get(f"{path}&offset=0")
+    assert (whole.content, whole.headers["x-next-offset"]) == ("ein Wört".encode(), "9")
+    assert world.client.get(f"{path}&offset=7").content == b"rt"
+    assert world.client.get(f"{path}&offset=9").content == b""
+
+
+def test_a_job_is_shown_with_prediction_and_measurement_side_by_side(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("succeeded")
+    attempt = world.client.get(f"/jobs/{job_id}").json()["job"]["attempts"][-1]
+    assert attempt["outcome"] == "succeeded"
+    assert attempt["estimate"]["allocated_bytes"] == sum(attempt["estimate"]["by_cause"].values())
+    assert attempt["peak_bytes"] > 0
+    assert attempt["step_s"] > 0
+    assert attempt["predicted_step_s"] > 0
+
+
+def test_a_follower_is_answered_at_once_when_something_changed(world: World) -> None:
+    job_id = world.submit()
+    seen = world.client.get(f"/jobs/{job_id}").json()["version"]
+    world.turn_until("succeeded")
+    answer = world.client.get(f"/jobs/{job_id}?seen={seen}&wait_s=10").json()
+    assert answer["version"] != seen
+    assert answer["job"]["status"] == "succeeded"
+
+
+def test_the_service_does_not_end_over_running_jobs_unless_forced(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    refused = world.client.post("/shutdown", json={"force": False})
+    assert (refused.status_code, world.ended) == (409, False)
+    assert job_id in refused.json()["error"]
+    assert world.client.post("/shutdown", json={"force": True}).status_code == 200
+    assert world.ended
+
+
+def test_an_ended_job_cannot_be_cancelled(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("succeeded")
+    assert world.client.post(f"/jobs/{job_id}/cancel").status_code == 409
+
+
+def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them(world: World) -> None:
+    world.submit()
+    world.turn_until("running")
+    node = world.client.get("/cluster").json()["nodes"][0]
+    assert len(node["busy"]) == 1
+    node["free_bytes"] = [0 if index in node["busy"] else free for index, free in enumerate(node["free_bytes"])]
+    assert set(node_from_view(node).free_bytes) == {node_from_view(node).device.memory}
