@@ -1,0 +1,340 @@
+"""The commands. Each reads its input, asks the service or the planner, prints the answer, and says how it went.
+
+Exit codes: 0 done, 1 it failed (or the job did), 2 bad input: nothing was stored or started.
+"""
+
+# Imports of heavy packages stand in the commands that need them: `orc plan` answers within a second.
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
+from orchestrator.specs.state import Fault, FaultKind
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from orchestrator.service.client import Client
+    from orchestrator.specs.cluster import Node
+    from orchestrator.specs.job import JobSpec
+    from orchestrator.specs.state import Observation
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Plans, places, recovers and compares GPU training jobs by the memory they need.",
+)
+
+DEFAULT_HOME = Path("~/.orc")
+PLAIN_WIDTH = 160  # columns where the output is no terminal
+
+Home = Annotated[Path, typer.Option("--home", envvar="ORC_HOME", help="Folder of the service: queue, logs, records.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.")]
+Cluster = Annotated[Path | None, typer.Option("--cluster", help="Cluster file (YAML).")]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Say a setting otherwise.")]
+
+
+class Noun(StrEnum):
+    """What `orc schema` can describe."""
+
+    JOB = "job"
+    CLUSTER = "cluster"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; ends the process with its exit code."""
+    try:
+        app(args=arguments)
+    except (SpecError, IllegalPlan) as error:
+        sys.exit(_told(error, 2))
+    except OrchestratorError as error:
+        sys.exit(_told(error, 1))
+    except KeyboardInterrupt:
+        sys.exit(_told("stopped watching; the job goes on (`orc queue`)", 130))
+
+
+# ------------------------------------------------------------------------------------------------------- the service
+
+
+@app.command()
+def up(
+    home: Home = DEFAULT_HOME,
+    cluster: Cluster = None,
+    ray: Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray to use, as host:port.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start the service; without a cluster file on two virtual devices of this machine."""
+    from orchestrator.service.client import service_file
+    from orchestrator.service.intake import read_cluster
+    from orchestrator.service.lifecycle import start
+
+    home = home.expanduser()
+    read_cluster(cluster)
+    started = start(home, cluster, ray)
+    answer = {"started": started, **service_file(home), **_cluster_of(home)}
+    words = "is up" if started else "was up already"
+    nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
+    _answer(
+        answer,
+        as_json,
+        f"The service {words}: {answer['name']}, {nodes} devices. MLflow: {answer['tracking_uri']}. Home: {home}",
+    )
+
+
+@app.command()
+def down(
+    home: Home = DEFAULT_HOME,
+    force: Annotated[
+        bool, typer.Option("--force", help="Although jobs run: they restart at the next `orc up`.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Stop the service, its Ray and its MLflow."""
+    from orchestrator.service.lifecycle import stop
+
+    stop(home.expanduser(), force)
+    _answer({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
+
+
+@app.command()
+def doctor(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Say what is missing on this machine, and how to mend it."""
+    from dataclasses import asdict
+
+    from orchestrator.service.doctor import BAD, findings, findings_table
+
+    found = findings(home.expanduser())
+    _answer({"findings": [asdict(finding) for finding in found]}, as_json, findings_table(found))
+    raise typer.Exit(any(finding.verdict == BAD for finding in found))
+
+
+# ---------------------------------------------------------------------------------------------------------- the jobs
+
+
+@app.command()
+def submit(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Job files (YAML).")],
+    settings: Settings = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Put jobs into the queue; all of them are read before the first is stored."""
+    specs = [_read_job(file, settings) for file in files]
+    client = _client(home)
+    ids = [client.submit(spec.model_dump(mode="json")) for spec in specs]
+    _answer({"ids": ids}, as_json, "\n".join(ids))
+
+
+@app.command()
+def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Submit a job, follow it to its end, and exit with its result; starts the service where it is not up."""
+    _run(_read_job(file, settings), None, home, as_json)
+
+
+@app.command()
+def rehearse(
+    file: JobFile,
+    fail: Annotated[FaultKind, typer.Option("--fail", help="What to make happen, for real.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="In this rank.")] = 0,
+    step: Annotated[int, typer.Option("--step", min=1, help="Before this step completes.")] = 1,
+    settings: Settings = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Let a job fail in its first attempt, and watch it recover on the ordinary path."""
+    spec = _read_job(file, settings)
+    if rank >= spec.gpus.max:
+        allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
+        raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
+    if not spec.is_script and step > spec.training.max_steps:
+        allowed = f"1 to training.max_steps={spec.training.max_steps}"
+        raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
+    _run(spec, Fault(kind=fail, rank=rank, step=step), home, as_json)
+
+
+@app.command()
+def queue(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """List all jobs: how each stands, with which plan, and why."""
+    from orchestrator.service.tables import queue_table
+
+    jobs = _client(home).jobs()
+    _answer({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
+
+
+@app.command()
+def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Show everything about one job: attempts, changes, predicted and measured peaks, failures."""
+    from orchestrator.service.tables import job_panel
+
+    job, _ = _client(home).job(job_id)
+    _answer(dict(job), as_json, job_panel(job))
+
+
+@app.command()
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job ends.")] = False,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="The last one, where none is named.")] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0)] = 0,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Print what a rank of a job wrote."""
+    from orchestrator.service.follow import log_lines
+
+    lines = log_lines(_client(home), job_id, attempt, rank, follow)
+    for number, text in lines:
+        if as_json:
+            print(json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}), flush=True)
+        else:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+@app.command()
+def cancel(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """End a job: its ranks get a SIGTERM and ten seconds."""
+    _client(home).cancel(job_id)
+    _answer({"cancelled": job_id}, as_json, f"{job_id} is being cancelled.")
+
+
+# -------------------------------------------------------------------------------------------------------- looking ahead
+
+
+@app.command()
+def plan(
+    file: JobFile,
+    cluster: Cluster = None,
+    settings: Settings = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Show which plan a job would get, what it costs, and why not a faster one. Starts nothing."""
+    from orchestrator.service.forecast import forecast
+    from orchestrator.service.tables import forecast_panel
+
+    spec = _read_job(file, settings)
+    nodes, observations = _hardware(home, cluster)
+    answer = forecast(spec, nodes, observations)
+    _answer(dict(answer), as_json, forecast_panel(answer))
+    raise typer.Exit(answer["chosen"] is None)
+
+
+@app.command()
+def estimate(
+    file: JobFile,
+    settings: Settings = None,
+    cluster: Cluster = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate one given plan: `--set zero_stage=3 --set micro_batch=2 --set dp=8`. Starts nothing."""
+    from orchestrator.service.forecast import forecast_of
+    from orchestrator.service.intake import read_overrides
+    from orchestrator.service.tables import candidate_panel
+
+    spec = _read_job(file, None)
+    given = read_overrides(settings or [])
+    nodes, observations = _hardware(home, cluster)
+    answer = forecast_of(spec, given, nodes, observations)
+    _answer(dict(answer), as_json, candidate_panel(answer))
+
+
+@app.command()
+def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
+    """Print the JSON Schema of job or cluster files, for editors."""
+    from orchestrator.specs.cluster import cluster_json_schema
+    from orchestrator.specs.job import job_json_schema
+
+    print(json.dumps(job_json_schema() if noun is Noun.JOB else cluster_json_schema(), indent=2))
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def _read_job(file: Path, settings: Sequence[str] | None) -> JobSpec:
+    from orchestrator.service.intake import read_job, read_overrides
+
+    return read_job(file, read_overrides(settings or []))
+
+
+def _client(home: Path) -> Client:
+    from orchestrator.service.client import Client
+
+    return Client(home.expanduser())
+
+
+def _cluster_of(home: Path) -> dict[str, Any]:
+    client = _client(home)
+    try:
+        return client.cluster()
+    finally:
+        client.close()
+
+
+def _hardware(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
+    """The given cluster with all memory free, else the live one with what it has learned, else the embedded one."""
+    from orchestrator.service.intake import read_cluster
+    from orchestrator.specs.cluster import idle_nodes
+
+    home = home.expanduser()
+    if cluster is not None or not (home / "service.json").exists():
+        return idle_nodes(read_cluster(cluster)), ()
+    from orchestrator.service.views import node_from_view
+    from orchestrator.specs.state import Observation
+
+    live = _cluster_of(home)
+    return [node_from_view(node) for node in live["nodes"]], [Observation(**seen) for seen in live["observations"]]
+
+
+def _run(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> None:
+    from orchestrator.service.follow import follow
+    from orchestrator.service.lifecycle import start
+    from orchestrator.service.tables import attempts_table
+
+    home = home.expanduser()
+    start(home, None, None)
+    client = _client(home)
+    asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
+    job_id = client.submit(spec.model_dump(mode="json"), asked)
+    job = follow(client, job_id, _console(to_stderr=as_json))
+    _answer(dict(job), as_json, attempts_table([job]))
+    if job["status"] != "succeeded" and not as_json:
+        excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+        _told("\n".join(part for part in (excerpt.rstrip(), job["reason"]) if part), 1)
+    raise typer.Exit(job["status"] != "succeeded")
+
+
+def _answer(answer: dict[str, Any], as_json: bool, words: RenderableType) -> None:
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        _console(to_stderr=False).print(words, highlight=False, markup=False)
+
+
+def _console(*, to_stderr: bool) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if to_stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+    return Console(stderr=to_stderr, width=width)
+
+
+def _told(message: object, exit_code: int) -> int:
+    print(message, file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    main()

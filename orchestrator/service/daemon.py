@@ -1,0 +1,142 @@
+"""The service's process: journal, Ray, MLflow, controller and HTTP, put together and taken apart.
+
+Killed at any moment it loses nothing: the journal has every event, training goes on in Ray, and the next start takes
+up what runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from orchestrator.backends import ray_cluster
+from orchestrator.backends.journal import Journal
+from orchestrator.backends.mlflow_server import MlflowServer
+from orchestrator.backends.mlflow_tracker import MlflowTracker
+from orchestrator.backends.ray_backend import RayBackend
+from orchestrator.service.api import Service, create_app
+from orchestrator.service.controller import Controller
+from orchestrator.service.intake import read_cluster
+from orchestrator.service.lifecycle import prepare, write_service_file
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import OrchestratorError
+
+MLFLOW_CHECK_S = 5.0
+STOP_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Serve the home folder named on the command line until SIGTERM (training goes on) or `orc down` (it does not)."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--home", type=Path, required=True)
+    home: Path = parser.parse_args().home.resolve()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stop, down = threading.Event(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        serve(home, stop, down)
+    except OrchestratorError as error:
+        sys.exit(f"{error}")
+    log.info("ended")
+
+
+def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
+    """Run everything until `stop` is set; with `down`, Ray and MLflow end too. Raises OrchestratorError."""
+    prepare(home)
+    cluster = read_cluster(_if_there(home / "cluster.yaml"))
+    with ExitStack() as stack:
+        journal = stack.enter_context(closing(Journal(f"sqlite:///{home / 'journal.sqlite'}")))
+        mlflow = MlflowServer(home)
+        stack.callback(_end_world, home, mlflow, down)
+        mlflow.ensure_running()
+        backend = stack.enter_context(closing(RayBackend(home, cluster, _ray_address(home, cluster))))
+        controller = Controller(journal, backend, time.time)
+        controller.turn(0.0)  # whoever asks first sees the nodes
+        tracker = MlflowTracker(journal, mlflow.uri, home)
+        tracker.start()
+        stack.callback(tracker.stop)
+        keeper = threading.Thread(target=_keep_tracking, args=(controller, tracker, mlflow, stop), daemon=True)
+        keeper.start()
+
+        def shut_down() -> None:
+            down.set()
+            stop.set()
+
+        service = Service(
+            controller=controller,
+            home=home,
+            token=(home / "token").read_text(),
+            cluster=cluster.name,
+            tracking_uri=mlflow.uri,
+            shut_down=shut_down,
+        )
+        with _served(create_app(service)) as port:
+            write_service_file(home, port)
+            log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
+            controller.run(stop)
+            (home / "service.json").unlink(missing_ok=True)
+
+
+def _ray_address(home: Path, cluster: ClusterSpec) -> str:
+    """The Ray that `orc up --ray` named, else the embedded one, started where it does not run."""
+    named = _if_there(home / "ray_address")
+    return named.read_text().strip() if named else ray_cluster.start(home, cluster)
+
+
+def _if_there(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+def _end_world(home: Path, mlflow: MlflowServer, down: threading.Event) -> None:
+    if down.is_set():
+        ray_cluster.stop(home)  # where we are guests in another Ray there is nothing to stop
+        mlflow.stop()
+
+
+def _keep_tracking(controller: Controller, tracker: MlflowTracker, mlflow: MlflowServer, stop: threading.Event) -> None:
+    """Wake the tracker whenever something happened, and keep its server running."""
+    version, check_s = -1, 0.0
+    while not stop.is_set():
+        if time.monotonic() >= check_s:
+            try:
+                mlflow.ensure_running()
+            except OSError:
+                log.exception("MLflow could not be started")
+            check_s = time.monotonic() + MLFLOW_CHECK_S
+        seen = controller.wait_for_change(version, MLFLOW_CHECK_S)
+        if seen != version:
+            version = seen
+            tracker.notify()
+
+
+@contextmanager
+def _served(app: FastAPI) -> Iterator[int]:
+    """The application on a free port of the loopback, in a thread of its own."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(STOP_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main()
