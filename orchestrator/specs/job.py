@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -34,7 +35,8 @@ Bandwidth = Annotated[
 Seconds = Annotated[
     float,
     BeforeValidator(units.parse_seconds),
-    PlainSerializer(lambda seconds: f"{seconds:.12g}s", return_type=str),
+    # every digit, and never an exponent: what is read back is the same float
+    PlainSerializer(lambda seconds: f"{Decimal(repr(seconds)):f}".removesuffix(".0") + "s", return_type=str),
     WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
 ]
 
