@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 MARK = "ORCHESTRATOR_MLFLOW_HOME"  # in the environment of the server and of each of its processes
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")  # nothing else: no secrets
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH")  # nothing else: no secrets
 HEALTH_TIMEOUT_S = 2.0
 RESTART_FIRST_S, RESTART_MAX_S = 5.0, 60.0  # between starts
 HUNG_S = 180.0  # alive and silent: a start took 63 s under load (reference measurement, 2 cores)
@@ -69,7 +70,8 @@ class MlflowServer:
             time.sleep(0.05)
         _signal(self.processes(), signal.SIGKILL)
         if self._process is not None:
-            self._process.wait(STOP_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel has the signal and will see to it
+                self._process.wait(STOP_S)
 
     def processes(self) -> tuple[int, ...]:
         """Process ids of the server, whoever started it; known by their environment, so no other is ever meant."""

@@ -90,6 +90,8 @@ class MlflowTracker:
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # ours are longer apart; the default waits 4 minutes
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        direct = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")
+        os.environ["no_proxy"] = ",".join(filter(None, direct))  # a proxy would look for our server at its own place
         self._thread.start()
 
     def stop(self) -> None:

@@ -132,6 +132,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKER_TEST_TOKEN", SECRET)
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "1")  # `start` sets them; this has them taken back
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("no_proxy", "elsewhere.example")
     monkeypatch.setattr(mlflow_tracker, "RETRY_MAX_S", 1.0)
     monkeypatch.setattr(mlflow_tracker, "CURVES_S", 0.2)
 
