@@ -153,7 +153,7 @@ class _Guarded:
             phase=monitor.phase,
             requested_bytes=requested_bytes or oom_report.requested_bytes(message),
             live_bytes=live_bytes,
-            capacity_bytes=oom_report.capacity_bytes(message) or capacity_bytes,
+            capacity_bytes=capacity_bytes if monitor.device else oom_report.capacity_bytes(message) or capacity_bytes,
             foreign_bytes=0 if monitor.device else oom_report.foreign_bytes(message),
             injected=monitor.injected,
             message=message,

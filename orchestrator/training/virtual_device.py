@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
@@ -50,8 +51,8 @@ class VirtualDevice(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and any(kind is not torch.Tensor for kind in types):  # autograd of nll_loss names the plain class
-            return NotImplemented  # the subclass (DTensor, ...) unwraps itself; its inner operations come back here
+        if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper (DTensor, ...) unwraps itself; its inner operations come back here
         out = func(*args, **kwargs) if kwargs else func(*args)
         added = 0
         if isinstance(out, torch.Tensor):
@@ -80,25 +81,29 @@ class VirtualDevice(TorchDispatchMode):
 
         self._resize = resize
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # FSDP2 frees and refills by resizing
+        self._registration = register_module_parameter_registration_hook(self._count_parameter)
         os.register_at_fork(after_in_child=self._leave_in_child)
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._registration.remove()
         super().__exit__(*exception)
 
     def _leave_in_child(self) -> None:
         """Data loader workers and other children are host processes."""
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
+        if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
-        self.capacity_bytes = 2**63 - 1
+        self.capacity_bytes = 2**63 - 1  # where another mode lies on top
 
     def _count(self, storage: torch.UntypedStorage) -> int:
         """Bytes by which the storage has grown since it was last counted; negative where it shrank."""
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
+            if storage.device.type != "cpu":  # a fake tensor claims to be on the CPU, its storage does not
+                return 0
             death = self._deaths[key] = _Death(storage, self._forget)
             death.key = key
             known = 0
@@ -133,6 +138,13 @@ class VirtualDevice(TorchDispatchMode):
             if added > 0 and self.live_bytes > self.capacity_bytes:
                 raise self._out_of_memory(added)
 
+    def _count_parameter(self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None) -> None:
+        """Parameters read from a file come from outside; those of a wrapper were counted when it was made."""
+        if parameter is not None and not is_traceable_wrapper_subclass(parameter):
+            added = self._count_tensor(parameter)
+            if added > 0 and self.live_bytes > self.capacity_bytes:
+                raise self._out_of_memory(added)
+
     def _forget(self, death: _Death) -> None:
         del self._deaths[death.key]
         self.live_bytes -= self._sizes.pop(death.key)
@@ -141,14 +153,18 @@ class VirtualDevice(TorchDispatchMode):
         """The error, in the words of PyTorch's CUDA allocator so that every reader of such messages understands it."""
         used = self.live_bytes
         error = torch.OutOfMemoryError(
-            f"Virtual device out of memory. Tried to allocate {requested_bytes / MIB:.2f} MiB. "
-            f"Virtual device has a total capacity of {self.capacity_bytes / MIB:.2f} MiB "
-            f"of which {max(self.capacity_bytes - used, 0) / MIB:.2f} MiB is free. "
-            f"This process has {used / MIB:.2f} MiB memory in use."
+            f"Virtual device out of memory. Tried to allocate {_amount(requested_bytes)}. "
+            f"Virtual device has a total capacity of {_amount(self.capacity_bytes)} "
+            f"of which {_amount(max(self.capacity_bytes - used, 0))} is free. "
+            f"This process has {_amount(used)} memory in use."
         )
         if self.on_out_of_memory:
             self.on_out_of_memory(error, requested_bytes)
         return error
+
+
+def _amount(count: int) -> str:
+    return f"{count / MIB:.2f} MiB" if count >= MIB else f"{count / 1024:.2f} KiB" if count >= 1024 else f"{count} B"
 
 
 class _Death(weakref.ref[torch.UntypedStorage]):

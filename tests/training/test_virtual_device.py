@@ -1,0 +1,188 @@
+import os
+import socket
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from orchestrator.training import oom_report
+from orchestrator.training.virtual_device import VirtualDevice
+
+KIB, MIB = 2**10, 2**20
+WIDTH, DEPTH = 128, 4
+PARAMETER_BYTES = DEPTH * WIDTH * WIDTH * 4
+
+
+def test_storages_count_once_and_are_freed_with_their_last_view() -> None:
+    with VirtualDevice(MIB) as device:
+        whole = torch.zeros(64, KIB // 4)
+        view = whole[1:3].t()
+        view.add_(1)
+        assert device.live_bytes == 64 * KIB
+        other = whole + 1
+        assert device.live_bytes == 128 * KIB
+        del whole
+        assert device.live_bytes == 128 * KIB
+        del view
+        assert device.live_bytes == 64 * KIB
+        del other
+    assert (device.live_bytes, device.peak_bytes) == (0, 128 * KIB)
+
+
+def test_every_output_of_an_operation_counts() -> None:
+    with VirtualDevice(MIB) as device:
+        values, indices = torch.zeros(2, 512).max(dim=0)
+        assert device.live_bytes == 512 * (4 + 8)
+        doubled = torch._foreach_mul([values, values], 2.0)
+        assert device.live_bytes == 512 * (4 + 8 + 2 * 4)
+        parts = values.split(128)
+        assert device.live_bytes == 512 * (4 + 8 + 2 * 4)
+    assert len(parts) == 4
+    assert len(doubled) == 2
+    assert indices.numel() == 512
+
+
+def test_storages_count_at_the_size_to_which_they_are_resized() -> None:
+    with VirtualDevice(MIB) as device:
+        tensor = torch.zeros(KIB)
+        tensor.untyped_storage().resize_(0)
+        assert device.live_bytes == 0
+        tensor.untyped_storage().resize_(16 * KIB)
+        assert device.live_bytes == 16 * KIB
+        tensor.resize_(8 * KIB)
+        assert device.live_bytes == 32 * KIB
+        with pytest.raises(torch.OutOfMemoryError):
+            tensor.untyped_storage().resize_(2 * MIB)
+
+
+def test_sparse_tensors_count_their_indices_and_values() -> None:
+    with VirtualDevice(MIB) as device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        embedding = nn.Embedding(16, 4, sparse=True)
+        embedding(torch.tensor([1, 2])).sum().backward()
+        gradient = embedding.weight.grad
+        assert gradient is not None
+        assert gradient.is_sparse
+        assert device.live_bytes == 16 * 4 * 4 + 2 * 8 + 2 * 4 * 4
+
+
+def test_storages_from_elsewhere_count_as_parameters_and_as_views() -> None:
+    weight, batch = torch.zeros(32, 32), torch.zeros(KIB)
+    with VirtualDevice(MIB) as device:
+        module = nn.Module()
+        module.weight = nn.Parameter(weight)
+        assert device.live_bytes == 4 * KIB
+        half = batch[:16]
+        assert device.live_bytes == 8 * KIB
+    assert half.numel() == 16
+
+
+def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_behind() -> None:
+    with VirtualDevice(MIB) as device:
+        kept = torch.zeros(128 * KIB)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.zeros(256 * KIB)
+        assert device.live_bytes == kept.nbytes  # while the traceback is alive
+        message = str(caught.value)
+        assert oom_report.requested_bytes(message) == MIB
+        assert oom_report.capacity_bytes(message) == MIB
+        assert oom_report.out_of_memory(caught.value) is caught.value
+        rest = torch.zeros(128 * KIB)  # and going on works, up to the last byte
+        assert device.live_bytes == device.peak_bytes == kept.nbytes + rest.nbytes == MIB
+
+
+def test_recent_peak_starts_again_from_what_is_live() -> None:
+    with VirtualDevice(MIB) as device:
+        kept = torch.zeros(KIB)
+        torch.zeros(4 * KIB)
+        assert device.recent_peak_bytes == 20 * KIB
+        device.reset_recent_peak()
+        assert device.recent_peak_bytes == kept.nbytes
+        torch.zeros(KIB)
+    assert (device.recent_peak_bytes, device.peak_bytes) == (8 * KIB, 20 * KIB)
+
+
+def test_training_step_counts_what_pencil_and_paper_count() -> None:
+    batch = 8
+    with VirtualDevice(64 * MIB) as device:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+        assert device.live_bytes == PARAMETER_BYTES
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        x = torch.zeros(batch, WIDTH)
+        out = model(x)
+        activation = batch * WIDTH * 4
+        assert device.live_bytes == PARAMETER_BYTES + (1 + DEPTH) * activation
+        out.sum().backward()
+        del out
+        assert device.live_bytes == 2 * PARAMETER_BYTES + activation
+        optimizer.step()
+        assert device.live_bytes == 3 * PARAMETER_BYTES + activation
+        optimizer.zero_grad()
+        assert device.live_bytes == 2 * PARAMETER_BYTES + activation
+
+
+class Pages(Dataset[torch.Tensor]):
+    """Each sample needs more than the device has; a worker is a host process."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((64 * KIB,), index)[:1].clone()
+
+
+def test_data_loader_workers_are_not_capped() -> None:
+    with VirtualDevice(64 * KIB) as device:
+        assert [int(batch[0]) for batch in DataLoader(Pages(), num_workers=1)] == [0, 1, 2, 3]
+    assert device.peak_bytes < 64 * KIB
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    live = []
+    for wrap in (_replicated, _sharded):
+        with VirtualDevice(64 * MIB) as device:
+            model = wrap(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))))
+            optimizer = torch.optim.AdamW(model.parameters())
+            for _ in range(3):
+                model(torch.zeros(8, WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=wrap is _sharded)  # DDP's gradients are views of its buckets
+            steps_bytes = sum(state["step"].nbytes for state in optimizer.state.values())
+            live += [device.live_bytes - steps_bytes, device.peak_bytes]
+            del model, optimizer
+    Path(folder, str(rank)).write_text(" ".join(map(str, live)))
+    dist.destroy_process_group()
+
+
+def _replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _sharded(model: nn.Sequential) -> nn.Module:
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def test_two_ranks_hold_four_copies_replicated_and_three_halves_sharded(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (port, str(tmp_path)), nprocs=2)
+    for rank in (0, 1):
+        ddp, ddp_peak, fsdp, fsdp_peak = map(int, Path(tmp_path, str(rank)).read_text().split())
+        # parameters, two moments, and buckets that hold the gradients, within the bookkeeping of DDP
+        assert ddp == pytest.approx(4 * PARAMETER_BYTES, abs=4 * KIB)
+        assert fsdp == pytest.approx(3 * PARAMETER_BYTES / 2, abs=4 * KIB)
+        assert ddp < ddp_peak < 5.5 * PARAMETER_BYTES
+        # above three halves: the halves of the gradients, a gathered layer and its whole gradient
+        assert 2.5 * PARAMETER_BYTES < fsdp_peak < ddp_peak
