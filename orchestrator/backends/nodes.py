@@ -42,7 +42,7 @@ class LiveNode:
 def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, LiveNode]:
     """By name: every alive Ray node that advertises `gpu<i>` resources and whose device is known."""
     found: dict[str, LiveNode] = {}
-    for entry in sorted(ray_nodes, key=lambda entry: str(entry["NodeID"])):
+    for entry in sorted(ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])):
         indices = [int(match[1]) for name in entry["Resources"] if (match := re.fullmatch(r"gpu(\d+)", name))]
         if not entry["Alive"] or not indices:
             continue

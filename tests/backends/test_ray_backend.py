@@ -1,0 +1,310 @@
+"""Laws of launching on a real Ray: ends are told exactly, nothing outlives an attempt, nothing runs twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from orchestrator.backends import gang, ray_cluster
+from orchestrator.backends.launcher import write_durably
+from orchestrator.specs.attempt import NodeDevices
+from orchestrator.specs.run import JobFolder
+from orchestrator.specs.state import Finished, Launch, NodesSeen, Released, Started, Stop
+from tests.backends.conftest import Embedded
+from tests.backends.ray_jobs import (
+    BOTH,
+    Reader,
+    alive,
+    descendants_of,
+    folder_of,
+    launch_of,
+    said,
+    script,
+    until,
+)
+
+SECONDS_TO_END_A_GANG = 5.0
+
+
+def group_names() -> set[str]:
+    return {group["name"] for group in ray.util.placement_group_table().values() if group["state"] not in ("REMOVED",)}
+
+
+def nothing_is_left(launch: Launch) -> bool:
+    return launch.attempt.name not in group_names() and not gang.find(launch.attempt)
+
+
+def test_ends_are_exact_and_nothing_is_left(reader: Reader) -> None:
+    launch = launch_of("exact", script("exit:0", "exit:5", "signal:11", "signal:9"), BOTH)
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [0, 5, -signal.SIGSEGV, -signal.SIGKILL]
+    assert evidence.first_ended_rank in (1, 2, 3)
+    assert (evidence.nodes_lost, evidence.launch_error, evidence.stopped) == ((), None, False)
+    assert until(lambda: nothing_is_left(launch), "placement group and launchers removed")
+
+
+def test_every_rank_is_told_its_place_and_no_token(reader: Reader, embedded: Embedded) -> None:
+    launch = launch_of("place", script(*["exit:0"] * 4), BOTH)
+    reader.backend.launch(launch)
+    reader.finished(launch)
+    firsts = [said(folder_of(embedded.home, launch), rank)["env"] for rank in range(4)]
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) for env in firsts] == [
+        ("0", "0", "4", "2"),
+        ("1", "1", "4", "2"),
+        ("2", "0", "4", "2"),
+        ("3", "1", "4", "2"),
+    ]
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in firsts}) == 1
+    assert not [name for env in firsts for name in env if name.startswith("RAY_")]
+
+
+def test_one_rank_out_of_memory_ends_the_gang_in_seconds(reader: Reader, embedded: Embedded) -> None:
+    folder = JobFolder(embedded.home, "oom").attempt(1)
+    launch = launch_of("oom", script("wait", "daemon", "wait", f"oom:{folder.path}"), BOTH)
+    reader.backend.launch(launch)
+    reader.started(launch)
+    until(folder.oom(3).exists, "the report")
+    began_s = time.monotonic()
+    pids = descendants_of(folder, [0, 1, 2])
+    evidence = reader.finished(launch).evidence
+    assert time.monotonic() - began_s < SECONDS_TO_END_A_GANG
+    assert [report.rank for report in evidence.ooms] == [3]
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 4
+    assert alive(pids) == []
+
+
+def test_a_failing_rank_ends_ranks_on_other_nodes(reader: Reader) -> None:
+    launch = launch_of("failing", script("wait", "wait", "wait", "exit:1"), BOTH)
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 3 + [1]
+    assert evidence.first_ended_rank == 3
+
+
+def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedded: Embedded) -> None:
+    launch = launch_of("launcherless", script("wait", "daemon", "wait", "wait"), BOTH)
+    reader.backend.launch(launch)
+    reader.started(launch)
+    pids = descendants_of(folder_of(embedded.home, launch), [0, 1, 2, 3])
+    os.kill(parent_of(pids[0]), signal.SIGKILL)
+    evidence = reader.finished(launch).evidence
+    assert evidence.nodes_lost == ("n0",)
+    assert [end.exit_code for end in evidence.ranks] == [None, None, -signal.SIGKILL, -signal.SIGKILL]
+    assert alive(pids) == []
+    assert until(lambda: nothing_is_left(launch), "placement group removed")
+
+
+def test_a_lost_node_is_told_and_leaves_the_cluster(reader: Reader, embedded: Embedded) -> None:
+    lost = (NodeDevices(node="n1", devices=(0,)), NodeDevices(node="n2", devices=(0,)))
+    launch = launch_of("nodeless", script("wait", "wait"), lost)
+    reader.backend.launch(launch)
+    reader.started(launch)
+    pids = descendants_of(folder_of(embedded.home, launch), [0, 1])
+    os.kill(parent_of(parent_of(pids[1])), signal.SIGKILL)  # rank <- launcher <- raylet
+    evidence = reader.finished(launch).evidence
+    assert evidence.nodes_lost == ("n2",)
+    assert until(lambda: not alive(pids), "no rank outlives its node")
+    seen = [event for event in reader.seen if isinstance(event, NodesSeen)]
+    assert [node.name for node in seen[0].nodes] == ["n0", "n1", "n2"]
+    assert [node.name for node in seen[-1].nodes] == ["n0", "n1"]
+
+
+def test_a_stop_is_a_request_first_and_a_kill_later(reader: Reader, embedded: Embedded) -> None:
+    launch = launch_of("stopped", script("polite", "deaf", "wait", "wait"), BOTH)
+    reader.backend.launch(launch)
+    reader.started(launch)
+    for rank in range(4):
+        said(folder_of(embedded.home, launch), rank)
+    reader.backend.stop(Stop(job_id="stopped", number=1, grace_s=1.0))
+    reader.backend.stop(Stop(job_id="nobody", number=1, grace_s=1.0))
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [7, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGTERM]
+    assert evidence.stopped
+
+
+def test_no_step_for_too_long_is_a_hang(reader: Reader) -> None:
+    launch = launch_of("hung", script("wait", hang_timeout="1s"))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert evidence.hung_for_s is not None
+    assert evidence.hung_for_s > 1.0
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL]
+
+
+def test_an_older_attempt_never_starts(reader: Reader, embedded: Embedded) -> None:
+    jobs = JobFolder(embedded.home, "fenced")
+    jobs.path.mkdir(parents=True)
+    write_durably(jobs.epoch, "2")
+    launch = launch_of("fenced", script("wait"))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert evidence.launch_error is not None
+    assert "attempt 2" in evidence.launch_error
+    assert evidence.ranks == ()
+    assert jobs.epoch.read_text() == "2"
+
+
+def test_a_newer_attempt_ends_an_older_one(reader: Reader, embedded: Embedded) -> None:
+    launch = launch_of("overtaken", script("deaf", "deaf"), (NodeDevices(node="n0", devices=(0, 1)),))
+    reader.backend.launch(launch)
+    reader.started(launch)
+    write_durably(JobFolder(embedded.home, "overtaken").epoch, "2")
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [-signal.SIGKILL] * 2
+
+
+def test_secrets_reach_the_ranks_and_no_file(
+    reader: Reader, embedded: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "never-on-disk-4711-0815"
+    monkeypatch.setenv("TEST_SECRET", secret)
+    launch = launch_of("discreet", script("exit:0", secrets=("TEST_SECRET",)))
+    reader.backend.launch(launch)
+    reader.finished(launch)
+    assert said(folder_of(embedded.home, launch), 0)["secret_length"] == len(secret)
+    files = [path for path in embedded.home.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+def test_a_missing_secret_or_program_is_a_failed_launch(reader: Reader) -> None:
+    secretive = launch_of("secretive", script("exit:0", secrets=("NO_SUCH_SECRET",)))
+    program = launch_of("programless", script().model_copy(update={"command": ("/no/such/program",)}))
+    for launch in (secretive, program):
+        reader.backend.launch(launch)
+    assert "NO_SUCH_SECRET" in str(reader.finished(secretive).evidence.launch_error)
+    assert "/no/such/program" in str(reader.finished(program).evidence.launch_error)
+    assert until(lambda: nothing_is_left(secretive) and nothing_is_left(program), "nothing left")
+
+
+def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang, "PLACE_TIMEOUT_S", 0.5)
+    holder, late = launch_of("holder", script("wait")), launch_of("late", script("exit:0"))
+    reader.backend.launch(holder)
+    reader.started(holder)
+    reader.backend.launch(late)
+    assert "not free" in str(reader.finished(late).evidence.launch_error)
+    assert group_names() & {"late-1"} == set()
+    reader.backend.stop(Stop(job_id="holder", number=1, grace_s=0.0))
+    reader.finished(holder)
+
+
+SERVICE = """
+import sys, time
+from pathlib import Path
+from orchestrator.backends.ray_backend import RayBackend
+from tests.backends.ray_jobs import BOTH, CLUSTER, Reader, launch_of, script
+home, address, job_id, *behaviours = sys.argv[1:]
+reader = Reader(RayBackend(Path(home), CLUSTER, address))
+launch = launch_of(job_id, script(*behaviours), BOTH)
+reader.backend.launch(launch)
+reader.started(launch)
+print("started", flush=True)
+time.sleep(300)
+"""
+
+
+def started_by_a_killed_service(embedded: Embedded, job_id: str, *behaviours: str) -> Launch:
+    """An attempt whose service was killed by signal 9 right after it had started."""
+    arguments = [sys.executable, "-c", SERVICE, str(embedded.home), embedded.address, job_id, *behaviours]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as service:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "started\n"
+        service.kill()
+    return launch_of(job_id, script(*behaviours), BOTH)
+
+
+def test_training_outlives_the_service_and_is_taken_up_again(
+    reader: Reader, embedded: Embedded, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    launch = started_by_a_killed_service(embedded, "adopted", f"go:{go}", "exit:0", f"go:{go}", "exit:0")
+    folder = folder_of(embedded.home, launch)
+    pids = [int(str(said(folder, rank)["pid"])) for rank in (0, 2)]
+    reader.backend.adopt(launch.job, launch.attempt)
+    reader.started(launch)
+    reader.backend.adopt(launch.job, launch.attempt)
+    assert alive(pids) == pids
+    go.touch()
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [0, 0, 0, 0]
+    assert [len(folder.log(rank).read_text().splitlines()) for rank in range(4)] == [1, 1, 1, 1]  # none ran twice
+    assert len([event for event in reader.seen if isinstance(event, Finished) and event.job_id == "adopted"]) == 1
+
+
+def test_what_ended_while_nobody_watched_is_told_later(reader: Reader, embedded: Embedded) -> None:
+    launch = started_by_a_killed_service(embedded, "unwatched", "exit:0", "exit:3", "wait", "exit:0")
+    folder = folder_of(embedded.home, launch)
+    until(lambda: folder.exit_code(1).exists(), "rank 1 has ended")
+    reader.backend.adopt(launch.job, launch.attempt)
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [0, 3, -signal.SIGKILL, 0]
+    assert evidence.first_ended_rank == 1
+
+
+def test_adopting_what_lost_its_launchers_meanwhile_tells_of_lost_nodes(reader: Reader, embedded: Embedded) -> None:
+    launch = started_by_a_killed_service(embedded, "bereft", "wait", "wait", "wait", "wait")
+    folder = folder_of(embedded.home, launch)
+    pids = [int(str(said(folder, rank)["pid"])) for rank in range(4)]
+    for rank in (0, 2):
+        os.kill(parent_of(pids[rank]), signal.SIGKILL)
+    until(lambda: not alive(pids), "ranks end with their launchers")
+    reader.backend.adopt(launch.job, launch.attempt)
+    assert reader.finished(launch).evidence.nodes_lost == ("n0", "n1")
+    assert until(lambda: nothing_is_left(launch), "placement group removed")
+
+
+def test_an_attempt_that_never_began_is_begun_by_adopting_it(reader: Reader) -> None:
+    launch = launch_of("unbegun", script("exit:0"))
+    reader.backend.adopt(launch.job, launch.attempt)
+    assert [end.exit_code for end in reader.finished(launch).evidence.ranks] == [0]
+
+
+def test_an_end_is_told_again_word_for_word_and_never_run_again(reader: Reader, embedded: Embedded) -> None:
+    launch = launch_of("again", script("wait", hang_timeout="1s"))
+    reader.backend.launch(launch)
+    first = reader.finished(launch).evidence
+    reader.seen.clear()
+    reader.backend.adopt(launch.job, launch.attempt)  # the journal had not heard of the end
+    assert reader.finished(launch).evidence == first
+    reader.seen.clear()
+    reader.backend.adopt(launch.job, replace(launch.attempt, evidence=first))  # it had, but not of the release
+    reader.wait(launch, Released)
+    assert reader.of(launch, Finished) is None
+    assert reader.of(launch, Started) is None
+    assert len(folder_of(embedded.home, launch).log(0).read_text().splitlines()) == 1
+
+
+def test_the_embedded_cluster_is_private(embedded: Embedded) -> None:
+    assert (embedded.home / "ray_token").stat().st_mode & 0o777 == 0o600
+    assert embedded.address.startswith("127.0.0.1:")
+    state = (embedded.home / "ray.json").read_text()
+    port = int(embedded.address.rpartition(":")[2])
+    assert str(port) in state
+    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
+    listening = {line.split()[1] for lines in tables for line in lines if line.split()[3] == "0A"}
+    addresses = {entry.split(":")[0] for entry in listening if int(entry.split(":")[1], 16) == port}
+    assert addresses
+    assert {entry[-8:] for entry in addresses} == {"0100007F"}, "127.0.0.1, also where it is written as IPv6"
+
+
+def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ray_cluster.ServiceError, match="no Ray answers"):
+        ray_cluster.connect("127.0.0.1:9", tmp_path)
+    assert time.monotonic() - began_s < 10
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
