@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Shape = tuple[int, ...]
@@ -93,6 +94,13 @@ class FragmentSavePlanner(DefaultSavePlanner):
 
 class FragmentLoadPlanner(DefaultLoadPlanner):
     """The default planner, which also finds fragments."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        tensors = {name: value for name, value in state_dict.items() if not isinstance(value, Fragment)}
+        super().set_up_planner(tensors, metadata, is_coordinator)  # replaces what it does not know by None
+        self.state_dict = {**state_dict, **self.state_dict}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]

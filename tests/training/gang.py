@@ -1,0 +1,159 @@
+"""Start gangs of training ranks: one process group, several runs in a row (`launch`), or the real entry (`spawn`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, training_run_from_json, write_json
+
+GLOBAL_BATCH = 8
+SEQUENCE_LENGTH = 32
+DECODER = DecoderSpec(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+TRAINING = TrainingSpec(max_steps=8, learning_rate=3e-3, clip_norm=0.5, checkpoint_every_steps=4, keep_checkpoints=9)
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+LAUNCH_TIMEOUT_S = 240
+
+
+def ragged_text(folder: Path) -> tuple[str, ...]:
+    """Three files, each with another remainder over the sequence length."""
+    paths = []
+    for index, size in enumerate((411, 1000, 77)):
+        path = folder / f"text{index}.txt"
+        path.write_text("".join(chr(97 + (n * n + 7 * index) % 23) for n in range(size)))
+        paths.append(str(path))
+    return tuple(paths)
+
+
+def training_run(home: Path, job: str, plan: Plan, text: tuple[str, ...], **changes: Any) -> TrainingRun:
+    """A run of `job` under `home`, as its next attempt; `changes` replace fields of the TrainingRun."""
+    folder = JobFolder(home, job)
+    attempts = folder.path / "attempts"
+    number = 1 + sum(1 for _ in attempts.iterdir()) if attempts.is_dir() else 1
+    attempt = folder.attempt(number)
+    attempt.path.mkdir(parents=True)
+    run = TrainingRun(
+        model=ModelSpec(decoder=DECODER),
+        data=DataSpec(text=text, sequence_length=SEQUENCE_LENGTH),
+        training=TRAINING,
+        plan=plan,
+        job_folder=str(folder.path),
+        attempt_folder=str(attempt.path),
+        epoch=number,
+        device="cpu",
+    )
+    run = dataclasses.replace(run, **changes)
+    write_json(attempt.run, run)
+    return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One run of a gang, which may start from another job's checkpoint."""
+
+    run: TrainingRun
+    start_from: Path | None = None
+
+
+def launch(parts: list[Part]) -> None:
+    """Run the parts one after another in one process group. Raises where a rank fails."""
+    world_sizes = {part.run.plan.world_size for part in parts}
+    assert len(world_sizes) == 1, world_sizes
+    words = [f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts]
+    ranks = start_ranks(["-m", "tests.training.gang", *words], world_sizes.pop())
+    codes = finish(ranks)
+    assert not any(codes), f"exit codes {codes}"
+
+
+def spawn(run: TrainingRun) -> list[subprocess.Popen[bytes]]:
+    """The real entry, `orchestrator.training.main`, on every rank."""
+    path = str(AttemptFolder(run.attempt_folder).run)
+    return start_ranks(["-m", "orchestrator.training.main", path], run.plan.world_size)
+
+
+def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[bytes]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(world_size)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[bytes]], timeout_s: float = LAUNCH_TIMEOUT_S) -> list[int]:
+    """Exit codes, or minus the signals; nothing is left running."""
+    try:
+        return [rank.wait(timeout_s) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def metrics(run: TrainingRun) -> list[dict[str, float]]:
+    """The lines that rank 0 wrote."""
+    path = AttemptFolder(run.attempt_folder).metrics
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run: TrainingRun) -> dict[int, float]:
+    """Loss by step."""
+    return {int(line["step"]): line["loss"] for line in metrics(run)}
+
+
+def torch_plan(micro_batch_size: int = GLOBAL_BATCH, **fields: Any) -> Plan:
+    return Plan(engine=Engine.TORCH, micro_batch_size=micro_batch_size, **fields)
+
+
+def _work(words: list[str]) -> None:
+    """One rank of `launch`."""
+    import torch
+    import torch.distributed as dist
+
+    from orchestrator.training import loop
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    ranks = loop.Ranks(rank=rank, local_rank=rank, world_size=world_size, device=torch.device("cpu"))
+    for word in words:
+        path, _, start_from = word.partition("=")
+        run = training_run_from_json(json.loads(Path(path).read_text()))
+        if start_from and rank == 0:
+            source = Path(start_from)
+            shutil.copytree(
+                source, JobFolder(Path(run.job_folder).parents[1], Path(run.job_folder).name).checkpoints / source.name
+            )
+        dist.barrier()
+        assert loop.train(run, ranks)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _work(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Laws of the checkpoint: runs of elements are rectangles, nothing unfinished or stale is ever taken for complete."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.training import checkpoint, checkpoint_folder
+from orchestrator.training.checkpoint import Cursor
+from orchestrator.training.fragment import Fragment, rectangles
+
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    """A shape and a run of its elements."""
+    shape = draw(SHAPES)
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
+    return shape, start, stop
+
+
+@given(runs())
+def test_rectangles_hold_the_run_in_order_and_are_few(run: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = run
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    parts = list(rectangles(shape, start, stop))
+    held = [
+        numbers[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True))].flatten()
+        for part in parts
+    ]
+    assert torch.cat(held).tolist() == list(range(start, stop)) if held else start == stop
+    assert len(parts) <= 2 * len(shape) - 1
+
+
+@settings(max_examples=10, deadline=None)
+@given(saved=runs())
+@pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
+def test_what_is_saved_whole_or_in_fragments_loads_either_way(
+    tmp_path_factory: pytest.TempPathFactory, saved: tuple[tuple[int, ...], int, int]
+) -> None:
+    dims, start, stop = saved
+    shape, folder = torch.Size(dims), tmp_path_factory.mktemp("checkpoint") / "a"
+    whole = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+    state = {"model.cut": Fragment(whole.flatten(), 0, shape), "model.whole": whole}
+    checkpoint.save(folder, state, Cursor(step=3, samples=24))
+    pieces = {name: torch.full((stop - start,), -1.0) for name in state}
+    checkpoint.load(folder, {name: Fragment(piece, start, shape) for name, piece in pieces.items()})
+    full = torch.full(shape, -1.0)
+    checkpoint.load(folder, {"model.cut": full})
+    assert pieces["model.cut"].tolist() == pieces["model.whole"].tolist() == list(range(start, stop))
+    assert full.equal(whole)
+    assert checkpoint.opened(folder).cursor == Cursor(step=3, samples=24)
+
+
+def test_only_complete_checkpoints_are_ever_the_latest(tmp_path: Path) -> None:
+    assert checkpoint_folder.latest_complete(tmp_path / "nothing") is None
+    _complete(tmp_path, 3)
+    _complete(tmp_path, 12)
+    checkpoint_folder.complete_path(tmp_path, 99).mkdir()  # no metadata
+    _written(tmp_path, epoch=1, step=40)
+    (tmp_path / "step-00000050.partial").mkdir()
+    assert checkpoint_folder.latest_complete(tmp_path) == tmp_path / "step-00000012"
+    assert checkpoint_folder.step_of(tmp_path / "step-00000012") == 12
+
+
+def test_publishing_keeps_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        _written(tmp_path, epoch=1, step=step)
+        checkpoint_folder.publish(tmp_path, 1, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    _complete(tmp_path, 5)
+    (_written(tmp_path, epoch=2, step=5) / "new").touch()
+    checkpoint_folder.publish(tmp_path, 2, 5, keep=2)
+    assert (tmp_path / "step-00000005" / "new").exists()
+
+
+def test_only_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
+    _written(tmp_path, epoch=1, step=5)
+    newer = _written(tmp_path, epoch=3, step=5)
+    _complete(tmp_path, 4)
+    checkpoint_folder.remove_unfinished(tmp_path, epoch=2)
+    assert sorted(tmp_path.iterdir()) == sorted([newer, tmp_path / "step-00000004"])
+
+
+@pytest.mark.parametrize(("newest", "stale"), [(None, False), (1, False), (2, False), (3, True)])
+def test_an_attempt_is_stale_where_a_newer_one_exists(tmp_path: Path, newest: int | None, stale: bool) -> None:
+    if newest is not None:
+        (tmp_path / "epoch").write_text(f"{newest}\n")
+    assert checkpoint_folder.is_stale(tmp_path / "epoch", epoch=2) == stale
+
+
+def test_asking_for_checkpoints_imports_no_torch() -> None:
+    code = "import sys, orchestrator.training.checkpoint_folder; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
+    path = checkpoint_folder.writing_path(checkpoints, epoch, step)
+    path.mkdir(parents=True)
+    (path / ".metadata").touch()
+    return path
+
+
+def _complete(checkpoints: Path, step: int) -> None:
+    _written(checkpoints, epoch=1, step=step).rename(checkpoint_folder.complete_path(checkpoints, step))

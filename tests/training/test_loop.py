@@ -1,0 +1,65 @@
+"""How a training ends: finished, asked to stop, overtaken by a newer attempt. The real entry, in real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan
+from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder
+from orchestrator.training import checkpoint_folder
+from tests.training import gang
+
+ENDLESS = dataclasses.replace(gang.TRAINING, max_steps=10**6, checkpoint_every_steps=10**6)
+DEADLINE_S = 120
+
+
+def test_sigterm_to_one_rank_saves_once_and_ends_all_by_that_signal(tmp_path: Path) -> None:
+    plan = Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2), micro_batch_size=gang.GLOBAL_BATCH // 2)
+    run = gang.training_run(tmp_path, "job", plan, gang.ragged_text(tmp_path), training=ENDLESS)
+    ranks = gang.spawn(run)
+    try:
+        _wait_for_steps(AttemptFolder(run.attempt_folder), 3)
+        ranks[1].terminate()
+    finally:
+        codes = gang.finish(ranks, DEADLINE_S)
+    assert codes == [-signal.SIGTERM] * 2
+    latest = checkpoint_folder.latest_complete(JobFolder(tmp_path, "job").checkpoints)
+    assert latest is not None
+    assert checkpoint_folder.step_of(latest) == gang.metrics(run)[-1]["step"]
+
+
+def test_a_stale_attempt_publishes_nothing(tmp_path: Path) -> None:
+    run = gang.training_run(tmp_path, "job", gang.torch_plan(), gang.ragged_text(tmp_path))
+    (JobFolder(tmp_path, "job").epoch).write_text("2")
+    assert gang.finish(gang.spawn(run)) == [STALE_EXIT_CODE]
+    assert checkpoint_folder.latest_complete(JobFolder(tmp_path, "job").checkpoints) is None
+    assert len(gang.metrics(run)) == gang.TRAINING.checkpoint_every_steps  # it learned so when it wanted to publish
+
+
+def test_a_finished_training_ends_at_once_when_launched_again(tmp_path: Path) -> None:
+    text = gang.ragged_text(tmp_path)
+    leftover = checkpoint_folder.writing_path(JobFolder(tmp_path, "job").checkpoints, 0, 3)
+    leftover.mkdir(parents=True)
+    run = gang.training_run(tmp_path, "job", gang.torch_plan(), text)
+    assert gang.finish(gang.spawn(run)) == [0]
+    lines = gang.metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, gang.TRAINING.max_steps + 1))
+    assert all(set(line) == {"step", "loss", "step_s", "tokens", "grad_norm"} for line in lines)
+    assert len({line["tokens"] for line in lines}) > 1  # ragged: a wrong weight of tokens would show
+    assert not leftover.exists()
+    again = gang.training_run(tmp_path, "job", gang.torch_plan(), text)
+    assert gang.finish(gang.spawn(again)) == [0]
+    assert gang.metrics(again) == []
+
+
+def _wait_for_steps(attempt: AttemptFolder, count: int) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not attempt.metrics.exists() or attempt.metrics.read_text().count("\n") < count:
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"no {count} steps within {DEADLINE_S} s")
+        time.sleep(0.05)
