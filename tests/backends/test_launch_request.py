@@ -1,0 +1,145 @@
+"""Laws of what is started: it is a value, complete, printable, and free of secrets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
+from orchestrator.specs.attempt import NodeDevices
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import Engine
+from orchestrator.specs.run import GuardSettings, training_run_from_json
+from orchestrator.specs.state import Fault, FaultKind
+from tests.backends.ray_jobs import BOTH, DEVICE, launch_of
+from tests.scheduling.factories import decoder_spec
+
+HOME = Path("/home/orc")
+PYTHON = "/env/bin/python"
+GPU = DEVICE.model_copy(update={"name": "h200", "kind": DeviceKind.CUDA})
+
+
+def nodes(device: DeviceSpec = DEVICE) -> dict[str, LaunchNode]:
+    return {
+        name: LaunchNode(name=name, address=address, device=device, devices=2, cpus=6)
+        for name, address in (("n0", "10.0.0.1"), ("n1", "10.0.0.2"))
+    }
+
+
+def request(spec: JobSpec, *, device: DeviceSpec = DEVICE, number: int = 1, **changes: object) -> LaunchRequest:
+    launch = launch_of("j", spec, BOTH, number)
+    job = replace(launch.job, **changes)  # type: ignore[arg-type]
+    attempt = launch.attempt
+    if spec.model is not None:
+        attempt = replace(attempt, plan=replace(attempt.plan, engine=Engine.TORCH, sequence_length=128))
+    return launch_request(job, attempt, HOME, nodes(device), master_port=29999, python=PYTHON)
+
+
+def envs(launch: LaunchRequest) -> list[dict[str, str]]:
+    return [dict(rank.env) for _, ranks in launch.ranks for rank in ranks]
+
+
+def script(**changes: object) -> JobSpec:
+    return JobSpec.model_validate({"name": "j", "command": "python -u train.py", "global_batch_size": 4, **changes})
+
+
+def test_ranks_are_numbered_in_the_order_of_the_placement() -> None:
+    launch = request(script())
+    assert [node for node, _ in launch.ranks] == ["n0", "n1"]
+    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"], e["LOCAL_WORLD_SIZE"]) for e in envs(launch)] == [
+        ("0", "0", "4", "2"),
+        ("1", "1", "4", "2"),
+        ("2", "0", "4", "2"),
+        ("3", "1", "4", "2"),
+    ]
+    assert {(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in envs(launch)} == {("10.0.0.1", "29999")}
+
+
+def test_a_gang_on_one_node_meets_on_the_loopback_interface() -> None:
+    launch = launch_of("j", script(), (NodeDevices(node="n1", devices=(1,)),))
+    made = launch_request(launch.job, launch.attempt, HOME, nodes(), master_port=1, python=PYTHON)
+    assert envs(made)[0]["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_real_devices_are_named_in_the_order_of_the_driver() -> None:
+    env = envs(request(script(), device=GPU))[2]
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("0,1", "PCI_BUS_ID")
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "DS_ACCELERATOR" not in env
+
+
+def test_virtual_devices_hide_real_ones_and_share_the_processors() -> None:
+    env = envs(request(script()))[0]
+    assert (env["CUDA_VISIBLE_DEVICES"], env["DS_ACCELERATOR"], env["OMP_NUM_THREADS"]) == ("", "cpu", "3")
+
+
+def test_a_users_variables_win_over_defaults_and_lose_to_the_gangs() -> None:
+    env = envs(request(script(env={"OMP_NUM_THREADS": "1", "RANK": "7", "MINE": "yes"})))[1]
+    assert (env["OMP_NUM_THREADS"], env["RANK"], env["MINE"]) == ("1", "1", "yes")
+
+
+def test_our_training_runs_under_the_guard_with_everything_it_needs() -> None:
+    launch = request(decoder_spec())
+    folder = HOME / "jobs/j/attempts/1"
+    argv = launch.ranks[0][1][0].argv
+    assert argv == (
+        *(PYTHON, str(GUARD), str(folder / "guard.json"), "--"),
+        *("-m", "orchestrator.training.main", str(folder / "run.json")),
+    )
+    files = dict(launch.files)
+    run = training_run_from_json(json.loads(files[str(folder / "run.json")]))
+    assert (run.epoch, run.device, run.plan.engine, run.job_folder) == (1, "cpu", Engine.TORCH, str(HOME / "jobs/j"))
+    guard = GuardSettings(**json.loads(files[str(folder / "guard.json")]))
+    assert (guard.virtual_capacity_bytes, guard.attempt_folder) == (DEVICE.memory, str(folder))
+
+
+def test_nothing_caps_a_real_device() -> None:
+    launch = request(decoder_spec(), device=GPU)
+    files = {Path(path).name: json.loads(text) for path, text in launch.files}
+    assert files["guard.json"]["virtual_capacity_bytes"] is None
+    assert files["run.json"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1, "kill"), (2, None)])
+def test_a_rehearsed_failure_befalls_the_first_attempt_only(number: int, kind: str | None) -> None:
+    launch = request(script(), number=number, fault=Fault(kind=FaultKind.KILL, rank=1, step=20))
+    guard = json.loads(dict(launch.files)[str(HOME / f"jobs/j/attempts/{number}/guard.json")])
+    assert guard["fault_kind"] == kind
+
+
+def test_knobs_reach_the_script_and_its_deepspeed_file_is_written() -> None:
+    knobs = {"micro_batch_size": {"flag": "--bs"}, "deepspeed_config": {"env": "DS"}, "output_dir": {"flag": "--out"}}
+    launch = request(script(knobs=knobs))
+    argv, env = launch.ranks[0][1][0].argv, envs(launch)[0]
+    assert argv[-4:] == ("--bs", "1", "--out", str(HOME / "jobs/j/output"))
+    assert json.loads(dict(launch.files)[env["DS"]])["train_micro_batch_size_per_gpu"] == 1
+
+
+def test_secrets_stand_in_a_request_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_value")
+    launch = request(script(secrets=("HF_TOKEN",)))
+    assert launch.secrets == ("HF_TOKEN",)
+    assert "hf_value" not in repr(launch)
+
+
+GUARDED = (str(GUARD), "guard.json", "--")
+
+
+@pytest.mark.parametrize(
+    ("command", "started"),
+    [
+        ("python train.py --x", (PYTHON, *GUARDED, "train.py", "--x")),
+        ("python3 -u -X dev -Wignore train.py", (PYTHON, "-u", "-X", "dev", "-Wignore", *GUARDED, "train.py")),
+        ("/other/bin/python3.11 -m pkg.train -u", ("/other/bin/python3.11", *GUARDED, "-m", "pkg.train", "-u")),
+        ("python -c pass", (PYTHON, "-c", "pass")),
+        ("python", (PYTHON,)),
+        ("./train.sh python", ("./train.sh", "python")),
+        ("pythonic train.py", ("pythonic", "train.py")),
+    ],
+)
+def test_the_guard_stands_between_interpreter_and_program(command: str, started: tuple[str, ...]) -> None:
+    assert guarded(tuple(command.split()), "guard.json", PYTHON) == started
