@@ -1,0 +1,94 @@
+/* A libnvidia-ml.so.1 without a driver: the real pynvml talks to it.
+ *
+ * FAKE_NVML_STATE names a file that is read at each call. First line "ok" or the nvmlReturn_t that nvmlInit answers;
+ * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-").
+ * Numbers are those of nvml.h: 0 success, 1 uninitialised, 2 invalid argument, 7 insufficient size, 15 GPU is lost.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { DEVICES_MAX = 16, PROCESSES_MAX = 8 };
+static const unsigned long long MIB = 1ull << 20;
+
+typedef struct { unsigned long long total, free, used; } Memory;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
+typedef struct { Memory memory; int lost; unsigned processes; Process process[PROCESSES_MAX]; } Device;
+
+static Device devices[DEVICES_MAX];
+static unsigned count;
+static int init_answer, initialised;
+
+static void load(void) {
+    char first[32], listed[256];
+    unsigned long long total, used;
+    int lost;
+    const char *path = getenv("FAKE_NVML_STATE");
+    FILE *file = path ? fopen(path, "r") : NULL;
+    count = 0;
+    init_answer = 9; /* driver not loaded */
+    if (!file || fscanf(file, "%31s", first) != 1) return;
+    init_answer = strcmp(first, "ok") ? atoi(first) : 0;
+    while (count < DEVICES_MAX && fscanf(file, "%llu %llu %d %255s", &total, &used, &lost, listed) == 4) {
+        Device *device = &devices[count++];
+        *device = (Device){.memory = {total * MIB, (total - used) * MIB, used * MIB}, .lost = lost};
+        for (char *part = strtok(listed, ","); part && device->processes < PROCESSES_MAX; part = strtok(NULL, ",")) {
+            Process *process = &device->process[device->processes];
+            if (sscanf(part, "%u:%llu", &process->pid, &process->used) == 2) {
+                process->used *= MIB;
+                device->processes++;
+            }
+        }
+    }
+    fclose(file);
+}
+
+static int find(void *handle, Device **device) {
+    unsigned long index = (unsigned long)handle - 1;
+    if (!initialised) return 1;
+    load();
+    if (index >= count) return 2;
+    *device = &devices[index];
+    return (*device)->lost ? 15 : 0;
+}
+
+int nvmlInitWithFlags(unsigned flags) { (void)flags; load(); initialised = init_answer == 0; return init_answer; }
+int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
+int nvmlShutdown(void) { initialised = 0; return 0; }
+
+const char *nvmlErrorString(int code) {
+    return code == 9 ? "Driver Not Loaded" : code == 15 ? "GPU is lost" : code == 999 ? "Unknown Error" : "error";
+}
+
+int nvmlDeviceGetCount_v2(unsigned *found) { if (!initialised) return 1; load(); *found = count; return 0; }
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    if (index >= count) return 2;
+    *handle = (void *)(unsigned long)(index + 1);
+    return devices[index].lost ? 15 : 0;
+}
+
+int nvmlDeviceGetName(void *handle, char *name, unsigned length) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer == 0) snprintf(name, length, "Fake H200");
+    return answer;
+}
+
+int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer == 0) *memory = device->memory;
+    return answer;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *size, Process *processes) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    unsigned room = *size;
+    *size = device->processes;
+    if (room < device->processes || (device->processes && !processes)) return 7;
+    for (unsigned i = 0; i < device->processes; i++) processes[i] = device->process[i];
+    return 0;
+}

@@ -1,0 +1,128 @@
+"""Laws of asking NVML: what the driver says is told, and a missing driver or a lost device is data.
+
+The real pynvml loads a small library of ours (fake_nvml/nvml.c) in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.backends import nodes, nvml
+
+MIB = 2**20
+SOURCE = Path(__file__).parent / "fake_nvml" / "nvml.c"
+READ_TWICE = """
+import dataclasses, json, sys
+from orchestrator.backends import nvml
+for line in sys.stdin:
+    print(json.dumps(dataclasses.asdict(nvml.devices())), flush=True)
+"""
+
+Ask = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
+    folder = tmp_path_factory.mktemp("nvml")
+    target = str(folder / "libnvidia-ml.so.1")
+    subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", target, str(SOURCE)], check=True)
+    return folder
+
+
+@pytest.fixture
+def ask(library: Path, tmp_path: Path) -> Any:
+    """Writes the state file, then answers with the next reading of one long-living process."""
+    state = tmp_path / "state"
+    env = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML_STATE": str(state)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", READ_TWICE], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def answer(text: str) -> dict[str, Any]:
+        state.write_text(text)
+        stdin.write("\n")
+        stdin.flush()
+        return json.loads(stdout.readline())
+
+    yield answer
+    stdin.close()
+    assert process.wait(10) == 0
+    stdout.close()
+
+
+def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
+    first = ask("ok\n1000 100 0 41:60,42:40\n2000 0 0 -\n")
+    assert first["error"] is None
+    assert first["devices"] == [
+        {
+            "index": 0,
+            "name": "Fake H200",
+            "total_bytes": 1000 * MIB,
+            "free_bytes": 900 * MIB,
+            "used_bytes": 100 * MIB,
+            "processes": [{"pid": 41, "used_bytes": 60 * MIB}, {"pid": 42, "used_bytes": 40 * MIB}],
+            "error": None,
+        },
+        {
+            "index": 1,
+            "name": "Fake H200",
+            "total_bytes": 2000 * MIB,
+            "free_bytes": 2000 * MIB,
+            "used_bytes": 0,
+            "processes": [],
+            "error": None,
+        },
+    ]
+    second = ask("ok\n1000 700 0 -\n2000 0 0 -\n")
+    assert [device["free_bytes"] for device in second["devices"]] == [300 * MIB, 2000 * MIB]
+
+
+def test_a_lost_device_has_nothing_free_and_hides_no_other(ask: Ask) -> None:
+    reading = ask("ok\n1000 0 1 -\n1000 0 0 -\n")
+    assert [(device["free_bytes"], device["error"]) for device in reading["devices"]] == [
+        (0, "GPU is lost"),
+        (1000 * MIB, None),
+    ]
+
+
+def test_a_driver_that_does_not_answer_is_data_and_may_come_back(ask: Ask) -> None:
+    assert ask("9\n") == {"devices": [], "error": "NVML does not start: Driver Not Loaded"}
+    assert len(ask("ok\n1000 0 0 -\n")["devices"]) == 1
+
+
+def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise nvml.pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(nvml.pynvml, "nvmlInit", missing)
+    reading = nvml.devices()
+    assert reading.devices == ()
+    assert reading.error is not None
+
+
+@pytest.mark.parametrize(
+    ("told", "read", "tells"),
+    [
+        (None, 1000 * MIB, 960 * MIB),  # in steps of 64 MiB
+        (960 * MIB, 900 * MIB, 960 * MIB),  # jitter is no news
+        (960 * MIB, 600 * MIB, 576 * MIB),
+        (128 * MIB, 0, 0),  # nothing is left: always news
+    ],
+)
+def test_small_changes_of_free_memory_are_no_news(told: int | None, read: int, tells: int) -> None:
+    assert nodes.settled(told, read) == tells
