@@ -97,6 +97,7 @@ class Monitor:
         if self._depth == 0 and self._fault and self.step + 1 >= self._fault_step:
             kind, self._fault = self._fault, None
             self.phase, self.injected = "optimizer", kind == "oom"
+            self.beat()
             raise_fault(kind)
         self._depth += 1
         self._enter("optimizer")

@@ -1,0 +1,373 @@
+"""Real processes under the guard, as the launcher starts them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE, GuardSettings, write_json
+from orchestrator.training import guard, oom_report
+
+MIB = 2**20
+
+TRAIN = """
+import argparse, os, sys
+import torch
+from torch import nn
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--adversary", action="store_true")
+parser.add_argument("--catch", type=int)
+parser.add_argument("--bug", action="store_true")
+parser.add_argument("--tell", type=int)
+args = parser.parse_args()
+if "MASTER_PORT" in os.environ:
+    torch.distributed.init_process_group("gloo")
+model = nn.Linear(args.width, args.width)
+if torch.distributed.is_initialized():
+    model = nn.parallel.DistributedDataParallel(model)
+optimizers = [torch.optim.AdamW(model.parameters()) for _ in range(1 + args.adversary)]
+rank = int(os.environ.get("RANK", "0"))
+try:
+    for step in range(args.steps):
+        for optimizer in optimizers:
+            model(torch.ones(8, args.width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 1 and step == 2:
+            torch.zeros(64, 2**20)
+        if args.tell:
+            from orchestrator.training import progress
+            progress.step_completed(args.tell + step, loss=0.5)
+        if args.bug:
+            {}["missing"]
+except torch.OutOfMemoryError:
+    if args.catch is None:
+        raise
+    print("caught")
+    sys.exit(args.catch)
+print("trained")
+"""
+
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        tokens = torch.arange(index, index + 32) % 512
+        return {"input_ids": tokens, "labels": tokens}
+
+def main():
+    config = LlamaConfig(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=4)
+    model = LlamaForCausalLM(config)
+    print(f"parameter_bytes={sum(p.nbytes for p in model.parameters())} ")
+    arguments = TrainingArguments(output_dir="out", max_steps=3, per_device_train_batch_size=2, bf16=True, use_cpu=True,
+                                  dataloader_num_workers=1, report_to=[], save_strategy="no", disable_tqdm=True)
+    Trainer(model=model, args=arguments, train_dataset=Data()).train()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    exit_code: int
+    out: str
+    folder: Path
+
+    def read(self, name: str, rank: int = 0) -> dict[str, Any]:
+        return json.loads((self.folder / f"rank{rank}.{name}.json").read_text())
+
+    def has(self, name: str, rank: int = 0) -> bool:
+        return (self.folder / f"rank{rank}.{name}.json").exists()
+
+
+def start(folder: Path, *target: str, rank: int = 0, env: dict[str, str] | None = None, **settings: Any) -> Any:
+    attempt = folder / "attempts" / "1"
+    attempt.mkdir(parents=True, exist_ok=True)
+    path = attempt / "guard.json"
+    settings = {"virtual_capacity_bytes": None, "heartbeat_interval_s": 0.01, **settings}
+    write_json(path, GuardSettings(attempt_folder=str(attempt), **settings))
+    return subprocess.Popen(
+        [sys.executable, guard.__file__, str(path), "--", *target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **(env or {})},
+        start_new_session=True,
+    )
+
+
+def end(process: Any, folder: Path, timeout_s: float = 120) -> End:
+    try:
+        out, _ = process.communicate(timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return End(exit_code=process.returncode, out=out, folder=folder / "attempts" / "1")
+
+
+def run(folder: Path, *target: str, **settings: Any) -> End:
+    return end(start(folder, *target, **settings), folder)
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> str:
+    (folder / name).write_text(text)
+    return name
+
+
+def train(folder: Path, *args: str, **settings: Any) -> End:
+    return run(folder, script(folder, TRAIN), *args, **{"virtual_capacity_bytes": 100 * MIB, **settings})
+
+
+WHO = "import json, sys; print(json.dumps([__name__, __file__, sys.argv, sys.path[0], sorted(sys.modules)]))\n"
+
+
+def test_a_script_sees_what_python_would_show_it(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    name = script(tmp_path, WHO, "inner/who.py")
+    name_, file, argv, first, modules = json.loads(run(tmp_path, name, "-m", "--", "x y").out)
+    assert (name_, argv) == ("__main__", [name, "-m", "--", "x y"])
+    assert (file, first) == (str(tmp_path / name), str(tmp_path / "inner"))
+    assert not {"torch", "pydantic"} & set(modules)
+
+
+def test_a_module_sees_what_python_would_show_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    script(tmp_path, "", "package/__init__.py")
+    name = script(tmp_path, "from . import __name__ as parent\nassert parent == 'package'\n" + WHO, "package/who.py")
+    name_, file, argv, first, _ = json.loads(run(tmp_path, "-m", "package.who", "a").out)
+    assert (name_, first) == ("__main__", str(tmp_path))
+    assert file == argv[0] == str(tmp_path / name)
+    assert argv[1:] == ["a"]
+
+
+@pytest.mark.parametrize("module", ["decoder", "guard", "monitor", "yaml"])
+def test_the_scripts_own_modules_win_over_ours(tmp_path: Path, module: str) -> None:
+    script(tmp_path, "mine = True", f"{module}.py")
+    assert run(tmp_path, script(tmp_path, f"import {module}; assert {module}.mine")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(5)", 5),
+        ("raise SystemExit('sorry')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import os; os._exit(9)", 9),
+        ("import atexit; atexit.register(print, 'goodbye'); raise ValueError", 1),
+    ],
+)
+def test_a_script_ends_as_it_would_without_a_guard(tmp_path: Path, text: str, exit_code: int) -> None:
+    guarded = run(tmp_path, script(tmp_path, text))
+    assert guarded.exit_code == exit_code
+    assert ("goodbye" in guarded.out) == ("atexit" in text)
+    assert guarded.has("error") == ("ValueError" in text)
+    assert not guarded.has("oom")
+
+
+def test_an_error_report_shows_the_users_frames_only(tmp_path: Path) -> None:
+    guarded = run(tmp_path, script(tmp_path, "def work():\n    {}['missing']\n\nwork()\n"))
+    report = guarded.read("error")
+    assert (report["type"], report["phase"], report["step"]) == ("KeyError", "startup", 0)
+    assert report["traceback"].splitlines()[1] == f'  File "{tmp_path}/train.py", line 4, in <module>'
+    assert "guard.py" not in report["traceback"] + guarded.out
+    assert report["traceback"] in guarded.out
+
+
+def test_a_newer_attempt_ends_an_older_one(tmp_path: Path) -> None:
+    (tmp_path / "epoch").write_text("2")
+    guarded = run(tmp_path, script(tmp_path, "print('ran')"))
+    assert guarded.exit_code == STALE_EXIT_CODE
+    assert "ran" not in guarded.out
+
+
+def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
+    guarded = train(tmp_path, "--adversary")
+    assert guarded.exit_code == 0, guarded.out
+    beat = guarded.read("heartbeat")
+    assert (beat["step"], beat["steps_done"]) == (4, 4)  # two optimizers that take turns
+    assert 0 < beat["step_s"] < 10
+    parameter_bytes = (64 * 64 + 64) * 4
+    assert 6 * parameter_bytes < beat["peak_bytes"] < 10 * parameter_bytes
+
+
+def test_a_loop_that_tells_its_step_is_believed(tmp_path: Path) -> None:
+    beat = train(tmp_path, "--adversary", "--tell", "101").read("heartbeat")
+    assert (beat["step"], beat["steps_done"], beat["loss"]) == (104, 4, 0.5)
+
+
+def test_running_out_of_memory_is_reported_with_its_phase_and_bytes(tmp_path: Path) -> None:
+    width = 1024
+    capacity_bytes = 4 * width * width * 4  # parameters, gradients, moments; the biases do not fit
+    guarded = train(tmp_path, "--width", str(width), virtual_capacity_bytes=capacity_bytes)
+    assert guarded.exit_code == OOM_EXIT_CODE
+    assert "OutOfMemoryError" in guarded.out
+    report = guarded.read("oom")
+    assert (report["phase"], report["step"], report["injected"]) == ("optimizer", 0, False)
+    assert report["capacity_bytes"] == capacity_bytes
+    assert report["live_bytes"] <= capacity_bytes < report["live_bytes"] + report["requested_bytes"]
+    assert not guarded.has("error")
+
+
+def test_an_out_of_memory_error_that_the_script_gives_up_on_is_reported(tmp_path: Path) -> None:
+    guarded = train(tmp_path, "--width", "1024", "--catch", "3", virtual_capacity_bytes=4 * 1024 * 1024 * 4)
+    assert guarded.exit_code == 3
+    assert guarded.read("oom")["phase"] == "optimizer"
+
+
+def test_a_script_may_survive_its_out_of_memory_error(tmp_path: Path) -> None:
+    guarded = train(tmp_path, "--width", "1024", "--catch", "0", virtual_capacity_bytes=4 * 1024 * 1024 * 4)
+    assert (guarded.exit_code, guarded.has("oom"), guarded.has("error")) == (0, False, False)
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [("oom", OOM_EXIT_CODE), ("kill", -9), ("preempt", -15)])
+def test_a_rehearsed_fault_happens_for_real_before_its_step_completes(
+    tmp_path: Path, kind: str, exit_code: int
+) -> None:
+    guarded = train(tmp_path, fault_kind=kind, fault_step=3)
+    assert guarded.exit_code == exit_code
+    assert guarded.read("heartbeat")["step"] <= 2
+    if kind == "oom":
+        report = guarded.read("oom")
+        assert (report["injected"], report["step"], report["phase"]) == (True, 2, "optimizer")
+
+
+def test_a_rehearsed_hang_stops_the_heartbeats_and_not_the_process(tmp_path: Path) -> None:
+    process = start(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=MIB, fault_kind="hang", fault_step=2)
+    beat, deadline_s, seen = tmp_path / "attempts" / "1" / "rank0.heartbeat.json", time.monotonic() + 120, {}
+    while (seen.get("step"), seen.get("phase")) != (1, "optimizer") and time.monotonic() < deadline_s:
+        seen = json.loads(beat.read_text()) if beat.exists() else {}
+        time.sleep(0.05)
+    with pytest.raises(subprocess.TimeoutExpired):
+        end(process, tmp_path, timeout_s=1)
+    assert process.wait(10) == -signal.SIGKILL
+    assert json.loads(beat.read_text()) == seen
+
+
+def test_a_rehearsed_loss_of_the_node_kills_the_launcher(tmp_path: Path) -> None:
+    settings = tmp_path / "guard.json"
+    write_json(
+        settings,
+        GuardSettings(attempt_folder=str(tmp_path), virtual_capacity_bytes=None, fault_kind="node", fault_step=1),
+    )
+    command = [sys.executable, guard.__file__, str(settings), "--", script(tmp_path, TRAIN)]
+    launcher = (
+        "import ctypes, subprocess, sys\n"
+        "die = lambda: ctypes.CDLL('libc.so.6').prctl(1, 9)\n"
+        "subprocess.run(sys.argv[1:], preexec_fn=die)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", launcher, *command], cwd=tmp_path, timeout=120, check=False)
+    assert result.returncode == -signal.SIGKILL
+
+
+def gang(folder: Path, *target: str, **settings: Any) -> tuple[End, End]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [start(folder, *target, rank=rank, env={**env, "LOCAL_RANK": str(rank)}, **settings) for rank in (0, 1)]
+    one = end(ranks[1], folder)
+    return end(ranks[0], folder), one
+
+
+def test_one_rank_of_two_runs_out_of_memory_and_ends_at_once(tmp_path: Path) -> None:
+    zero, one = gang(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=100 * MIB)
+    assert one.exit_code == OOM_EXIT_CODE, one.out
+    report = one.read("oom", rank=1)
+    assert (report["requested_bytes"], report["step"], report["phase"]) == (256 * MIB, 3, "forward")
+    assert zero.exit_code == 1  # gloo: the peer went away
+    assert zero.has("error", rank=0)
+    assert not zero.has("oom", rank=0)
+
+
+def trainer(folder: Path) -> list[str]:
+    """A Hugging Face Trainer script in bf16 with data loader workers, which imports nothing of ours."""
+    return [script(folder, TRAINER)]
+
+
+def test_a_hugging_face_trainer_is_capped_counted_and_measured(tmp_path: Path) -> None:
+    guarded = run(tmp_path, *trainer(tmp_path), virtual_capacity_bytes=400 * MIB)
+    assert guarded.exit_code == 0, guarded.out
+    beat = guarded.read("heartbeat")
+    parameter_bytes = int(guarded.out.split("parameter_bytes=")[1].split()[0])
+    assert beat["step"] == 3
+    assert 4 * parameter_bytes < beat["peak_bytes"] < 400 * MIB  # fp32 masters and gradients, two moments
+    tight = run(tmp_path, *trainer(tmp_path), virtual_capacity_bytes=beat["peak_bytes"] - 1)
+    assert tight.exit_code == OOM_EXIT_CODE, tight.out
+    assert tight.has("oom")
+
+
+def test_a_hugging_face_trainer_runs_on_two_ranks(tmp_path: Path) -> None:
+    for rank, guarded in enumerate(gang(tmp_path, *trainer(tmp_path), virtual_capacity_bytes=400 * MIB)):
+        assert guarded.exit_code == 0, guarded.out
+        beat = guarded.read("heartbeat", rank=rank)
+        parameter_bytes = int(guarded.out.split("parameter_bytes=")[1].split()[0])
+        assert beat["step"] == 3
+        assert 5 * parameter_bytes <= beat["peak_bytes"]  # and the buckets of DDP
+
+
+@pytest.mark.parametrize(
+    ("message", "requested", "capacity", "foreign"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 26.00 MiB. GPU 0 has a total capacity of 11.66 GiB of which 9.81 MiB"
+            " is free. Process 3893521 has 618.00 MiB memory in use. Including non-PyTorch memory, this process has"
+            " 9.74 GiB memory in use.",
+            26 * MIB,
+            round(11.66 * 2**30),
+            618 * MIB,
+        ),
+        (
+            "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; 2.12 GiB already"
+            " allocated; 19.76 GiB free; 2.22 GiB reserved in total by PyTorch)",
+            2 * 2**30,
+            24 * 2**30,
+            0,
+        ),
+        ("CUDA error: out of memory", None, None, 0),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", None, None, 0),
+    ],
+    ids=["now", "torch 1", "driver", "cublas"],
+)
+def test_messages_of_cuda_are_understood(
+    message: str, requested: int | None, capacity: int | None, foreign: int
+) -> None:
+    error = RuntimeError(message)
+    wrapped = ValueError("step failed")
+    wrapped.__cause__ = error
+    assert oom_report.out_of_memory(wrapped) is error
+    assert oom_report.requested_bytes(message) == requested
+    assert oom_report.capacity_bytes(message) == capacity
+    assert oom_report.foreign_bytes(message) == foreign
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA out of memory. Tried to allocate more than 1EB memory."),
+        ValueError("CUDA out of memory. Tried to allocate 1.00 GiB"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 33554432 bytes."),
+    ],
+    ids=["desynchronised", "not a runtime error", "host", "host allocator"],
+)
+def test_other_errors_are_not_taken_for_device_memory(error: BaseException) -> None:
+    assert oom_report.out_of_memory(error) is None
