@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from orchestrator.backends import mlflow_tracker
+from orchestrator.backends import mlflow_server, mlflow_tracker
 from orchestrator.backends.journal import Journal
 from orchestrator.backends.mlflow_content import compare_url, hider, job_content, parse_curves, run_key
 from orchestrator.backends.mlflow_server import MlflowServer
@@ -188,6 +188,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         assert tracker.wait_delivered(60)
         live = runs(server, "gpt-1")["1"]
         assert live.info.status == "RUNNING"
+    with tracking(journal, server) as tracker:  # another process, say, with nothing in its outbox
         write_curves(server.home, first, 4, 6)
         eventually(lambda: len(curve(server, live.info.run_id, "loss")) == 6)  # nobody said a word to the tracker
 
@@ -314,6 +315,21 @@ def test_a_new_service_finds_the_server_of_the_old_one(server: MlflowServer) -> 
     before = server.processes()
     assert again.ensure_running()
     assert again.processes() == before
+
+
+def test_a_server_that_hangs_is_given_time_and_then_replaced(
+    server: MlflowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(server.processes())
+    for process in before:
+        os.kill(process, signal.SIGSTOP)
+    assert not server.ensure_running()
+    assert set(server.processes()) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_server, "HUNG_S", 0.0)
+        assert not server.ensure_running()
+    eventually(server.ensure_running, 120)
+    assert not before & set(server.processes())
 
 
 @pytest.mark.parametrize("kind", ["refuses", "never answers"])
