@@ -2,48 +2,91 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import ADAM_BYTES, FP32_BYTES, Moment, passages
+from dataclasses import dataclass
+
+from orchestrator.memory.moments import ADAM_BYTES, FP32_BYTES, Causes, Moment, Passage, passages
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
-BUCKET_ELEMENTS = 50_000_000  # reduce_bucket_size
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """DeepSpeed's buffers in elements, as `training/deepspeed_engine.py` sets them (a test compares the two)."""
+
+    reduce: int
+    live: int  # stage 3: gathered at a time; 0: one tensor
+    overlap: bool  # stage 3: reduce one bucket while the next one fills
 
 
-def moments(profile: ModelProfile, plan: Plan) -> list[Moment]:
-    """Moments of a rank under the plan's ZeRO stage."""
+VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, overlap=False)
+CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, overlap=True)
+
+
+def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
+    """Moments of a rank under the plan's ZeRO stage.
+
+    Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11): flat
+    parameters, fp32 masters and moments of this rank's share, gradients as each stage keeps them, and an optimizer
+    that works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
+    """
+    buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
     dp, count, stage = plan.layout.dp, profile.parameters, plan.zero_stage
     width = 2 if plan.precision is Precision.BF16 else FP32_BYTES
     shard = -(-count // dp)
-    offloaded = plan.offload is not Offload.NONE
+    share = count if stage is ZeroStage.NONE else shard
+    on_device = int(plan.offload is Offload.NONE)
     held = shard if stage is ZeroStage.PARAMETERS else count
-    states = shard if stage is not ZeroStage.NONE else count
-    sharded_gradients = stage >= ZeroStage.GRADIENTS
     fixed = (
         ("parameters", 0 if plan.offload is Offload.PARAMETERS else width * held),
-        ("master weights", 0 if offloaded or stage is ZeroStage.NONE else FP32_BYTES * states),
-        ("optimizer states", 0 if offloaded else ADAM_BYTES * states),
+        ("master weights", on_device * FP32_BYTES * share if stage is not ZeroStage.NONE else 0),
+        ("optimizer states", on_device * ADAM_BYTES * share),
         ("workspace", profile.workspace_bytes),
     )
-    bucket = width * min(BUCKET_ELEMENTS, count)
-    unit = max(segment.parameters for segment in profile.segments)
-    gathered = width * 2 * unit if stage is ZeroStage.PARAMETERS else 0
-    all_gradients = width * (shard if sharded_gradients else count)
-    found: list[Moment] = []
-    for passage in passages(profile, plan):
-        made = width * (passage.done + passage.own)
-        gradients = all_gradients if sharded_gradients or plan.gradient_accumulation_steps > 1 else made
-        found.append(
-            (
-                passage.name,
-                (
-                    *fixed,
-                    ("gradients", gradients),
-                    ("gradient buckets", bucket if passage.backward else 0),
-                    ("gathered parameters", gathered),
-                    ("activations", passage.activation_bytes),
-                ),
-            )
+    found: list[Moment] = [
+        (
+            passage.name,
+            (*fixed, *_transients(profile, plan, buckets, passage), ("activations", passage.activation_bytes)),
         )
-    averaged = 0 if offloaded else (width + FP32_BYTES) * shard
-    found.append(("optimizer step", (*fixed, ("gradients", all_gradients), ("optimizer temporaries", averaged))))
+        for passage in passages(profile, plan, casts=False)
+    ]
+    largest = max(segment.largest_parameter for segment in profile.segments)
+    temporaries = 0 if cuda else 2 * FP32_BYTES * (largest if stage is ZeroStage.NONE else share)
+    if stage is ZeroStage.NONE:
+        reduction = (("gradients", width * count), ("gradient buckets", width * count))
+        found.append(("gradient reduction", (*fixed, *reduction)))
+        found.append(("optimizer step", (*fixed, ("gradients", width * count), ("optimizer temporaries", temporaries))))
+        return found
+    kept = width * (shard + buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
+    step = (
+        ("gradients", on_device * (kept + FP32_BYTES * shard)),
+        ("optimizer temporaries", on_device * temporaries),
+    )
+    found.append(("optimizer step", (*fixed, *step)))
     return found
+
+
+def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
+    """Gradients, buckets and gathered parameters at a point of the forward or backward pass."""
+    width = 2 if plan.precision is Precision.BF16 else FP32_BYTES
+    count, stage = profile.parameters, plan.zero_stage
+    shard = -(-count // plan.layout.dp)
+    accumulates = plan.gradient_accumulation_steps > 1
+    begun = passage.done + passage.own > 0
+    own = min(passage.own, passage.segment.largest_parameter)
+    flushed = min(buckets.reduce, passage.done) if passage.done + passage.own > buckets.reduce else 0
+    if stage <= ZeroStage.OPTIMIZER:
+        gradients = count + own if accumulates else passage.done + passage.own
+        bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and begun else 0
+        return (("gradients", width * gradients), ("gradient buckets", width * bucket))
+    if stage is ZeroStage.GRADIENTS:
+        partitions = 2 * shard if accumulates else shard if flushed else 0
+        bucket = buckets.reduce if begun else 0
+        copied = flushed if passage.own == passage.segment.parameters else 0
+        return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))
+    gathered = min(count, buckets.live) or min(passage.segment.parameters, passage.segment.largest_parameter)
+    bucket = buckets.reduce * (2 if buckets.overlap else 1)
+    return (
+        ("gradients", width * (shard + own)),
+        ("gradient buckets", width * (bucket + 2 * flushed)),
+        ("gathered parameters", width * gathered),
+    )

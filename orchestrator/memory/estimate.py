@@ -45,13 +45,13 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
 
 def _moments(profile: ModelProfile, plan: Plan, cuda: bool) -> list[Moment]:
     if plan.engine is Engine.DEEPSPEED:
-        return deepspeed.moments(profile, plan)
+        return deepspeed.moments(profile, plan, cuda=cuda)
     if plan.engine is Engine.TORCH:
         if plan.zero_stage is ZeroStage.PARAMETERS:
             return torch_engines.fsdp2_moments(profile, plan)
         return torch_engines.ddp_moments(profile, plan, bucket_views=True, foreach=False)
     if plan.zero_stage is not ZeroStage.NONE:
-        return deepspeed.moments(profile, plan)
+        return deepspeed.moments(profile, plan, cuda=cuda)
     return torch_engines.ddp_moments(profile, plan, bucket_views=False, foreach=cuda)
 
 

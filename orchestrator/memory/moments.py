@@ -21,8 +21,9 @@ class Passage:
     name: str
     segment: Segment
     activation_bytes: int  # saved and transient
-    done: int  # parameters whose gradient is finished when it comes
-    own: int  # parameters of this part whose gradient exists at its peak
+    done: int  # parameters of the parts that are through their backward pass
+    own: int  # parameters of this part whose gradient exists
+    position: int  # of the part in its segment, in backward order: the deepest is 0
     backward: bool
 
 
@@ -31,66 +32,76 @@ def allocated_bytes(moment: Moment) -> int:
     return sum(count for _, count in moment[1])
 
 
-def passages(profile: ModelProfile, plan: Plan) -> list[Passage]:
+def passages(profile: ModelProfile, plan: Plan, *, casts: bool) -> list[Passage]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 
-    Between the first and the last part of a segment everything changes linearly, so its two ends are enough. The peak
-    of a part's backward comes when the gradient of its largest tensor has just been made; when it ends, all of its
-    gradients exist and its activations are gone.
+    Between the second and the last part of a segment everything changes linearly, so three parts are enough. `casts`:
+    autocast keeps low-precision copies of the weights until the forward pass is over; those that the backward pass
+    needs live on.
     """
     recompute = plan.activation_checkpointing is ActivationCheckpointing.FULL
     micro = plan.micro_batch_size
-    kept = [_kept(segment, micro, recompute) for segment in profile.segments]
-    casts = [0 if recompute else segment.cast_bytes for segment in profile.segments]
-    found = [_forward_end(profile, plan, kept)]
-    done = 0
+    kept = [
+        micro * (segment.checkpointed_bytes if recompute else segment.saved_bytes)
+        + (segment.cast_bytes if casts and not recompute else 0)
+        for segment in profile.segments
+    ]
     total = sum(segment.count * each for segment, each in zip(profile.segments, kept, strict=True))
-    total += sum(segment.count * each for segment, each in zip(profile.segments, casts, strict=True))
-    for segment, each, cast in reversed(list(zip(profile.segments, kept, casts, strict=True))):
-        peak = micro * (segment.saved_bytes + segment.transient_bytes) + segment.cast_bytes
-        for position in dict.fromkeys((0, segment.count - 1)):  # in backward order: its last part first
-            before = total - (position + 1) * (each + cast)
+    found = [_forward_end(profile, micro, total, casts=casts and recompute)]
+    done = 0
+    for segment, each in reversed(list(zip(profile.segments, kept, strict=True))):
+        cast = segment.cast_bytes if casts else 0
+        for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
+            before = total - (position + 1) * each
             finished = done + position * segment.parameters
-            where = "" if segment.count == 1 else "last " if position == 0 else "first "
-            found.append(
-                Passage(
-                    name=f"backward of {where}{segment.name}",
-                    segment=segment,
-                    activation_bytes=before + peak,
-                    done=finished,
-                    own=min(segment.largest_parameter, segment.parameters),
-                    backward=True,
-                )
-            )
-            found.append(
-                Passage(
-                    name=f"end of backward of {where}{segment.name}",
-                    segment=segment,
-                    activation_bytes=before + micro * min(segment.checkpointed_bytes, segment.saved_bytes),
-                    done=finished,
-                    own=segment.parameters,
-                    backward=True,
-                )
-            )
-        total -= segment.count * (each + cast)
+            found += _backward(profile, segment, position, micro, before + cast, each - cast, finished)
+        total -= segment.count * each
         done += segment.count * segment.parameters
     return found
 
 
-def _kept(segment: Segment, micro: int, recompute: bool) -> int:
-    return micro * (segment.checkpointed_bytes if recompute else segment.saved_bytes)
+def _backward(
+    profile: ModelProfile, segment: Segment, position: int, micro: int, before: int, kept: int, done: int
+) -> list[Passage]:
+    """Backward pass of one part: its start, its activations at their peak, all of its gradients made.
+
+    In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet; the
+    loss has its peak before the head has any gradient.
+    """
+    saved, largest = micro * segment.saved_bytes, min(segment.largest_parameter, segment.parameters)
+    is_loss = segment is profile.segments[-1] and segment.count == 1
+    order = (
+        "" if segment.count == 1 else "last " if position == 0 else "first " if position == segment.count - 1 else ""
+    )
+
+    def passage(stage: str, activation_bytes: int, own: int) -> Passage:
+        return Passage(
+            name=f"{stage} of {order}{segment.name}",
+            segment=segment,
+            activation_bytes=before + activation_bytes,
+            done=done,
+            own=own,
+            position=position,
+            backward=True,
+        )
+
+    peak = passage("backward", saved + micro * segment.transient_bytes, 0 if is_loss else largest)
+    end = passage("end of backward", micro * min(segment.checkpointed_bytes, segment.saved_bytes), segment.parameters)
+    if is_loss:
+        return [peak, passage("gradient", saved, largest), end]
+    return [passage("start of backward", kept, 0), peak, end]
 
 
-def _forward_end(profile: ModelProfile, plan: Plan, kept: list[int]) -> Passage:
+def _forward_end(profile: ModelProfile, micro: int, kept_bytes: int, *, casts: bool) -> Passage:
     """The loss has just been computed; autocast still keeps every weight that it has cast."""
     last = profile.segments[-1]
-    activations = sum(segment.count * each for segment, each in zip(profile.segments, kept, strict=True))
-    casts = sum(segment.count * segment.cast_bytes for segment in profile.segments)
+    cast = sum(segment.count * segment.cast_bytes for segment in profile.segments) if casts else 0
     return Passage(
         name=f"forward {last.name}",
         segment=last,
-        activation_bytes=activations + casts + plan.micro_batch_size * last.transient_bytes // 2,
+        activation_bytes=kept_bytes + cast + micro * last.transient_bytes // 2,
         done=0,
         own=0,
+        position=0,
         backward=False,
     )
