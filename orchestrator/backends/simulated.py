@@ -239,7 +239,10 @@ class SimulatedBackend:
             return
         self._outbox.append(event)
         if self._repeats.random() < self._repeat_chance:
-            self._after(self._repeats.uniform(*REPEAT_S), partial(self._outbox.append, event))
+            self._after(self._repeats.uniform(*REPEAT_S), partial(self._tell_again, event))
+
+    def _tell_again(self, event: Event) -> None:
+        self._outbox.append(event)
 
     def _tell_nodes(self) -> None:
         """The live cluster, where it changed since it was last told."""
