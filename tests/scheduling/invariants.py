@@ -1,0 +1,312 @@
+"""What must hold of every history of the core: `violations` names each breach in a sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.backends.simulated_process import Process
+from orchestrator.scheduling import step as core
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.job import Retries
+from orchestrator.specs.state import (
+    Action,
+    CancelRequested,
+    Event,
+    Job,
+    JobStatus,
+    Launch,
+    Record,
+    State,
+    Stop,
+    Woke,
+)
+
+# Said once more, on purpose: which budget pays for which failure. What is not here is never tried again.
+BUDGET_OF = {
+    FailureKind.DEVICE_OOM: "oom",
+    FailureKind.HOST_OOM: "oom",
+    FailureKind.CROWDED: "node",
+    FailureKind.NODE_LOST: "node",
+    FailureKind.PREEMPTED: "preemption",
+    FailureKind.HUNG: "hang",
+    FailureKind.STARTUP: "startup",
+}
+OUT_OF_MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
+
+
+@dataclass(frozen=True)
+class Transition:
+    before: State
+    event: Event
+    after: State
+    actions: tuple[Action, ...]
+
+
+def history(events: Iterable[Event], state: State | None = None) -> list[Transition]:
+    """Every transition that `step` makes of the events."""
+    transitions = []
+    state = state or State()
+    for event in events:
+        after, actions = core.step(state, event)
+        transitions.append(Transition(state, event, after, actions))
+        state = after
+    return transitions
+
+
+def violations(
+    transitions: Sequence[Transition], processes: Mapping[str, Process] | None = None, *, complete: bool = False
+) -> list[str]:
+    """Each breach of a law, once.
+
+    `processes` is what the simulated world saw; `complete` says that the history was played to its end.
+    """
+    found = [
+        f"{said} (event {index}: {transition.event.type})"
+        for index, transition in enumerate(transitions)
+        for law in LAWS
+        for said in law(transition)
+    ]
+    launches = Counter(action.attempt.name for t in transitions for action in t.actions if isinstance(action, Launch))
+    found += [f"{name} was launched {count} times" for name, count in launches.items() if count > 1]
+    if transitions:
+        last = transitions[-1].after
+        found += [said for job in last.jobs.values() for said in _budgets(job)]
+        found += _unfinished(last) if complete else []
+        found += _world(last, processes or {})
+    return list(dict.fromkeys(found))
+
+
+def _final_ends(t: Transition) -> Iterator[str]:
+    for job in t.before.jobs.values():
+        after = t.after.jobs.get(job.id)
+        if after is None:
+            yield f"{job.id} was lost"
+        elif job.status.ended and (after.status is not job.status or len(after.attempts) != len(job.attempts)):
+            yield f"{job.id} ended twice: {job.status}, then {after.status}"
+
+
+def _one_gang_per_device(t: Transition) -> Iterator[str]:
+    holders: dict[tuple[str, int], str] = {}
+    for attempt in _attempts(t.after):
+        if not attempt.released:
+            for device in devices(attempt):
+                if device in holders:
+                    yield f"{attempt.name} and {holders[device]} hold {device[0]}:{device[1]} together"
+                holders[device] = attempt.name
+
+
+def _launches(t: Transition) -> Iterator[str]:
+    """A launch is a new attempt of a queued job, as wide as its plan, on nodes that live, for the batch asked."""
+    nodes = {node.name: node for node in t.before.nodes} | {node.name: node for node in t.after.nodes}
+    launched = set()
+    for launch in _of(Launch, t.actions):
+        attempt, job = launch.attempt, t.after.jobs[launch.job.id]
+        launched.add(attempt.name)
+        held = devices(attempt)
+        if attempt.plan.global_batch_size != job.spec.global_batch_size:
+            yield f"{attempt.name} trains with batch {attempt.plan.global_batch_size}, not {job.spec.global_batch_size}"
+        if len(set(held)) != attempt.plan.world_size or len(held) != attempt.plan.world_size:
+            yield f"{attempt.name} has {len(set(held))} devices for {attempt.plan.world_size} ranks"
+        if any(name not in nodes or not 0 <= index < nodes[name].devices for name, index in held):
+            yield f"{attempt.name} is placed on devices that are not there"
+        elif attempt.estimate.device_bytes * attempt.correction > 1.01 * min(
+            nodes[name].device.memory for name, _ in held
+        ):
+            yield f"{attempt.name} is predicted not to fit its devices"
+        if not job.spec.gpus.min <= attempt.plan.world_size <= job.spec.gpus.max:
+            yield f"{attempt.name} takes {attempt.plan.world_size} devices, outside of what its job allows"
+        if job.last != attempt or attempt.number != len(job.attempts):
+            yield f"{attempt.name} is launched but is not its job's newest attempt"
+    for attempt in _attempts(t.after):
+        known = t.before.jobs.get(attempt.job_id)
+        if (known is None or len(known.attempts) < attempt.number) and attempt.name not in launched:
+            yield f"{attempt.name} began without a launch"
+
+
+def _one_attempt_at_a_time(t: Transition) -> Iterator[str]:
+    for job in t.after.jobs.values():
+        if sum(attempt.status is not AttemptStatus.ENDED for attempt in job.attempts) > 1:
+            yield f"{job.id} runs twice at the same time"
+        if [attempt.number for attempt in job.attempts] != list(range(1, len(job.attempts) + 1)):
+            yield f"{job.id} numbers its attempts wrongly"
+
+
+def _refuted_stay_refuted(t: Transition) -> Iterator[str]:
+    for launch in _of(Launch, t.actions):
+        for earlier in launch.job.attempts[: launch.attempt.number - 1]:
+            kind = earlier.failure.kind if earlier.failure else None
+            if kind in OUT_OF_MEMORY and earlier.plan == launch.attempt.plan:
+                yield f"{launch.attempt.name} repeats the plan that ran out of memory in {earlier.name}"
+            no_smaller = launch.attempt.estimate.device_bytes >= earlier.estimate.device_bytes
+            if kind is FailureKind.DEVICE_OOM and earlier.device == launch.attempt.device and no_smaller:
+                yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"
+
+
+def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
+    for launch in _of(Launch, t.actions):
+        job = t.after.jobs[launch.job.id]
+        if job.cancelling:
+            yield f"{launch.attempt.name} is launched although its job is cancelled"
+        if job.status is not JobStatus.RUNNING:
+            yield f"{launch.attempt.name} is launched although its job is {job.status}"
+    for job in t.after.jobs.values():
+        if job.status is JobStatus.REFUSED and job.attempts:
+            yield f"{job.id} was refused after it ran"
+        for attempt in job.attempts[:-1]:
+            if attempt.failure is None or attempt.failure.kind not in BUDGET_OF:
+                kind = attempt.failure.kind if attempt.failure else "success"
+                yield f"{job.id} was tried again after {kind}"
+
+
+def _cancels_are_obeyed(t: Transition) -> Iterator[str]:
+    if not isinstance(t.event, CancelRequested) or t.event.job_id not in t.before.jobs:
+        return
+    before, after = t.before.jobs[t.event.job_id], t.after.jobs[t.event.job_id]
+    if before.status is JobStatus.QUEUED and after.status is not JobStatus.CANCELLED:
+        yield f"{after.id} waits on although it is cancelled"
+    if before.status is JobStatus.RUNNING and not before.cancelling:
+        stopped = [(stop.job_id, stop.number) for stop in _of(Stop, t.actions)]
+        if before.last is None or stopped != [(before.id, before.last.number)]:
+            yield f"{after.id} runs on although it is cancelled"
+
+
+def _only_cancelled_jobs_are_stopped(t: Transition) -> Iterator[str]:
+    for stop in _of(Stop, t.actions):
+        if not t.after.jobs[stop.job_id].cancelling:
+            yield f"{stop.name} is stopped although nobody asked"
+
+
+def _order(t: Transition) -> Iterator[str]:
+    """Nobody starts past an equal job that was ahead and could start as well."""
+    launches = list(_of(Launch, t.actions))
+    places = [(-launch.job.spec.priority, launch.job.order) for launch in launches]
+    if places != sorted(places):
+        yield f"jobs start out of order: {[launch.job.id for launch in launches]}"
+    for launch in launches:
+        for other in t.after.jobs.values():
+            ahead = (-other.spec.priority, other.order) < (-launch.job.spec.priority, launch.job.order)
+            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s
+            fresh = not other.attempts and launch.attempt.number == 1
+            if ahead and ready and fresh and _shape(other) == _shape(launch.job):
+                yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
+
+
+def _status_agrees(t: Transition) -> Iterator[str]:
+    for job in t.after.jobs.values():
+        live = bool(job.last and job.last.status is not AttemptStatus.ENDED)
+        if live != (job.status is JobStatus.RUNNING):
+            yield f"{job.id} is {job.status} with {'a' if live else 'no'} live attempt"
+        succeeded = bool(job.last and job.last.status is AttemptStatus.ENDED and job.last.failure is None)
+        if succeeded != (job.status is JobStatus.SUCCEEDED):
+            yield f"{job.id} is {job.status} but its last attempt {'succeeded' if succeeded else 'did not succeed'}"
+
+
+def _everything_is_recorded(t: Transition) -> Iterator[str]:
+    """The tracker hears of every new status of a job, and of every end of an attempt."""
+    recorded = {(record.job.id, record.job.status) for record in _of(Record, t.actions)}
+    ended = {record.attempt.name for record in _of(Record, t.actions) if record.attempt and record.attempt.evidence}
+    for job in t.after.jobs.values():
+        before = t.before.jobs.get(job.id)
+        if (before is None or before.status is not job.status) and (job.id, job.status) not in recorded:
+            yield f"{job.id} became {job.status} and no record says so"
+    known = {attempt.name: attempt for attempt in _attempts(t.before)}
+    for attempt in _attempts(t.after):
+        news = attempt.evidence is not None and attempt.name in known and known[attempt.name].evidence is None
+        if news and attempt.name not in ended:
+            yield f"{attempt.name} ended and no record says so"
+
+
+def _budgets_are_used(t: Transition) -> Iterator[str]:
+    """Nobody is given up at the end of an attempt while the budget of that failure lasts."""
+    for job in t.after.jobs.values():
+        before = t.before.jobs.get(job.id)
+        if before and before.status is JobStatus.RUNNING and job.status is JobStatus.FAILED:
+            kinds = [attempt.failure.kind for attempt in job.attempts if attempt.failure]
+            budget = BUDGET_OF.get(kinds[-1]) if kinds else None
+            used = sum(BUDGET_OF.get(kind) == budget for kind in kinds)
+            if budget and used <= getattr(job.spec.retries, budget):
+                yield f"{job.id} was given up after {kinds[-1]} with retries.{budget} left"
+
+
+def _waking_ends(t: Transition) -> Iterator[str]:
+    wake_s = core.wake_at_s(t.after)
+    if wake_s is not None and wake_s <= t.after.at_s:
+        yield f"asks to be woken at {wake_s}, which is over at {t.after.at_s}"
+    if isinstance(t.event, Woke) and t.after.at_s < t.before.at_s:
+        yield "time ran backwards"
+
+
+LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
+    _final_ends,
+    _one_gang_per_device,
+    _launches,
+    _one_attempt_at_a_time,
+    _refuted_stay_refuted,
+    _no_launch_for_the_unwanted,
+    _cancels_are_obeyed,
+    _only_cancelled_jobs_are_stopped,
+    _order,
+    _status_agrees,
+    _everything_is_recorded,
+    _budgets_are_used,
+    _waking_ends,
+)
+
+
+def _budgets(job: Job) -> Iterator[str]:
+    """Each budget bounds its own retries."""
+    kinds = [attempt.failure.kind for attempt in job.attempts if attempt.failure]
+    retried = Counter(BUDGET_OF[kind] for kind in kinds[: len(job.attempts) - 1] if kind in BUDGET_OF)
+    for budget, count in retried.items():
+        if count > getattr(job.spec.retries, budget):
+            yield f"{job.id} was tried again {count} times on retries.{budget}={getattr(job.spec.retries, budget)}"
+
+
+def _unfinished(state: State) -> Iterator[str]:
+    for job in state.jobs.values():
+        if not job.status.ended:
+            yield f"{job.id} never ended: {job.status} ({job.reason})"
+        if not all(attempt.released for attempt in job.attempts):
+            yield f"{job.id} never gave its devices back"
+
+
+def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
+    """The core believes what the world saw, and the world never held two gangs on one device."""
+    last_on: dict[tuple[str, int], Process] = {}
+    for name, process in processes.items():
+        for device in process.devices:
+            earlier = last_on.get(device)
+            if earlier and (earlier.released_at_s is None or earlier.released_at_s > process.launched_at_s):
+                yield f"{name} began on {device[0]}:{device[1]} before {earlier.attempt.name} had left it"
+            last_on[device] = process
+    for attempt in _attempts(state):
+        process = processes.get(attempt.name)
+        if process is not None and attempt.status is AttemptStatus.ENDED:
+            believed = attempt.failure.kind if attempt.failure else None
+            if believed is not process.ending:
+                yield f"{attempt.name} ended by {process.ending or 'success'} but is taken for {believed or 'success'}"
+    if processes:
+        unknown = set(processes) - {attempt.name for attempt in _attempts(state)}
+        yield from (f"{name} runs and the core does not know it" for name in unknown)
+        absent = {attempt.name for attempt in _attempts(state)} - set(processes)
+        yield from (f"{name} was never begun" for name in absent)
+
+
+def devices(attempt: Attempt) -> list[tuple[str, int]]:
+    return [(part.node, index) for part in attempt.placement for index in part.devices]
+
+
+def _attempts(state: State) -> Iterator[Attempt]:
+    return (attempt for job in state.jobs.values() for attempt in job.attempts)
+
+
+def _of(kind: type[Any], actions: tuple[Action, ...]) -> Iterator[Any]:
+    return (action for action in actions if isinstance(action, kind))
+
+
+def _shape(job: Job) -> object:
+    """What makes two jobs equal for placement: all but name, priority and what comes after a start."""
+    return job.spec.model_copy(update={"priority": 0, "retries": Retries()})

@@ -1,0 +1,231 @@
+"""Each planted bug is found by the checker that finds nothing in the real core."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.scheduling import match
+from orchestrator.scheduling import step as core
+from orchestrator.service import controller as service
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.job import Retries
+from orchestrator.specs.state import Finished, Job, JobStatus, Launch, Record
+from tests.scheduling import world
+from tests.scheduling.invariants import history, violations
+from tests.scheduling.world import STORM, MemoryJournal, backend_of, play, random_scenario
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+SEEDS = 60
+
+
+def patched_step(change: Callable[..., Any]) -> Plant:
+    """`change(state, event, after, actions)` returns what `step` shall return instead."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        true_step = core.step
+
+        def wrong_step(state: Any, event: Any) -> Any:
+            return change(state, event, *true_step(state, event))
+
+        patch.setattr(core, "step", wrong_step)
+        patch.setattr(service, "step", wrong_step)
+
+    return plant
+
+
+def devices_never_busy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(match, "busy_devices", lambda _state: frozenset())
+
+
+def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
+    def live(state: Any) -> Any:
+        return frozenset(
+            (part.node, index)
+            for job in state.jobs.values()
+            for attempt in job.attempts
+            if attempt.status is not AttemptStatus.ENDED
+            for part in attempt.placement
+            for index in part.devices
+        )
+
+    patch.setattr(match, "busy_devices", live)
+
+
+def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "BUDGETS", core.BUDGETS | {FailureKind.USER_ERROR: "node"})
+
+
+def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "REFUTING", ())
+    patch.setattr(core, "_observe", lambda *_: ())
+    patch.setattr(match, "_smallest_refuted", lambda *_: float("inf"))
+
+
+def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is learnt but that this very plan is bad."""
+    patch.setattr(core, "_observe", lambda *_: ())
+    patch.setattr(match, "_smallest_refuted", lambda *_: float("inf"))
+
+
+def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
+    true_failed = core._failed
+    endless = Retries(oom=64, node=64, startup=64, hang=64, preemption=64)
+
+    def lenient(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
+        rich = replace(job, spec=job.spec.model_copy(update={"retries": endless}))
+        return replace(true_failed(rich, attempt, failure, at_s), spec=job.spec)
+
+    patch.setattr(core, "_failed", lenient)
+
+
+def one_budget_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "BUDGETS", dict.fromkeys(core.BUDGETS, "hang"))
+
+
+def releases_unheard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "_released", lambda state, _event: (state, ()))
+
+
+def cancels_unheard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "_cancel_requested", lambda state, _event: (state, ()))
+
+
+def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
+    true_failed = core._failed
+
+    def stubborn(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
+        lost = replace(failure, kind=FailureKind.PREEMPTED)
+        return replace(true_failed(replace(job, cancelling=False), attempt, lost, at_s), cancelling=job.cancelling)
+
+    patch.setattr(core, "_failed", stubborn)
+
+
+def last_comes_first(patch: pytest.MonkeyPatch) -> None:
+    true_waiting = core._waiting
+    patch.setattr(core, "_waiting", lambda state: true_waiting(state)[::-1])
+
+
+def priority_ignored(patch: pytest.MonkeyPatch) -> None:
+    true_waiting = core._waiting
+    patch.setattr(core, "_waiting", lambda state: sorted(true_waiting(state), key=lambda job: job.order))
+
+
+def batch_doubled(patch: pytest.MonkeyPatch) -> None:
+    true_begin = core._begin
+
+    def larger(state: Any, job: Job, chosen: Any) -> Any:
+        plan = chosen.candidate.plan
+        plan = replace(plan, gradient_accumulation_steps=2 * plan.gradient_accumulation_steps)
+        return true_begin(state, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
+
+    patch.setattr(core, "_begin", larger)
+
+
+def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
+    true_finished = core._finished
+
+    def again(state: Any, event: Finished) -> Any:
+        job, attempt = core._find(state, event.job_id, event.number)
+        if job and attempt and attempt.status is AttemptStatus.ENDED:
+            state = core._with_job(state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING)))
+            event = replace(event, evidence=replace(event.evidence, ranks=()))
+        return true_finished(state, event)
+
+    patch.setattr(core, "_finished", again)
+
+
+def nodes_lost_blamed_on_users(patch: pytest.MonkeyPatch) -> None:
+    true_classify = core.classify
+
+    def blind(job: Any, attempt: Any, evidence: Any, capacity_bytes: Any = None) -> Any:
+        failure = true_classify(job, attempt, evidence, capacity_bytes)
+        lost = failure is not None and failure.kind is FailureKind.NODE_LOST
+        return replace(failure, kind=FailureKind.USER_ERROR) if lost else failure
+
+    patch.setattr(core, "classify", blind)
+
+
+def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(service, "wake_at_s", lambda _state: None)
+    patch.setattr(world, "HOUR_S", 1e9)
+
+
+def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
+    true_place = match.place
+    patch.setattr(match, "place", lambda count, nodes, usable: true_place(max(1, count - 1), nodes, usable))
+
+
+def everything_fits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(match, "fits", lambda *_: True)
+
+
+def refused_after_running(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "JobStatus", type("Wrong", (), {**JobStatus.__members__, "FAILED": JobStatus.REFUSED}))
+
+
+def launch_twice(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
+    return after, (*actions, *(action for action in actions if isinstance(action, Launch)))
+
+
+def launch_untold(state: Any, _event: Any, after: Any, actions: Any) -> Any:
+    """What was launched is not remembered, for one event."""
+    launched = {action.job.id: state.jobs.get(action.job.id) for action in actions if isinstance(action, Launch)}
+    kept = {job_id: job for job_id, job in launched.items() if job is not None}
+    return replace(after, jobs={**after.jobs, **kept}), actions
+
+
+def untold(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
+    return after, tuple(action for action in actions if not isinstance(action, Record))
+
+
+BUGS: dict[str, tuple[Plant, str]] = {
+    "devices never busy": (devices_never_busy, "together"),
+    "devices free before release": (devices_free_before_release, "together"),
+    "bugs are retried": (bugs_are_retried, "was tried again after user_error"),
+    "refuted plans forgotten": (refuted_plans_forgotten, "repeats the plan"),
+    "only the same plan refuted": (only_the_same_plan_refuted, "needs no less memory"),
+    "budgets never end": (budgets_never_end, "was tried again"),
+    "one budget for all": (one_budget_for_all, "was given up"),
+    "releases unheard": (releases_unheard, "never gave its devices back"),
+    "cancels unheard": (cancels_unheard, "although it is cancelled"),
+    "cancelled jobs restart": (cancelled_jobs_restart, "although its job is cancelled"),
+    "last comes first": (last_comes_first, "start"),
+    "priority ignored": (priority_ignored, "start"),
+    "batch doubled": (batch_doubled, "trains with batch 16, not 8"),
+    "late ends believed": (late_ends_believed, "ended twice"),
+    "nodes lost blamed on users": (nodes_lost_blamed_on_users, "is taken for user_error"),
+    "nobody wakes": (nobody_wakes, "never ended"),
+    "a rank without device": (a_rank_without_device, "devices for"),
+    "everything fits": (everything_fits, "predicted not to fit"),
+    "refused after running": (refused_after_running, "was refused after it ran"),
+    "launched twice": (patched_step(launch_twice), "was launched 2 times"),
+    "launch not remembered": (patched_step(launch_untold), "is launched but is not its job's newest attempt"),
+    "nothing recorded": (patched_step(untold), "no record says so"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, said = BUGS[bug]
+    monkeypatch.setattr(world, "TURNS_MAX", 400)
+    plant(monkeypatch)
+    assert any(said in violation for seed in range(SEEDS) for violation in found(seed)), f"nobody said {said!r}"
+
+
+def found(seed: int) -> list[str]:
+    """Violations in a stormy night, which a bug may keep from ending."""
+    scenario = replace(random_scenario(random.Random(seed)), hazards=STORM)
+    journal, backend = MemoryJournal(), backend_of(scenario)
+    with suppress(AssertionError):
+        play(scenario, journal, backend)
+    return violations(history(journal.kept), backend.processes, complete=True)
+
+
+def test_the_checker_says_nothing_about_the_real_core() -> None:
+    assert [violation for seed in range(SEEDS) for violation in found(seed)] == []

@@ -1,0 +1,248 @@
+"""Laws of the core and of the production controller, over random jobs, clusters, failures and deaths of the service."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.backends.journal import Journal
+from orchestrator.backends.simulated_process import SYMPTOMS, Process, evidence_of
+from orchestrator.scheduling.step import step
+from orchestrator.service import controller as service
+from orchestrator.service.controller import Controller
+from orchestrator.specs.attempt import Evidence, FailureKind
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.state import (
+    CancelRequested,
+    Event,
+    Fault,
+    FaultKind,
+    Finished,
+    JobStatus,
+    NodesSeen,
+    Released,
+    Started,
+    State,
+    Submitted,
+    Woke,
+)
+from tests.scheduling.invariants import history, violations
+from tests.scheduling.world import (
+    CALM,
+    CLUSTERS,
+    STORM,
+    MemoryJournal,
+    Scenario,
+    backend_of,
+    play,
+    random_job,
+    random_scenario,
+    script,
+    settled,
+)
+
+SEEDS = st.integers(0, 2**32)  # a failing one is all that is needed to play its night again
+SLOW_IS_FINE = settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+
+
+def played(scenario: Scenario, journal: MemoryJournal) -> list[str]:
+    """Violations in a scenario that was played to its end."""
+    backend = backend_of(scenario)
+    state = play(scenario, journal, backend)
+    transitions = history(journal.kept)
+    assert transitions[-1].after == state, "the journal does not lead to the state that was shown"
+    assert len(state.jobs) == len(scenario.jobs)
+    return violations(transitions, backend.processes, complete=True)
+
+
+@settings(SLOW_IS_FINE, max_examples=100)
+@given(SEEDS)
+def test_every_law_holds_in_every_world(seed: int) -> None:
+    draw = random.Random(seed)
+    assert played(random_scenario(draw, jobs=draw.randint(1, 12)), MemoryJournal()) == []
+
+
+@settings(SLOW_IS_FINE, max_examples=100)
+@given(SEEDS)
+def test_every_law_holds_however_often_the_service_dies(seed: int) -> None:
+    draw = random.Random(seed)
+    journal = MemoryJournal(
+        kill_before={draw.randrange(100) for _ in range(draw.randint(0, 10))},
+        kill_after={draw.randrange(100) for _ in range(draw.randint(0, 10))},
+    )
+    assert played(random_scenario(draw), journal) == []
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_every_law_holds_wherever_the_service_dies(seed: int) -> None:
+    """Killed once before and once after each commit, and before each launch, of a stormy night."""
+    scenario = replace(random_scenario(random.Random(seed), jobs=5), cluster=CLUSTERS[2], hazards=STORM)
+    whole = MemoryJournal()
+    assert played(scenario, whole) == []
+    for boundary in range(len(whole.kept)):
+        for journal in (MemoryJournal(kill_before={boundary}), MemoryJournal(kill_after={boundary})):
+            assert played(scenario, journal) == [], boundary
+    launches = sum(len(job.attempts) for job in history(whole.kept)[-1].after.jobs.values())
+    for boundary in range(launches):
+        journal, backend = MemoryJournal(), backend_of(scenario)
+        backend.kill_at_launches = {boundary}
+        play(scenario, journal, backend)
+        assert backend.launches > boundary, "the service did not die"
+        assert violations(history(journal.kept), backend.processes, complete=True) == [], boundary
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_law_holds_on_the_real_journal(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With snapshots often, and a new service on the reopened file after every 15 turns."""
+    monkeypatch.setattr(service, "SNAPSHOT_EVENTS", 7)
+    scenario = replace(random_scenario(random.Random(seed), jobs=6), cancels=())
+    backend, url = backend_of(scenario), f"sqlite:///{tmp_path}/journal.db"
+    journal = Journal(url)
+    controller = Controller(journal, backend, backend.now)
+    for _, spec, fault in scenario.jobs:
+        controller.submit(spec, fault)
+    for turn in range(1, 1000):
+        controller.turn(3600.0)
+        if settled(controller.state):
+            break
+        if turn % 15 == 0:
+            before = controller.state
+            journal.close()
+            backend.close()
+            journal = Journal(url)
+            controller = Controller(journal, backend, backend.now)
+            assert controller.state == before
+    transitions = history(journal.events())
+    assert transitions[-1].after == controller.state
+    assert violations(transitions, backend.processes, complete=True) == []
+    journal.close()
+
+
+def test_every_failure_and_every_ending_occurs() -> None:
+    """Otherwise the laws above would hold of failures that never happen."""
+    failures: Counter[FailureKind] = Counter()
+    endings: Counter[JobStatus] = Counter()
+    repeated = 0
+    for seed in range(60):
+        scenario = random_scenario(random.Random(seed))
+        journal = MemoryJournal()
+        for job in play(scenario, journal, backend_of(scenario)).jobs.values():
+            endings[job.status] += 1
+            failures.update(attempt.failure.kind for attempt in job.attempts if attempt.failure)
+        ends = Counter((event.job_id, event.number) for event in journal.kept if isinstance(event, Finished))
+        repeated += sum(count > 1 for count in ends.values())
+    assert set(failures) == set(FailureKind)
+    assert set(endings) == {status for status in JobStatus if status.ended}
+    assert repeated > 0
+
+
+def test_the_same_seed_gives_the_same_night() -> None:
+    nights = []
+    for _ in range(2):
+        journal, scenario = MemoryJournal(), random_scenario(random.Random(7))
+        play(scenario, journal, backend_of(scenario))
+        nights.append((journal.kept, journal.records))
+    assert nights[0] == nights[1]
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_a_rehearsed_failure_happens_once_and_is_survived(kind: FaultKind) -> None:
+    fault = Fault(kind=kind, rank=0, step=5)
+    scenario = Scenario(
+        cluster=CLUSTERS[2], jobs=((0.0, script("drill"), fault),), cancels=(), hazards=CALM, repeat_chance=0.0, seed=4
+    )
+    journal = MemoryJournal()
+    assert played(scenario, journal) == []
+    (job,) = history(journal.kept)[-1].after.jobs.values()
+    assert job.status is JobStatus.SUCCEEDED
+    assert [attempt.failure is None for attempt in job.attempts] == [False, True]
+
+
+def random_evidence(draw: random.Random, state: State, job_id: str, number: int) -> Evidence:
+    """What a random ending leaves of this attempt, or nearly nothing where there is no such attempt."""
+    job = state.jobs.get(job_id)
+    if job is None or not 1 <= number <= len(job.attempts):
+        return Evidence(stopped=draw.random() < 0.3, launch_error=draw.choice((None, "no answer")))
+    estimate = job.attempts[number - 1].estimate
+    process = Process(
+        job=job,
+        attempt=job.attempts[number - 1],
+        first_step=0,
+        step_s=1.0,
+        peak_bytes=round(estimate.allocated_bytes * draw.uniform(0.5, 3.0)),
+        capacity_bytes=round(estimate.allocated_bytes * draw.uniform(0.5, 3.0)),
+        launched_at_s=0.0,
+        started_at_s=draw.choice((None, 1.0)),
+    )
+    return evidence_of(
+        process,
+        draw.choice(list(SYMPTOMS)),
+        step=draw.randint(0, 20),
+        checkpoint_step=None,
+        nodes_lost=tuple(name for name in process.nodes if draw.random() < 0.5),
+        draw=draw,
+        at_s=1.0,
+    )
+
+
+def random_event(draw: random.Random, state: State) -> Event:
+    """Any event at any time of any job, mostly one that could really come now."""
+    at_s = max(0.0, state.at_s + draw.uniform(-50, 100))
+    live = [job.last for job in state.jobs.values() if job.last and not job.last.released]
+    if live and draw.random() < 0.6:
+        attempt = draw.choice(live)
+        job_id, number = attempt.job_id, attempt.number
+    else:
+        job_id, number = f"job-{draw.randint(1, 6)}", draw.randint(0, 3)
+    kind = draw.choice((Submitted, CancelRequested, NodesSeen, Started, Finished, Finished, Released, Released, Woke))
+    if kind is Submitted:
+        return Submitted(job_id=job_id, spec=random_job(draw, 4), at_s=at_s)
+    if kind is NodesSeen:
+        nodes = idle_nodes(draw.choice(CLUSTERS[2:]))
+        seen = tuple(
+            replace(node, free_bytes=tuple(round(free * draw.choice((1, 1, 0.3))) for free in node.free_bytes))
+            for node in nodes
+            if draw.random() < 0.8
+        )
+        return NodesSeen(nodes=seen, at_s=at_s)
+    if kind is Finished:
+        return Finished(job_id=job_id, number=number, evidence=random_evidence(draw, state, job_id, number), at_s=at_s)
+    if kind is Woke:
+        return Woke(at_s=at_s)
+    if kind is CancelRequested:
+        return CancelRequested(job_id=job_id, at_s=at_s)
+    return kind(job_id=job_id, number=number, at_s=at_s)
+
+
+@settings(SLOW_IS_FINE, max_examples=200)
+@given(SEEDS)
+def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
+    """Late, early, repeated, unknown and contradictory events included."""
+    draw = random.Random(seed)
+    state, events = State(), []
+    for _ in range(draw.randint(1, 80)):
+        events.append(random_event(draw, state))
+        state, _ = step(state, events[-1])
+    assert violations(history(events)) == []
+
+
+@settings(SLOW_IS_FINE, max_examples=50)
+@given(SEEDS)
+def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:
+    """But, perhaps, the words in which a job says why it waits."""
+    journal, scenario = MemoryJournal(), random_scenario(random.Random(seed))
+    play(scenario, journal, backend_of(scenario))
+    for transition in history(journal.kept):
+        again, actions = step(transition.after, transition.event)
+        assert actions == ()
+        assert without_reasons(again) == without_reasons(transition.after)
+
+
+def without_reasons(state: State) -> State:
+    return replace(state, jobs={job.id: replace(job, reason="") for job in state.jobs.values()})

@@ -1,0 +1,251 @@
+"""The production controller on the simulated world: random jobs and clusters from a seed, played to their ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.backends.simulated import SimulatedBackend
+from orchestrator.service.controller import Controller
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import Event, Fault, FaultKind, Launch, Record, State
+
+TURNS_MAX = 20_000
+HOUR_S = 3600.0
+
+
+class Killed(BaseException):
+    """The service was killed at this very moment."""
+
+
+@dataclass
+class MemoryJournal:
+    """The journal's three calls in memory; `kill_at` names appends around which the service dies."""
+
+    kept: list[Event] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    newest: tuple[State, int] | None = None
+    kill_before: set[int] = field(default_factory=set)
+    kill_after: set[int] = field(default_factory=set)
+
+    def load(self) -> tuple[State | None, tuple[Event, ...]]:
+        if self.newest is None:
+            return None, tuple(self.kept)
+        state, count = self.newest
+        return state, tuple(self.kept[count:])
+
+    def append(self, event: Event, records: Sequence[Record]) -> None:
+        if len(self.kept) in self.kill_before:
+            self.kill_before.remove(len(self.kept))
+            raise Killed
+        self.kept.append(event)
+        self.records.extend(records)
+        if len(self.kept) - 1 in self.kill_after:
+            raise Killed
+
+    def snapshot(self, state: State) -> None:
+        self.newest = (state, len(self.kept))
+
+
+def device(name: str, memory: str, kind: str = "virtual") -> DeviceSpec:
+    return DeviceSpec(
+        name=name,
+        kind=kind,
+        memory=memory,
+        bf16_tflops=0.05 if kind == "virtual" else 100,
+        fp32_tflops=0.05 if kind == "virtual" else 50,
+        memory_bandwidth="10GB/s",
+        link_bandwidth="1GB/s",
+    )
+
+
+def cluster(*nodes: tuple[str, int, int, DeviceSpec]) -> ClusterSpec:
+    """Nodes as (name, count, devices, device)."""
+    return ClusterSpec(
+        name="simulated",
+        nodes=[
+            NodeSpec(name=name, count=count, devices=devices, device=device, host_memory="64GiB")
+            for name, count, devices, device in nodes
+        ],
+    )
+
+
+CLUSTERS = (
+    cluster(("one", 1, 1, device("small", "512MiB"))),
+    cluster(("local", 1, 2, device("small", "512MiB"))),
+    cluster(("node", 3, 2, device("small", "512MiB"))),
+    cluster(("big", 1, 4, device("large", "2GiB", "cuda")), ("node", 2, 2, device("small", "512MiB"))),
+)
+
+
+def script(name: str, **fields: object) -> JobSpec:
+    """A script whose declared profile needs about 180 MiB at one sample per rank."""
+    return JobSpec(
+        **{
+            "name": name,
+            "command": "python train.py",
+            "global_batch_size": 8,
+            "knobs": {
+                "micro_batch_size": {"flag": "--batch"},
+                "gradient_accumulation_steps": {"flag": "--accumulate"},
+                "activation_checkpointing": {"switch": "--checkpoint"},
+            },
+            "profile": {
+                "parameters": 8_000_000,
+                "layers": 4,
+                "activations_per_sample": "40MiB",
+                "checkpointed_per_sample": "10MiB",
+            },
+            **fields,
+        }
+    )
+
+
+def decoder(name: str, **fields: object) -> JobSpec:
+    """A small decoder for our engines."""
+    return JobSpec(
+        **{
+            "name": name,
+            "global_batch_size": 8,
+            "model": {
+                "decoder": {
+                    "vocab_size": 256,
+                    "hidden_size": 512,
+                    "intermediate_size": 1408,
+                    "num_hidden_layers": 8,
+                    "num_attention_heads": 8,
+                }
+            },
+            "data": {"text": ("/corpus.txt",), "sequence_length": 256},
+            **fields,
+        }
+    )
+
+
+def too_large(name: str, **fields: object) -> JobSpec:
+    """More parameters than any plan can put on our devices."""
+    profile = {"parameters": 4_000_000_000, "layers": 4, "activations_per_sample": "1GiB"}
+    return script(name, profile=profile, **fields)
+
+
+class MortalBackend(SimulatedBackend):
+    """The simulated world, where the service dies just before performing some launches, counted from 0."""
+
+    kill_at_launches: Collection[int] = ()
+    launches = 0
+
+    def launch(self, action: Launch) -> None:
+        self.launches += 1
+        if self.launches - 1 in self.kill_at_launches:
+            raise Killed
+        super().launch(action)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is asked of the service, and what the world has in store."""
+
+    cluster: ClusterSpec
+    jobs: tuple[tuple[float, JobSpec, Fault | None], ...]  # submitted when, in order
+    cancels: tuple[tuple[float, int], ...]  # when, which job by position
+    hazards: Mapping[FailureKind, float]
+    repeat_chance: float
+    seed: int
+
+
+CALM: Mapping[FailureKind, float] = {}
+STORM = {
+    FailureKind.HOST_OOM: 0.1,
+    FailureKind.CROWDED: 0.1,
+    FailureKind.NODE_LOST: 0.1,
+    FailureKind.PREEMPTED: 0.15,
+    FailureKind.HUNG: 0.1,
+    FailureKind.STARTUP: 0.1,
+    FailureKind.DISK_FULL: 0.03,
+    FailureKind.USER_ERROR: 0.1,
+}
+
+
+def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
+    """Jobs of several shapes and families within a simulated hour; every second world is stormy."""
+    chosen = draw.choice(CLUSTERS)
+    most = max(node.devices * node.count for node in chosen.nodes)
+    submissions = sorted(draw.uniform(0, HOUR_S) if draw.random() < 0.7 else 0.0 for _ in range(jobs))
+    return Scenario(
+        cluster=chosen,
+        jobs=tuple((at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions),
+        cancels=tuple(
+            (at_s + draw.uniform(0, 600), index) for index, at_s in enumerate(submissions) if draw.random() < 0.15
+        ),
+        hazards=draw.choice((CALM, STORM)),
+        repeat_chance=draw.choice((0.0, 0.3)),
+        seed=draw.randint(0, 2**32),
+    )
+
+
+def random_job(draw: random.Random, devices: int) -> JobSpec:
+    make = draw.choice((script, script, script, decoder, decoder, too_large))
+    low = draw.choice([count for count in (1, 1, 2, 4) if count <= devices])
+    return make(
+        draw.choice(("red", "green", "blue")),
+        priority=draw.choice((0, 0, 5)),
+        gpus={"min": low, "max": draw.choice([count for count in (1, 2, 4, 8) if count >= low])},
+        training={"max_steps": draw.choice((20, 500, 5000)), "checkpoint_every_steps": 10},
+        retries={"oom": draw.choice((8, 8, 1)), "node": draw.choice((3, 0)), "preemption": draw.choice((16, 1))},
+    )
+
+
+def random_fault(draw: random.Random) -> Fault | None:
+    if draw.random() < 0.9:
+        return None
+    return Fault(kind=draw.choice(list(FaultKind)), rank=0, step=draw.randint(0, 20))
+
+
+def backend_of(scenario: Scenario) -> MortalBackend:
+    return MortalBackend(
+        scenario.cluster,
+        seed=scenario.seed,
+        hazards=scenario.hazards,
+        repeat_chance=scenario.repeat_chance,
+    )
+
+
+def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) -> State:
+    """The state once every job has ended and released its devices; after each death of the service a new one begins."""
+    errands = sorted(
+        [(at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
+        + [(at_s, 1, index) for at_s, index in scenario.cancels]
+    )
+    controller = Controller(journal, backend, backend.now)
+    for _ in range(TURNS_MAX):
+        try:
+            while errands and errands[0][0] <= backend.now():
+                run_errand(controller, scenario, *errands[0][1:])
+                errands.pop(0)
+            if not errands and settled(controller.state):
+                return controller.state
+            controller.turn(errands[0][0] - backend.now() if errands else HOUR_S)
+        except Killed:
+            backend.close()
+            controller = Controller(journal, backend, backend.now)
+    waiting = [
+        f"{job.id}: {job.status} ({job.reason})" for job in controller.state.jobs.values() if not job.status.ended
+    ]
+    raise AssertionError(f"seed {scenario.seed}: no end after {TURNS_MAX} turns: {waiting}")
+
+
+def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int) -> None:
+    """Submit or cancel, unless a service that died in the middle had committed it already."""
+    jobs = list(controller.state.jobs)
+    if kind == 0 and len(jobs) <= index:
+        _, spec, fault = scenario.jobs[index]
+        controller.submit(spec, fault)
+    elif kind == 1 and index < len(jobs) and not controller.state.jobs[jobs[index]].status.ended:
+        controller.cancel(jobs[index])
+
+
+def settled(state: State) -> bool:
+    return all(job.status.ended and all(attempt.released for attempt in job.attempts) for job in state.jobs.values())
