@@ -43,7 +43,8 @@ class Saved:
 def save(folder: Path, state: State, cursor: Cursor) -> None:
     """Write the state to `folder`; every rank calls it. Nothing is gathered: each rank writes what it holds."""
     tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
-    state_dict_saver.save(tree, storage_writer=FileSystemWriter(folder), planner=FragmentSavePlanner())
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
+    state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner())
 
 
 def load(folder: Path, state: State) -> None:

@@ -7,6 +7,7 @@ its own memory in place, and nothing is gathered.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,11 +86,26 @@ class Fragment:
 
 
 class FragmentSavePlanner(DefaultSavePlanner):
-    """The default planner, which also finds fragments."""
+    """The default planner, which also finds fragments. Its writer must ask for one item at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copy: Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> object:
         value = self.state_dict[index.fqn]
         return value.__get_tensor_shard__(index) if isinstance(value, Fragment) else super().lookup_object(index)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The item's data; of a fragment's, a copy with a storage of its own, which lasts until the next item."""
+        if self._copy is not None:  # torch.save leaves a cycle that would keep every copy until it is collected
+            self._copy.untyped_storage().resize_(0)
+            self._copy = None
+        data = super().resolve_data(write_item)
+        if isinstance(self.state_dict[write_item.index.fqn], Fragment):
+            assert isinstance(data, Tensor), write_item
+            self._copy = data = data.to("cpu", copy=True)
+        return data
 
 
 class FragmentLoadPlanner(DefaultLoadPlanner):

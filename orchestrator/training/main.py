@@ -51,8 +51,14 @@ def _join(run: TrainingRun) -> loop.Ranks:
     device = torch.device("cuda", local_rank) if run.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if cuda else None,
+    )
     return loop.Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=device)
 
 
