@@ -1,6 +1,6 @@
 """A training script as people have them: plain PyTorch and argparse. It knows nothing of who runs it.
 
-A convolutional byte model. `--batch-size` samples are in memory at a time; `--accumulate` of them make one optimizer step.
+A convolutional byte model. `--batch-size` samples are in memory at a time; `--accumulate` of those make one step.
 """
 
 import argparse
@@ -28,9 +28,9 @@ class ByteModel(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True)
-    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--context", type=int, default=192)
+    parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--save-every", type=int, default=4)
@@ -40,7 +40,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     text = torch.tensor(list(b"".join(path.read_bytes() for path in args.data)))
-    model = ByteModel(width=96, layers=4)
+    model = ByteModel(width=64, layers=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     first = 0
     if args.resume:

@@ -1,0 +1,133 @@
+"""`make demo`: five jobs through the real service, Ray, MLflow and two virtual devices; did each end as it should?
+
+Exit code 0 only if all five did.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from jobs.demo.corpus import write_corpus
+from orchestrator.service.client import Client
+from orchestrator.service.tables import attempts_table, queue_table
+
+FOLDER = Path(__file__).parent
+CLUSTER = FOLDER.parents[1] / "clusters" / "two-virtual-devices.yaml"
+HOME = Path(".demo").resolve()
+ORC = (sys.executable, "-m", "orchestrator.cli")
+TIMEOUT_S = 600.0
+ENDED = ("succeeded", "failed", "refused", "cancelled")
+
+Job = dict[str, Any]
+
+
+def outcomes(job: Job) -> list[str]:
+    return [attempt["outcome"] for attempt in job["attempts"]]
+
+
+def fitted(job: Job) -> bool:
+    return job["status"] == "succeeded" and outcomes(job) == ["succeeded"]
+
+
+def recovered(job: Job) -> bool:
+    """At least one real out-of-memory failure, then only cheaper plans with the same global batch, then the end."""
+    failed = outcomes(job)[:-1]
+    batches = {attempt["settings"]["global_batch_size"] for attempt in job["attempts"]}
+    return job["status"] == "succeeded" and set(failed) == {"device_oom"} and len(batches) == 1
+
+
+def resumed(job: Job) -> bool:
+    """Recovered from a checkpoint, not from the start."""
+    return recovered(job) and job["attempts"][0]["checkpoint_step"] > 0
+
+
+def stopped_at_once(job: Job) -> bool:
+    shown = job["attempts"][-1]["failure"]["excerpt"] if job["attempts"] else ""
+    return job["status"] == "failed" and outcomes(job) == ["user_error"] and "KeyError: 'labels'" in shown
+
+
+def refused(job: Job) -> bool:
+    return job["status"] == "refused" and not job["attempts"] and "would fit" in job["reason"]
+
+
+EXPECTED: dict[str, tuple[str, Callable[[Job], bool]]] = {
+    "fits.yaml": ("is planned to fit, and does", fitted),
+    "wrong_profile.yaml": ("runs out of memory, resumes from its checkpoint with a cheaper plan, finishes", resumed),
+    "foreign.yaml": ("runs out of memory, finishes degraded through its knobs, unmodified", recovered),
+    "bug.yaml": ("stops at once with its own traceback", stopped_at_once),
+    "never_fits.yaml": ("is refused before anything starts", refused),
+}
+
+
+def main() -> int:
+    console = Console()
+    began_s = time.monotonic()
+    write_corpus()
+    subprocess.run([*ORC, "up", "--cluster", str(CLUSTER), "--home", str(HOME)], check=True)
+    client = Client(HOME)
+    ids = dict(zip(EXPECTED, submit(*EXPECTED), strict=True))
+    jobs = follow(client, list(ids.values()), console)
+    console.print()
+    console.print(attempts_table(jobs))  # type: ignore[arg-type]
+    for job in jobs:
+        console.print(ending(job))
+    by_id = {job["id"]: job for job in jobs}
+    wrong = []
+    console.print()
+    for name, (promise, kept) in EXPECTED.items():
+        held = by_id[ids[name]]["status"] in ENDED and kept(by_id[ids[name]])
+        console.print(Text("  ✓ " if held else "  ✗ ", style="green" if held else "red") + f"{ids[name]} {promise}")
+        wrong += [] if held else [name]
+    console.print(
+        f"\n{time.monotonic() - began_s:.0f} s. Every attempt stands in MLflow: {client.cluster()['tracking_uri']}"
+    )
+    console.print(f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it.")
+    client.close()
+    return 1 if wrong else 0
+
+
+def submit(*names: str) -> list[str]:
+    """The ids of the jobs that `orc submit` put into the queue."""
+    command = (*ORC, "submit", *(str(FOLDER / name) for name in names), "--home", str(HOME))
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+
+
+def follow(client: Client, ids: list[str], console: Console) -> list[Job]:
+    """The jobs once all have ended, or as they stand after TIMEOUT_S."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    with Live(console=console, refresh_per_second=2, transient=True) as live:
+        while True:
+            known = {job["id"]: job for job in client.jobs()}
+            jobs = [known[job_id] for job_id in ids]
+            left_s = deadline_s - time.monotonic()
+            live.update(Group(Text(), queue_table(jobs)))  # type: ignore[arg-type]
+            if left_s < 0 or all(job["status"] in ENDED for job in jobs):
+                return jobs
+            time.sleep(0.5)
+
+
+def ending(job: Job) -> Panel:
+    """What the job's end says, and what each restart was for."""
+    lines = [f"{job['status']}: {job['reason']}"]
+    for attempt in job["attempts"]:
+        if attempt["change"]:
+            lines.append(f"attempt {attempt['number']}: {', '.join(attempt['change'])}")
+            lines.append(f"  because {attempt['change_reason']}")
+    failure = job["attempts"][-1]["failure"] if job["attempts"] else None
+    if failure:
+        lines.append(failure["excerpt"])
+    return Panel("\n".join(lines), title=job["id"], title_align="left", border_style="dim")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`make bench`: measure what the project promises, print a table, write `.bench/<name>.json`.
+
+    python -m tests.bench [NAME ...]
+
+Each module here offers `figures()`: what was measured in this run, beside its bar. Exit code 1 where a bar does not hold.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.figure import Figure
+
+NAMES = ("plan", "memory", "guard", "launch", "recovery")
+FOLDER = Path(".bench")
+
+
+def main(names: list[str]) -> int:
+    FOLDER.mkdir(exist_ok=True)
+    console = Console()
+    missed = 0
+    for name in names or NAMES:
+        console.print(f"measuring {name} ...")
+        figures: list[Figure] = importlib.import_module(f"tests.bench.{name}").figures()
+        (FOLDER / f"{name}.json").write_text(json.dumps(figures, indent=1))
+        console.print(table(name, figures))
+        missed += sum(not figure["holds"] for figure in figures)
+    return 1 if missed else 0
+
+
+def table(name: str, figures: list[Figure]) -> Table:
+    shown = Table(title=name, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in ("FIGURE", "VALUE", "UNIT", "BAR", "HOLDS"):
+        shown.add_column(column, justify="right" if column == "VALUE" else "left")
+    for one in figures:
+        holds = "[green]yes[/]" if one["holds"] else "[red]no[/]"
+        shown.add_row(one["figure"], f"{one['value']:.4g}", one["unit"], one["bar"] or "-", holds)
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
