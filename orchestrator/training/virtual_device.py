@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 MIB = 2**20
 
 
-class VirtualDevice(TorchDispatchMode):
+class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which CPU storages are device memory: `live_bytes` of them, never more than `capacity_bytes`.
 
     The operation that crosses the capacity raises torch.OutOfMemoryError. Counted is what operations of the entering
@@ -27,7 +27,7 @@ class VirtualDevice(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, capacity_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity_bytes = capacity_bytes
         self.live_bytes = 0
         self.peak_bytes = 0  # highest since construction
@@ -67,7 +67,7 @@ class VirtualDevice(TorchDispatchMode):
         elif out is not None:
             added = sum(self._count_tensor(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
         if added > 0 and self.live_bytes > self.capacity_bytes:
-            out = storage = args = kwargs = None  # the traceback must not keep alive what did not fit
+            out = storage = args = kwargs = None  # type: ignore[assignment]  # the traceback keeps nothing alive
             raise self._out_of_memory(added)
         return out
 
@@ -80,16 +80,16 @@ class VirtualDevice(TorchDispatchMode):
             return result
 
         self._resize = resize
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # FSDP2 frees and refills by resizing
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees and refills by resizing
         self._registration = register_module_parameter_registration_hook(self._count_parameter)
         os.register_at_fork(after_in_child=self._leave_in_child)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._registration.remove()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _leave_in_child(self) -> None:
         """Data loader workers and other children are host processes."""
