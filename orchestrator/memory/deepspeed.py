@@ -49,6 +49,7 @@ def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
         )
         for passage in passages(profile, plan, casts=False)
     ]
+    found.append(_build(profile, stage, width))
     largest = max(segment.largest_parameter for segment in profile.segments)
     temporaries = 0 if cuda else 2 * FP32_BYTES * (largest if stage is ZeroStage.NONE else share)
     if stage is ZeroStage.NONE:
@@ -63,6 +64,14 @@ def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
     )
     found.append(("optimizer step", (*fixed, *step)))
     return found
+
+
+def _build(profile: ModelProfile, stage: ZeroStage, width: int) -> Moment:
+    """Every rank has the whole module in fp32 before DeepSpeed cuts it; stages 1 and 2 then copy it into a flat one."""
+    count = profile.parameters
+    flat = width * count if stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) else 0
+    whole = width * count if flat else FP32_BYTES * count
+    return ("build", (("whole module", max(FP32_BYTES * count - flat, whole)), ("flat copy", flat)))
 
 
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:

@@ -16,6 +16,9 @@ BANDWIDTH_EFFICIENCY = 0.80
 OVERLAP_COST = 0.2
 # Launches and Python per part of the model and micro-batch, forward and backward: about 100 kernels of 4 us.
 PART_OVERHEAD_S = 4e-4
+# DeepSpeed runs a Python hook per gradient tensor and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py);
+# also what keeps the simpler engine where the two would be equally fast.
+DEEPSPEED_OVERHEAD = 1.05
 # AdamW reads parameter, gradient and both moments and writes all but the gradient: 7 fp32 words.
 ADAM_TRAFFIC_BYTES = 28
 # Host memory bandwidth that one rank's AdamW on the host gets: one socket's 200 GB/s among 8 ranks.
@@ -40,7 +43,8 @@ def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     compute = _compute_s(profile, plan, hardware)
     communication = _communication_s(profile, plan, hardware)
     overlapped = max(compute, communication) + OVERLAP_COST * min(compute, communication)
-    return overlapped + _optimizer_s(profile, plan, hardware)
+    engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
+    return engine * overlapped + _optimizer_s(profile, plan, hardware)
 
 
 def _compute_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:

@@ -91,7 +91,7 @@ def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, cor
     if spec.degrade.limit >= Degradation.NUMERIC:
         return
     best = _first_fit(_with(spec, degrade=Degrade(allow="numeric")), hardware, capacity_bytes, correction)
-    if best is not None:
+    if best is not None and best.degradation is Degradation.NUMERIC:
         needed = format_bytes(needed_bytes(best, correction))
         yield f"degrade.allow: numeric ({plan_words(best.plan)}): {needed} each"
 
