@@ -103,7 +103,7 @@ class AttemptWatch:
         try:
             if self._attempt.evidence is None:
                 self._finish(self._ending())
-            gang.remove(self._attempt)
+            self._remove()
             self._world.nodes.release(self._devices)
             self._emit(Released(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         except Closed:
@@ -115,20 +115,30 @@ class AttemptWatch:
             return written
         try:
             launchers = self._take_up()
-            if isinstance(launchers, Ending):
-                return launchers
-            return self._watch(launchers)
-        except (RayError, OSError, OrchestratorError, ValueError) as error:
+            return launchers if isinstance(launchers, Ending) else self._watch(launchers)
+        except Closed:
+            raise
+        except Exception as error:  # the edge: whatever goes wrong with a launch is its end, and nothing else's
             self._check_closing()
             log.exception("attempt %s", self._attempt.name)
-            gang.remove(self._attempt)
+            self._remove()
             return Ending(launch_error=f"{type(error).__name__}: {error}")
 
     def _finish(self, ending: Ending) -> None:
-        write_ending(self._folder, ending)
+        try:
+            write_ending(self._folder, ending)
+        except OSError:  # a full disk: only a restart right now would miss it
+            log.exception("attempt %s", self._attempt.name)
         evidence = collect(self._job.spec, self._attempt, self._jobs, ending)
         at_s = self._world.clock()
         self._emit(Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s))
+
+    def _remove(self) -> None:
+        try:
+            gang.remove(self._attempt)
+        except RayError:
+            self._check_closing()
+            log.exception("attempt %s", self._attempt.name)
 
     def _take_up(self) -> gang.Launchers | Ending:
         """Launchers whose ranks run; they are started where nothing of the attempt exists."""

@@ -25,6 +25,7 @@ from orchestrator.specs.run import AttemptFolder
 POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
 GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
+GRACE_AFTER_ERROR_S = 5.0  # its exception is reported: it should end by itself, but may wait for its peers
 FENCE_EVERY_S = 0.5
 PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
@@ -184,6 +185,8 @@ class Launcher:
                 self._kill_within(GRACE_AFTER_OOM_S)
             elif rank.exit_code:
                 self._kill_within(GRACE_AFTER_FAILURE_S)
+            elif self._folder.error(rank.number).exists():
+                self._kill_within(GRACE_AFTER_ERROR_S)
 
     def _kill_within(self, grace_s: float) -> None:
         """Kill what lives after `grace_s`; an earlier time that was set before holds."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,36 +46,36 @@ RAY_ENV = {
 def start(home: Path, cluster: ClusterSpec) -> str:
     """Start an embedded Ray with a raylet for every node of `cluster`; answers with its address.
 
-    One that runs already under this home is taken as it is. Raises ServiceError with the end of Ray's own output.
+    One that runs already under this home is taken as it is, and nodes that it has lost are started again. Raises
+    ServiceError with the end of Ray's own output.
     """
-    running = find(home)
-    if running is not None:
-        return running
-    stop(home)
-    home.mkdir(parents=True, exist_ok=True)
-    temp_dir = Path(tempfile.mkdtemp(prefix="orc-", dir="/tmp"))  # a Unix socket's path ends at 107 characters
-    address = f"{LOOPBACK}:{free_port()}"
-    state: dict[str, Any] = {"address": address, "temp_dir": str(temp_dir), "processes": []}
-    nodes = [(name, node) for node in cluster.nodes for name in node.names]
-    try:
-        for index, (name, node) in enumerate(nodes):
-            process, log = _start_node(home, temp_dir, address, name, node, head=index == 0)
-            state["processes"].append([process.pid, start_ticks(process.pid)])
-            write_durably(home / "ray.json", json.dumps(state))
-            _await_started(process, log, name)
-    except ServiceError:
+    state = _read_state(home)
+    if state is None or find(home) is None:
         stop(home)
+        home.mkdir(parents=True, exist_ok=True)
+        temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # a Unix socket's path ends at 107 characters
+        state = {"address": f"{LOOPBACK}:{free_port()}", "temp_dir": temp_dir, "processes": []}
+    living = {name for name, pid, ticks in state["processes"] if start_ticks(pid) == ticks}
+    missing = [(name, node) for node in cluster.nodes for name in node.names if name not in living]
+    try:
+        if not living:  # the head must run before others can join it
+            _start_nodes(home, state, missing[:1], head=True)
+            missing = missing[1:]
+        _start_nodes(home, state, missing, head=False)
+    except ServiceError:
+        if not living:
+            stop(home)
         raise
-    return address
+    return str(state["address"])
 
 
 def find(home: Path) -> str | None:
-    """Address of the embedded Ray of this home, where all of it runs; None otherwise."""
+    """Address of the embedded Ray of this home, where its head runs; None otherwise."""
     state = _read_state(home)
     if state is None or not state["processes"]:
         return None
-    alive = all(start_ticks(pid) == ticks for pid, ticks in state["processes"])
-    return state["address"] if alive and _accepts(state["address"], 2.0) else None
+    _, pid, ticks = state["processes"][0]
+    return state["address"] if start_ticks(pid) == ticks and _accepts(state["address"], 2.0) else None
 
 
 def stop(home: Path) -> None:
@@ -83,15 +83,13 @@ def stop(home: Path) -> None:
     state = _read_state(home)
     if state is None:
         return
-    ours = [pid for pid, ticks in state["processes"] if start_ticks(pid) == ticks]
+    ours = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
     for pid in reversed(ours):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     _await_gone(ours, STOP_TIMEOUT_S)
     # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
-    for pid in _members([pid for pid, _ in state["processes"]], state["temp_dir"]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
     _await_gone(ours, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
     (home / "ray.json").unlink(missing_ok=True)
@@ -156,17 +154,31 @@ def stay_on_loopback() -> None:
     services.get_node_ip_address = lambda address=None: LOOPBACK  # noqa: ARG005
 
 
+def _start_nodes(home: Path, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool) -> None:
+    """Start `nodes` at the same time and note each in ray.json before anything can go wrong with it."""
+    starting = []
+    for name, node in nodes:
+        process, log = _start_node(home, Path(state["temp_dir"]), state["address"], name, node, head=head)
+        _end_members([pid for other, pid, _ in state["processes"] if other == name], state["temp_dir"])
+        state["processes"] = [entry for entry in state["processes"] if entry[0] != name]
+        state["processes"].append([name, process.pid, start_ticks(process.pid)])
+        write_durably(home / "ray.json", json.dumps(state))
+        starting.append((process, log, name))
+    for process, log, name in starting:
+        _await_started(process, log, name)
+
+
 def _start_node(
     home: Path, temp_dir: Path, address: str, name: str, node: NodeSpec, *, head: bool
 ) -> tuple[subprocess.Popen[bytes], Path]:
+    # Ray picks names of sockets by looking which exist: nodes that start together must not look into one folder.
+    own_dir = Path(tempfile.mkdtemp(prefix="n", dir=temp_dir))
     port = address.rpartition(":")[2]
     where = ["--head", f"--port={port}", "--include-dashboard=false"] if head else [f"--address={address}"]
-    # Ray refuses a second node of the same machine while this file names the first (ray/_private/utils.py).
-    (temp_dir / "ray_current_cluster").unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", "orchestrator.backends.ray_start", "start", *where, "--block"),
         f"--node-ip-address={LOOPBACK}",
-        f"--temp-dir={temp_dir}",
+        f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",
         "--num-gpus=0",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
@@ -175,7 +187,7 @@ def _start_node(
         "--disable-usage-stats",
         "--include-log-monitor=false",
     ]
-    log_path = temp_dir / f"{name}.out"
+    log_path = own_dir / "start.out"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -232,17 +244,15 @@ def start_ticks(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _members(sessions: list[int], temp_dir: str) -> list[int]:
-    """Processes of these sessions that are Ray's: a session's number may be in use again."""
-    found = []
+def _end_members(sessions: list[int], temp_dir: str) -> None:
+    """SIGKILL the processes of these sessions that are Ray's: a session's number may be in use again."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes()
                 rays = temp_dir.encode() in command or command.startswith(b"ray::")
                 if rays and os.getsid(int(entry.name)) in sessions:
-                    found.append(int(entry.name))
-    return found
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _await_gone(pids: list[int], timeout_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +14,40 @@ from orchestrator.backends import ray_cluster
 from orchestrator.backends.ray_backend import RayBackend
 from tests.backends.ray_jobs import CLUSTER, Reader
 
+NVML_SOURCE = Path(__file__).parent / "fake_nvml" / "nvml.c"
+
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A running cluster and the home that it belongs to."""
+    """A running cluster, the home that it belongs to, and what its fake NVML reads."""
 
     home: Path
     address: str
+    nvml_state: Path
 
 
 @pytest.fixture(scope="session")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a libnvidia-ml.so.1 of our own; empty where no C compiler is."""
+    folder = tmp_path_factory.mktemp("nvml")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is not None:
+        target = str(folder / "libnvidia-ml.so.1")
+        subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", target, str(NVML_SOURCE)], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> Iterator[Embedded]:
     home = tmp_path_factory.mktemp("home").resolve()
+    state = home / "nvml_state"
+    state.write_text("ok\n1000 0 0 -\n1000 500 0 -\n")
     try:
-        yield Embedded(home, ray_cluster.start(home, CLUSTER))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LD_LIBRARY_PATH", str(nvml_library))
+            patch.setenv("FAKE_NVML_STATE", str(state))
+            address = ray_cluster.start(home, CLUSTER)
+        yield Embedded(home, address, state)
     finally:
         ray_cluster.stop(home)
 

@@ -20,6 +20,7 @@ from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.state import Event, Finished, Job, Launch, Released, Started
 
 DEADLINE_S = 60.0
+MIB = 2**20
 PROGRAM = Path(__file__).parent / "rank_program.py"
 Found = TypeVar("Found")
 
@@ -32,9 +33,11 @@ DEVICE = DeviceSpec(
     memory_bandwidth="10GB/s",  # type: ignore[arg-type]
     link_bandwidth="1GB/s",  # type: ignore[arg-type]
 )
+FAKE_GPU = DEVICE.model_copy(update={"name": "fake-h200", "kind": DeviceKind.CUDA, "memory": 1000 * MIB})
 CLUSTER = ClusterSpec(
-    name="three-virtual",
+    name="three-virtual-and-a-gpu",
     nodes=(
+        NodeSpec(name="gpu", devices=2, device=FAKE_GPU, host_memory="4GiB"),  # type: ignore[arg-type]
         NodeSpec(name="n", count=3, devices=2, device=DEVICE, host_memory="4GiB"),  # type: ignore[arg-type]
     ),
 )
@@ -99,6 +102,10 @@ class Reader:
             return self.of(launch, kind)
 
         return until(found, f"{kind.__name__} of {launch.attempt.name}", deadline_s)
+
+    def forget(self, launch: Launch) -> None:
+        """As if nothing had been told of `launch` yet."""
+        self.seen = [event for event in self.seen if getattr(event, "job_id", None) != launch.job.id]
 
     def started(self, launch: Launch) -> Started:
         return self.wait(launch, Started)

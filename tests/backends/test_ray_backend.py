@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from orchestrator.specs.state import Finished, Launch, NodesSeen, Released, Star
 from tests.backends.conftest import Embedded
 from tests.backends.ray_jobs import (
     BOTH,
+    CLUSTER,
+    MIB,
     Reader,
     alive,
     descendants_of,
@@ -114,8 +117,26 @@ def test_a_lost_node_is_told_and_leaves_the_cluster(reader: Reader, embedded: Em
     assert evidence.nodes_lost == ("n2",)
     assert until(lambda: not alive(pids), "no rank outlives its node")
     seen = [event for event in reader.seen if isinstance(event, NodesSeen)]
-    assert [node.name for node in seen[0].nodes] == ["n0", "n1", "n2"]
-    assert [node.name for node in seen[-1].nodes] == ["n0", "n1"]
+    assert [node.name for node in seen[0].nodes] == ["gpu", "n0", "n1", "n2"]
+    assert [node.name for node in seen[-1].nodes] == ["gpu", "n0", "n1"]
+
+
+def test_devices_are_released_when_nvml_says_so(reader: Reader, embedded: Embedded, nvml_library: Path) -> None:
+    if not any(nvml_library.iterdir()):
+        pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
+    seen = next(event for event in reader.seen + list(reader.backend.events(1)) if isinstance(event, NodesSeen))
+    assert seen.nodes[0].free_bytes == (960 * MIB, 448 * MIB)  # told in steps of 64 MiB
+    launch = launch_of("greedy", script("wait"), (NodeDevices(node="gpu", devices=(0,)),))
+    reader.backend.launch(launch)
+    reader.started(launch)
+    assert said(folder_of(embedded.home, launch), 0)["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+    embedded.nvml_state.write_text("ok\n1000 900 0 7:900\n1000 500 0 -\n")
+    reader.backend.stop(Stop(job_id="greedy", number=1, grace_s=0.0))
+    reader.wait(launch, Finished)
+    with pytest.raises(AssertionError, match="not within"):
+        reader.wait(launch, Released, deadline_s=2.0)
+    embedded.nvml_state.write_text("ok\n1000 0 0 -\n1000 500 0 -\n")
+    assert reader.wait(launch, Released)
 
 
 def test_a_stop_is_a_request_first_and_a_kill_later(reader: Reader, embedded: Embedded) -> None:
@@ -189,10 +210,10 @@ def test_a_missing_secret_or_program_is_a_failed_launch(reader: Reader) -> None:
 def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gang, "PLACE_TIMEOUT_S", 0.5)
     holder, late = launch_of("holder", script("wait")), launch_of("late", script("exit:0"))
     reader.backend.launch(holder)
     reader.started(holder)
+    monkeypatch.setattr(gang, "PLACE_TIMEOUT_S", 0.5)
     reader.backend.launch(late)
     assert "not free" in str(reader.finished(late).evidence.launch_error)
     assert group_names() & {"late-1"} == set()
@@ -275,10 +296,10 @@ def test_an_end_is_told_again_word_for_word_and_never_run_again(reader: Reader, 
     launch = launch_of("again", script("wait", hang_timeout="1s"))
     reader.backend.launch(launch)
     first = reader.finished(launch).evidence
-    reader.seen.clear()
+    reader.forget(launch)
     reader.backend.adopt(launch.job, launch.attempt)  # the journal had not heard of the end
     assert reader.finished(launch).evidence == first
-    reader.seen.clear()
+    reader.forget(launch)
     reader.backend.adopt(launch.job, replace(launch.attempt, evidence=first))  # it had, but not of the release
     reader.wait(launch, Released)
     assert reader.of(launch, Finished) is None
@@ -297,6 +318,28 @@ def test_the_embedded_cluster_is_private(embedded: Embedded) -> None:
     addresses = {entry.split(":")[0] for entry in listening if int(entry.split(":")[1], 16) == port}
     assert addresses
     assert {entry[-8:] for entry in addresses} == {"0100007F"}, "127.0.0.1, also where it is written as IPv6"
+
+
+def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(reader: Reader, embedded: Embedded) -> None:
+    launch = launch_of("undisturbed", script("wait"))
+    reader.backend.launch(launch)
+    reader.started(launch)
+    nodes = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
+    if nodes["n2"] in alive(list(nodes.values())):  # another test may have ended it
+        os.kill(nodes["n2"], signal.SIGKILL)
+        until(lambda: not alive([nodes["n2"]]), "n2 is gone")
+    assert ray_cluster.start(embedded.home, CLUSTER) == embedded.address
+    again = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
+    assert {name for name in again if again[name] != nodes[name]} == {"n2"}
+    until(lambda: "n2" in names_of_last(reader), "n2 is back")
+    assert reader.of(launch, Finished) is None
+    reader.backend.stop(Stop(job_id="undisturbed", number=1, grace_s=0.0))
+    reader.finished(launch)
+
+
+def names_of_last(reader: Reader) -> list[str]:
+    reader.poll()
+    return [node.name for node in [event for event in reader.seen if isinstance(event, NodesSeen)][-1].nodes]
 
 
 def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Laws of which nodes count: those that live, offer devices, and whose devices are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.backends.nodes import live_nodes
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from tests.backends.ray_jobs import DEVICE
+
+H200 = DEVICE.model_copy(update={"name": "h200"})
+
+
+def spec(*nodes: NodeSpec) -> ClusterSpec:
+    return ClusterSpec(name="c", nodes=nodes)
+
+
+def node_spec(name: str, device: object = DEVICE) -> NodeSpec:
+    return NodeSpec.model_validate({"name": name, "devices": 2, "device": device, "host_memory": "4GiB"})
+
+
+def ray_node(node_id: str, *, host: str = "h", alive: bool = True, devices: int = 2, **labels: str) -> dict[str, Any]:
+    gpus = {f"gpu{index}": 1.0 for index in range(devices)}
+    return {
+        "NodeID": node_id,
+        "Alive": alive,
+        "NodeManagerHostname": host,
+        "NodeManagerAddress": "10.0.0.1",
+        "Resources": {**gpus, "CPU": 8.0, "memory": 1024.0},
+        "Labels": {f"orc-{name}": value for name, value in labels.items()},
+    }
+
+
+def test_a_node_is_known_by_its_label_else_by_its_host() -> None:
+    found = live_nodes(spec(node_spec("a")), [ray_node("1", host="x", node="a"), ray_node("2", host="y")])
+    assert {name: node.id for name, node in found.items()} == {"a": "1", "y": "2"}
+    assert (found["a"].host_memory_bytes, found["y"].host_memory_bytes) == (2**32, 1024)
+
+
+def test_dead_nodes_and_nodes_without_devices_do_not_count() -> None:
+    entries = [ray_node("1", node="a", alive=False), ray_node("2", node="b", devices=0)]
+    assert live_nodes(spec(node_spec("a")), entries) == {}
+
+
+def test_two_nodes_of_one_host_are_two() -> None:
+    found = live_nodes(spec(node_spec("h")), [ray_node("1234567"), ray_node("7654321")])
+    assert sorted(found) == ["h", "h-765432"]
+
+
+def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> None:
+    both = spec(node_spec("a"), node_spec("b", H200))
+    entries = [ray_node("1", node="a", device="h200"), ray_node("2", node="b"), ray_node("3", node="unheard-of")]
+    assert {name: node.launch.device.name for name, node in live_nodes(both, entries).items()} == {
+        "a": "h200",
+        "b": "h200",
+    }
+    assert live_nodes(spec(node_spec("a")), entries[2:])["unheard-of"].launch.device == DEVICE
