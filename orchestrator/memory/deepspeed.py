@@ -15,11 +15,12 @@ class Buckets:
 
     reduce: int
     live: int  # stage 3: gathered at a time; 0: one tensor
+    persistent: int  # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
     overlap: bool  # stage 3: reduce one bucket while the next one fills
 
 
-VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, overlap=False)
-CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, overlap=True)
+VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False)
+CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True)
 
 
 def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
@@ -85,10 +86,10 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     flushed = min(buckets.reduce, passage.done) if passage.done + passage.own > buckets.reduce else 0
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + own if accumulates else passage.done + passage.own
-        bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and begun else 0
+        bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
     if stage is ZeroStage.GRADIENTS:
-        partitions = 2 * shard if accumulates else shard if flushed else 0
+        partitions = shard * (int(accumulates) + int(flushed > 0))
         bucket = buckets.reduce if begun else 0
         copied = flushed if passage.own == passage.segment.parameters else 0
         return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))

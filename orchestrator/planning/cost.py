@@ -16,8 +16,8 @@ BANDWIDTH_EFFICIENCY = 0.80
 OVERLAP_COST = 0.2
 # Launches and Python per part of the model and micro-batch, forward and backward: about 100 kernels of 4 us.
 PART_OVERHEAD_S = 4e-4
-# DeepSpeed runs a Python hook per gradient tensor and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py);
-# also what keeps the simpler engine where the two would be equally fast.
+# DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). The
+# figure is a guess that keeps the simpler engine where the two would be about equally fast.
 DEEPSPEED_OVERHEAD = 1.05
 # AdamW reads parameter, gradient and both moments and writes all but the gradient: 7 fp32 words.
 ADAM_TRAFFIC_BYTES = 28

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.memory.deepspeed import BUCKET_ELEMENTS
+from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.specs.job import JobSpec, Knob
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 
 SWITCHED_ON = (ActivationCheckpointing.FULL.value, Precision.BF16.value)  # what a bare switch of a script turns on
 
 
-def deepspeed_config(plan: Plan, *, clip_norm: float) -> dict[str, Any]:
+def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> dict[str, Any]:
     """The DeepSpeed configuration of a plan, with every setting explicit whose default would surprise.
 
     Clipping defaults to 1.0 in DeepSpeed, buckets to 5e8 elements (deepspeed/runtime/constants.py, zero/config.py).
+    `virtual` asks for the small buckets of a virtual device.
     """
+    buckets = VIRTUAL_BUCKETS if virtual else CUDA_BUCKETS
+    is_stage_3 = plan.zero_stage is ZeroStage.PARAMETERS
     zero: dict[str, Any] = {"stage": int(plan.zero_stage)}
     if plan.zero_stage is not ZeroStage.NONE:
-        zero |= {"reduce_bucket_size": BUCKET_ELEMENTS, "overlap_comm": False}
-    if plan.zero_stage is ZeroStage.PARAMETERS:
-        zero |= {"stage3_prefetch_bucket_size": BUCKET_ELEMENTS, "stage3_max_live_parameters": 1}
+        zero |= {"reduce_bucket_size": buckets.reduce, "allgather_bucket_size": buckets.reduce}
+        zero |= {"overlap_comm": buckets.overlap and is_stage_3}
+    if is_stage_3:
+        zero |= {
+            "stage3_max_live_parameters": buckets.live,
+            "stage3_max_reuse_distance": buckets.live,
+            "stage3_prefetch_bucket_size": min(buckets.reduce, buckets.live),
+            "stage3_param_persistence_threshold": buckets.persistent,
+        }
     if plan.offload is not Offload.NONE:
         zero["offload_optimizer"] = {"device": "cpu"}
     if plan.offload is Offload.PARAMETERS:

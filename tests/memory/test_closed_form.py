@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.plan import Engine, Precision
+from orchestrator.training import deepspeed_engine as engine
 from tests.memory.matrix import DEEP, STAGES, WIDE, Row, full, plans, rows, table
 
 MEAN_ERROR_MAX = 0.05
@@ -18,7 +20,7 @@ MEAN_ERROR_MAX = 0.05
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """One launch per engine, and one of a lone rank."""
     folder = tmp_path_factory.mktemp("peaks")
-    found = [row for engine in STAGES for row in rows(DEEP, plans(engine, (1, 8), Precision.FP32), folder / engine)]
+    found = [row for kind in STAGES for row in rows(DEEP, plans(kind, (1, 8), Precision.FP32), folder / kind)]
     lone = plans(Engine.TORCH, (4,), Precision.FP32, ranks=1)
     return found + rows(WIDE, [plan for plan in lone if not plan.zero_stage], folder / "lone")
 
@@ -36,6 +38,11 @@ def test_the_mean_error_over_engines_stages_micro_batches_and_checkpointing_is_w
 def test_no_plan_called_fitting_needs_more_than_the_capacity(measured: list[Row]) -> None:
     short = [row for row in measured if row.measured_bytes > row.predicted_bytes * MARGIN]
     assert not short, table(short)
+
+
+def test_the_model_of_deepspeed_knows_the_buckets_that_the_engine_sets() -> None:
+    for modelled, used in ((VIRTUAL_BUCKETS, engine.CPU_BUCKETS), (CUDA_BUCKETS, engine.CUDA_BUCKETS)):
+        assert (modelled.reduce, modelled.live, modelled.persistent) == (used.reduce, used.live, used.persistent)
 
 
 @pytest.mark.long

@@ -1,0 +1,253 @@
+"""Laws of the frontier, over jobs and hardware that hypothesis makes up."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.memory.calibration import corrected_bytes, correction
+from orchestrator.memory.estimate import estimate
+from orchestrator.planning.cost import step_s
+from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, pareto, why_rejected
+from orchestrator.planning.search import Hardware, frontier, plans, profile_for
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.plan import Degradation, Engine, Offload, Precision
+from orchestrator.specs.state import Observation
+
+SECONDS_FOR_70B = 2.0  # 0.06 s on an idle core; the bound leaves room for a busy machine
+
+
+def device(kind: DeviceKind = DeviceKind.CUDA, memory: str = "80GiB") -> DeviceSpec:
+    return DeviceSpec(
+        name="device",
+        kind=kind,
+        memory=memory,
+        bf16_tflops=900,
+        fp32_tflops=60,
+        memory_bandwidth="3TB/s",
+        link_bandwidth="450GB/s",
+    )
+
+
+def hardware(kind: DeviceKind = DeviceKind.CUDA, per_node: int = 4, nodes: int = 2, memory: str = "80GiB") -> Hardware:
+    return Hardware(
+        device=device(kind, memory), devices_per_node=per_node, nodes=nodes, network_bandwidth=50_000_000_000
+    )
+
+
+def decoder_job(**changed: object) -> JobSpec:
+    decoder = DecoderSpec(
+        vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
+    )
+    said = {
+        "name": "job",
+        "gpus": {"min": 1, "max": 8},
+        "global_batch_size": 16,
+        "model": ModelSpec(decoder=decoder),
+        "data": DataSpec(text=("text",), sequence_length=128),
+    }
+    return JobSpec.model_validate(said | changed)
+
+
+jobs = st.builds(
+    lambda batch, low, more, precision, allow: decoder_job(
+        global_batch_size=batch,
+        gpus={"min": low, "max": low + more},
+        precision=precision,
+        degrade={"allow": allow, "sequence_lengths": (64, 32) if allow == "semantic" else ()},
+    ),
+    batch=st.integers(1, 64),
+    low=st.integers(1, 3),
+    more=st.integers(0, 8),
+    precision=st.sampled_from(Precision),
+    allow=st.sampled_from(("exact", "numeric", "semantic")),
+)
+machines = st.builds(
+    hardware,
+    kind=st.sampled_from(DeviceKind),
+    per_node=st.integers(1, 8),
+    nodes=st.integers(1, 3),
+    memory=st.sampled_from(("64MiB", "1GiB", "80GiB")),
+)
+
+
+def planned(spec: JobSpec, machine: Hardware) -> tuple[Candidate, ...]:
+    try:
+        return frontier(spec, machine).candidates
+    except SpecError:
+        return ()
+
+
+@given(jobs, machines)
+@settings(max_examples=60, deadline=None)
+def test_every_plan_keeps_the_global_batch_and_the_range_of_devices(spec: JobSpec, machine: Hardware) -> None:
+    for candidate in planned(spec, machine):
+        plan = candidate.plan
+        assert plan.global_batch_size == spec.global_batch_size
+        assert spec.gpus.min <= plan.world_size <= spec.gpus.max
+        assert plan.world_size <= machine.devices_per_node or plan.world_size % machine.devices_per_node == 0
+        assert plan.world_size <= machine.devices_per_node * machine.nodes
+
+
+@given(jobs, machines)
+@settings(max_examples=60, deadline=None)
+def test_no_plan_changes_more_than_the_job_allows(spec: JobSpec, machine: Hardware) -> None:
+    for candidate in planned(spec, machine):
+        plan, changed = candidate.plan, candidate.degradation
+        assert changed <= spec.degrade.limit
+        assert (plan.sequence_length != spec.data.sequence_length) == (changed is Degradation.SEMANTIC)
+        if changed is Degradation.EXACT:
+            assert plan.precision is spec.precision
+        assert machine.device.kind is DeviceKind.CUDA or plan.offload is Offload.NONE
+
+
+@given(jobs, machines)
+@settings(max_examples=60, deadline=None)
+def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(spec: JobSpec, machine: Hardware) -> None:
+    order = [(candidate.degradation, candidate.step_s) for candidate in planned(spec, machine)]
+    assert order == sorted(order)
+
+
+@given(jobs, machines)
+@settings(max_examples=30, deadline=None)
+def test_the_frontier_is_what_brute_force_leaves(spec: JobSpec, machine: Hardware) -> None:
+    try:
+        tried = list(plans(spec, machine))
+    except SpecError:
+        return
+    everything = [_candidate(spec, machine, plan) for plan in tried]
+    best = {_cost(one) for one in everything if not any(_beats(other, one) for other in everything)}
+    left = [_cost(candidate) for candidate in pareto(everything).candidates]
+    assert set(left) == best
+    assert len(left) == len(best), "of equal candidates one is enough"
+
+
+def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ignore[no-untyped-def]
+    profile = profile_for(spec, machine, plan)
+    semantic = plan.sequence_length != spec.data.sequence_length
+    numeric = plan.precision is not spec.precision
+    return Candidate(
+        plan=plan,
+        estimate=estimate(profile, plan, machine.device),
+        step_s=step_s(profile, plan, machine),
+        degradation=Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT,
+    )
+
+
+def _cost(candidate: Candidate) -> tuple[object, ...]:
+    return (
+        candidate.degradation,
+        candidate.step_s,
+        candidate.estimate.device_bytes,
+        candidate.plan.world_size,
+    )
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    mine, theirs = _cost(one), _cost(other)
+    same_class = mine[0] is theirs[0]
+    return same_class and mine != theirs and all(a <= b for a, b in zip(mine[1:], theirs[1:], strict=True))  # type: ignore[operator]
+
+
+@given(jobs, machines)
+@settings(max_examples=40, deadline=None)
+def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, machine: Hardware) -> None:
+    families: dict[object, list[Candidate]] = {}
+    try:
+        tried = list(plans(spec, machine))
+    except SpecError:
+        return
+    for plan in tried:
+        key = (
+            *(plan.engine, plan.layout, plan.zero_stage, plan.offload),
+            *(
+                plan.activation_checkpointing,
+                plan.precision,
+                plan.sequence_length,
+                plan.gradient_accumulation_steps > 1,
+            ),
+        )
+        families.setdefault(key, []).append(_candidate(spec, machine, plan))
+    for family in families.values():
+        peaks = [one.estimate.allocated_bytes for one in sorted(family, key=lambda one: one.plan.micro_batch_size)]
+        assert peaks[0] > 0
+        assert peaks == sorted(peaks)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**12), st.integers(1, 10**12)), max_size=6), st.integers(1, 10**12))
+def test_a_correction_never_shrinks_an_estimate_nor_lets_a_refuted_one_fit(
+    pairs: list[tuple[int, int]], capacity_bytes: int
+) -> None:
+    candidate = next(iter(frontier(decoder_job(), hardware()).candidates))
+    predicted = candidate.estimate.device_bytes
+    seen = [
+        Observation(device="device", engine="torch", family="job", predicted_bytes=p, measured_bytes=m)
+        for p, m in pairs
+    ]
+    factor = correction(seen, device="device", engine="torch", family="job")
+    assert corrected_bytes(candidate.estimate, factor) >= predicted
+    burst = Observation(
+        device="device", engine="torch", family="job", predicted_bytes=predicted, measured_bytes=capacity_bytes + 1
+    )
+    refuted = correction([*seen, burst], device="device", engine="torch", family="job")
+    assert not fits(candidate, capacity_bytes, refuted)
+
+
+def test_observations_of_other_devices_engines_and_families_say_nothing() -> None:
+    seen = Observation(device="a", engine="torch", family="f", predicted_bytes=1, measured_bytes=10)
+    assert correction([seen], device="a", engine="torch", family="f") == 10
+    assert correction([seen], device="b", engine="torch", family="f") == 1
+    assert correction([seen], device="a", engine="deepspeed", family="f") == 1
+    assert correction([seen], device="a", engine="torch", family="g") == 1
+
+
+def test_what_fits_is_what_has_no_reason_against_it() -> None:
+    found = frontier(decoder_job(), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
+    capacity = needed_bytes(found.candidates[len(found.candidates) // 2], 1.2)
+    refuted = frozenset({found.candidates[-1].plan})
+    accepted = [c for c in found.candidates if why_rejected(c, capacity, 1.2, refuted) is None]
+    assert accepted == list(fitting(found, capacity, 1.2, refuted))
+    assert 0 < len(accepted) < len(found.candidates)
+    assert why_rejected(found.candidates[-1], capacity, 1.2, refuted) == "ran out of memory before"
+
+
+def test_torch_goes_first_where_both_engines_would_do() -> None:
+    spec = decoder_job(gpus=2)
+    first = next(fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, 1.0))
+    assert first.plan.engine is Engine.TORCH
+
+
+def test_a_batch_that_no_allowed_number_of_devices_divides_is_refused_with_a_way_out() -> None:
+    with pytest.raises(SpecError) as refused:
+        frontier(decoder_job(global_batch_size=7, gpus={"min": 2, "max": 4}), hardware())
+    assert refused.value.path == "global_batch_size"
+    assert "global_batch_size: 8" in refused.value.hint
+
+
+def test_70b_on_512_devices_is_planned_in_a_moment() -> None:
+    llama = DecoderSpec(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    spec = decoder_job(
+        model=ModelSpec(decoder=llama),
+        data=DataSpec(text=("text",), sequence_length=4096),
+        gpus={"min": 8, "max": 512},
+        global_batch_size=1024,
+        degrade={"allow": "semantic", "sequence_lengths": (2048,)},
+    )
+    machine = hardware(per_node=8, nodes=64)
+    began_s = time.process_time()
+    found = frontier(spec, machine)
+    assert time.process_time() - began_s < SECONDS_FOR_70B
+    assert any(fits(candidate, machine.device.memory, 1.0) for candidate in found.candidates)
