@@ -3,7 +3,8 @@
 Some of the calls are private to DeepSpeed 0.19; each is marked, and each stage has a test.
 
 What decides memory, for the model of it (P parameters, dp ranks; w = 4 bytes in fp32, 2 in bf16):
-- Start: every rank holds the whole module, 4P, until DeepSpeed has taken it over. Adam's moments (8P/dp; stage 0:
+- Start: every rank holds the whole module, 4P, until DeepSpeed has taken it over; stage 3 makes and cuts a layer at
+  a time. Adam's moments (8P/dp; stage 0:
   8P) are allocated before the first step. Masters are fp32 (4P/dp, stages 1 to 3) also where the arithmetic is fp32.
 - Buckets: see Buckets. Stage 0 all-reduces one flat copy of all gradients, 4P.
 - Optimizer on CPU: one flat tensor at a time, two temporaries of its size. On CUDA: fused, none.
@@ -13,7 +14,7 @@ What decides memory, for the model of it (P parameters, dp ranks; w = 4 bytes in
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.training import checkpoint
@@ -58,6 +60,21 @@ CUDA_BUCKETS = Buckets(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank holds of a parameter's master: `count` elements from `start` on, at `offset` of a flat tensor."""
+
+    name: str
+    flat: Tensor
+    offset: int
+    start: int
+    count: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The same place in the flat master or in one of its moments, sharing memory."""
+        return flat.detach().narrow(0, self.offset, self.count)
+
+
 class DeepSpeedEngine:
     """A module under DeepSpeed, with its optimizer."""
 
@@ -72,18 +89,23 @@ class DeepSpeedEngine:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._clip_norm = training.clip_norm
         self._module = recipe.module
-        _join_deepspeed(device)
-        materialise(self._module, self._module, recipe, device)
-        if resume_from:  # before DeepSpeed copies the weights into what it computes with
-            checkpoint.load(resume_from.path, checkpoint.model_state(self._module))
         self._shapes = {name: parameter.shape for name, parameter in self._module.named_parameters()}
+        if not all(parameter.requires_grad for parameter in self._module.parameters()):
+            raise SpecError("engine=deepspeed trains every parameter: this model has frozen ones", path="model.factory")
+        _join_deepspeed(device)
+        config = settings(plan, training, device)
+        weights = self._exact_weights() if plan.precision is Precision.BF16 and not resume_from else None
+        self._materialise(config)
+        if resume_from:  # before DeepSpeed copies the weights into its masters
+            checkpoint.load(resume_from.path, self._computed_with())
         self._adam = adamw(self._module.parameters(), training, _optimizer_device(plan, device))
-        self._engine, *_ = deepspeed.initialize(
-            model=self._module, optimizer=self._adam, config=settings(plan, training, device)
-        )
+        self._engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._adam, config=config)
         allocate_moments(self._adam, self._updated(), resume_from.cursor.step if resume_from else 0)
         if resume_from:
             checkpoint.load(resume_from.path, self.state())
+        if weights:  # DeepSpeed took the masters from weights rounded to bf16: 1e-3 of loss
+            for piece in self._pieces():
+                piece.of(piece.flat).copy_(weights(piece.name).flatten().narrow(0, piece.start, piece.count))
 
     def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         plan = self._plan
@@ -117,36 +139,76 @@ class DeepSpeedEngine:
             return list(zero.fp32_partitioned_groups_flat)  # private
         return list(zero.single_partition_of_fp32_groups)  # private
 
+    def _materialise(self, config: dict[str, Any]) -> None:
+        """Make the parameters; at stage 3 layer by layer, each cut before the next is made."""
+        recipe = self._recipe
+        if self._plan.zero_stage is not ZeroStage.PARAMETERS:
+            materialise(recipe.module, recipe.module, recipe, self._device)
+            return
+        for part in (*recipe.layers, recipe.module):
+            materialise(recipe.module, part, recipe, self._device)
+            if self._plan.precision is Precision.BF16:
+                part.bfloat16()  # Init takes a module as it is, and nothing casts what is cut
+            deepspeed.zero.Init(module=part, config_dict_or_path=config)
+
+    def _computed_with(self) -> checkpoint.State:
+        """Weights and buffers of forward and backward before `initialize`: whole, or this rank's runs at stage 3."""
+        if self._plan.zero_stage is not ZeroStage.PARAMETERS:
+            return checkpoint.model_state(self._module)
+        state: dict[str, Any] = {f"model.{name}": buffer for name, buffer in self._module.named_buffers()}
+        for name, parameter in self._module.named_parameters():
+            run, shape = parameter.ds_tensor, self._shapes[name]  # type: ignore[attr-defined]  # private
+            start = min(dist.get_rank() * run.numel(), shape.numel())
+            state[f"model.{name}"] = Fragment(run[: shape.numel() - start], start, shape)
+        return state
+
+    def _exact_weights(self) -> Callable[[str], Tensor]:
+        """Initial fp32 weights by name: made again one by one where the recipe can, else from copies in host memory."""
+        if self._recipe.initialise is None:
+            copies = {name: weight.detach().to("cpu", copy=True) for name, weight in self._module.named_parameters()}
+            return copies.__getitem__
+        initialise = self._recipe.initialise
+
+        def again(name: str) -> Tensor:
+            weight = torch.empty(self._shapes[name], device=self._device)
+            initialise(name, weight)
+            return weight
+
+        return again
+
     def _fragments(self) -> Iterator[tuple[str, Fragment]]:
         """What this rank holds of every master and moment."""
+        for piece in self._pieces():
+            shape, moments = self._shapes[piece.name], self._adam.state[piece.flat]
+            yield f"model.{piece.name}", Fragment(piece.of(piece.flat), piece.start, shape)
+            for moment in MOMENTS:
+                yield f"optim.state.{piece.name}.{moment}", Fragment(piece.of(moments[moment]), piece.start, shape)
+
+    def _pieces(self) -> Iterator[Piece]:
+        """This rank's pieces of the masters of all trained parameters."""
         locate = self._locate_partitioned if self._plan.zero_stage is ZeroStage.PARAMETERS else self._locate_flat
         for name, parameter in self._module.named_parameters():
-            place = locate(parameter)
-            if place is None:
-                continue
-            flat, offset, start, count = place
-            pieces = {f"model.{name}": flat.detach()} | {
-                f"optim.state.{name}.{moment}": self._adam.state[flat][moment] for moment in MOMENTS
-            }
-            for key, piece in pieces.items():
-                yield key, Fragment(piece.narrow(0, offset, count), start, self._shapes[name])
+            piece = locate(name, parameter) if parameter.requires_grad else None
+            if piece:
+                yield piece
 
-    def _locate_flat(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
-        """Stages 1 and 2: flat master, offset in it, first element of the parameter, count; None if another rank's."""
+    def _locate_flat(self, name: str, parameter: nn.Parameter) -> Piece | None:
+        """Stages 1 and 2 cut the chain of all parameters into equal flat masters."""
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # private
-        if mapping is None:
+        if mapping is None:  # all of it is another rank's
             return None
         flat = self._engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         master, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return flat, master.start, whole.start, whole.numel
+        return Piece(name=name, flat=flat, offset=master.start, start=whole.start, count=whole.numel)
 
-    def _locate_partitioned(self, parameter: nn.Parameter) -> tuple[Tensor, int, int, int] | None:
-        """Stage 3: the same; every rank owns an equal run of every parameter, the last ones padded."""
-        zero = self._engine.optimizer
+    def _locate_partitioned(self, name: str, parameter: nn.Parameter) -> Piece | None:
+        """Stage 3 cuts every parameter into equal runs, the last ones padded."""
+        zero, total = self._engine.optimizer, parameter.ds_numel  # type: ignore[attr-defined]  # private
         group, offset, run = zero.grad_position[zero.get_param_id(parameter)]  # private
-        start = min(dist.get_rank() * run, parameter.ds_numel)  # type: ignore[attr-defined]
-        count = min(run, parameter.ds_numel - start)  # type: ignore[attr-defined]
-        return (zero.fp32_partitioned_groups_flat[group], offset, start, count) if count else None
+        start = min(dist.get_rank() * run, total)
+        count = min(run, total - start)
+        flat = zero.fp32_partitioned_groups_flat[group]
+        return Piece(name=name, flat=flat, offset=offset, start=start, count=count) if count else None
 
 
 def settings(plan: Plan, training: TrainingSpec, device: torch.device) -> dict[str, Any]:
