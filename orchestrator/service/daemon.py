@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late, each in a thread: at once they break each other
 import uvicorn
 from fastapi import FastAPI
 
