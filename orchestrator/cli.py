@@ -310,9 +310,9 @@ def _run(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> None:
     job_id = client.submit(spec.model_dump(mode="json"), asked)
     job = follow(client, job_id, _console(to_stderr=as_json))
     _answer(dict(job), as_json, attempts_table([job]))
-    if job["status"] != "succeeded" and not as_json:
-        excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
-        _told("\n".join(part for part in (excerpt.rstrip(), job["reason"]) if part), 1)
+    excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+    if job["status"] == "failed" and excerpt and not as_json:
+        print(excerpt.rstrip(), file=sys.stderr)
     raise typer.Exit(job["status"] != "succeeded")
 
 

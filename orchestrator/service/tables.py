@@ -79,8 +79,8 @@ def attempts_table(jobs: Sequence[JobView]) -> Table:
                 attempt["plan"],
                 "\n".join(attempt["change"]) or "-",
                 format_bytes(attempt["estimate"]["allocated_bytes"]),
-                "-" if peak is None else format_bytes(peak),
-                "-" if step_s is None else format_seconds(step_s),
+                format_bytes(peak) if peak else "-",
+                format_seconds(step_s) if step_s else "-",
                 coloured(attempt["outcome"]),
             )
         if not job["attempts"]:
@@ -141,8 +141,8 @@ def bars(estimate: EstimateView) -> Table:
 
 def progress_line(progress: ProgressView | None) -> str:
     """`step 12/60 · 0.213 s · peak 312 MiB · loss 4.51`."""
-    if progress is None:
-        return ""
+    if progress is None or not (progress["step"] or progress["peak_bytes"]):
+        return ""  # it starts
     total = "" if progress["max_steps"] is None else f"/{progress['max_steps']}"
     words = [f"step {progress['step']}{total}"]
     if progress["step_s"]:

@@ -1,0 +1,318 @@
+"""Laws of the commands: exit codes, one clear error, nothing stored of bad input, answers that programs can read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from orchestrator.cli import main
+from orchestrator.service import lifecycle
+from orchestrator.specs.job import job_json_schema
+
+DECODER = """\
+name: lm
+gpus: {min: 1, max: 2}
+global_batch_size: 16
+model:
+  decoder: {vocab_size: 256, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2, num_attention_heads: 4}
+data: {text: [corpus.txt], sequence_length: 128}
+"""
+LLAMA_70B = """\
+name: llama-70b
+gpus: {min: 64, max: 512}
+global_batch_size: 1024
+precision: bf16
+model:
+  decoder: {vocab_size: 128256, hidden_size: 8192, intermediate_size: 28672, num_hidden_layers: 80,
+            num_attention_heads: 64, num_key_value_heads: 8}
+data: {text: [corpus.txt], sequence_length: 4096}
+"""
+H100 = """\
+name: 64x8-h100
+nodes:
+  - name: n
+    count: 64
+    devices: 8
+    host_memory: 1TiB
+    device: {name: H100, memory: 80GiB, bf16_tflops: 989, fp32_tflops: 67, memory_bandwidth: 3350GB/s,
+             link_bandwidth: 450GB/s}
+network_bandwidth: 400GB/s
+"""
+SCRIPT = "name: {name}\ngpus: 1\nglobal_batch_size: 1\ncommand: python {name}.py\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one command said, and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """A folder with job files, and a home for a service."""
+
+    folder: Path
+    home: Path
+
+    def ask(self, *arguments: str) -> Answer:
+        """Run a command in this process: as good as another one where no service is asked, and faster."""
+        out, err = io.StringIO(), io.StringIO()
+        variables = {"ORC_HOME": str(self.home), "COLUMNS": "200"}
+        with (
+            contextlib.chdir(self.folder),
+            mock.patch.dict(os.environ, variables),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main(arguments)
+        return Answer(code=int(ended.value.code or 0), out=out.getvalue(), err=err.getvalue())
+
+    def orc(self, *arguments: str) -> Answer:
+        """Run a command as a person would, in a process of its own."""
+        ended = subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return Answer(code=ended.returncode, out=ended.stdout, err=ended.stderr)
+
+    def write(self, name: str, text: str) -> str:
+        (self.folder / name).write_text(text)
+        return name
+
+
+def make_desk(folder: Path) -> Desk:
+    desk = Desk(folder=folder, home=folder / "home")
+    desk.write("corpus.txt", "a" * 10_000)
+    desk.write("lm.yaml", DECODER)
+    desk.write("h100.yaml", H100)
+    return desk
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """A desk without a service."""
+    return make_desk(tmp_path_factory.mktemp("desk"))
+
+
+REFUSED = {
+    "unknown key": (["submit", "typo.yaml"], ["typo.yaml:2: prioriti", "did you mean 'priority'?"]),
+    "one bad of two": (["submit", "lm.yaml", "typo.yaml"], ["typo.yaml:2"]),
+    "run": (["run", "typo.yaml"], ["typo.yaml:2"]),
+    "plan": (["plan", "typo.yaml"], ["typo.yaml:2"]),
+    "missing file": (["submit", "nothing.yaml"], ["nothing.yaml: the file does not exist"]),
+    "bad override": (["submit", "lm.yaml", "--set", "training.max_step=3"], ["training.max_step", "max_steps"]),
+    "bad cluster": (["up", "--cluster", "lm.yaml"], ["lm.yaml", "nodes", "required"]),
+    "illegal plan": (["estimate", "lm.yaml", "--set", "zero_stage=2", "--set", "engine=torch"], ["FSDP2"]),
+    "indivisible batch": (["estimate", "lm.yaml", "--set", "dp=2", "--set", "micro_batch=3"], ["divisor of"]),
+    "other global batch": (
+        ["estimate", "lm.yaml", "--set", "gradient_accumulation_steps=3"],
+        ["the global batch would change", "16 = 16 / (1 x 1)"],
+    ),
+    "unknown setting": (["estimate", "lm.yaml", "--set", "zero_sage=2"], ["did you mean 'zero_stage'?"]),
+    "unknown word": (["estimate", "lm.yaml", "--set", "offload=cpu"], ["none, optimizer, parameters"]),
+    "too many devices": (["estimate", "lm.yaml", "--set", "dp=8"], ["at most 2"]),
+    "rank that never is": (["rehearse", "lm.yaml", "--fail", "oom", "--rank", "2"], ["0 to 1"]),
+    "step that never is": (["rehearse", "lm.yaml", "--fail", "oom", "--step", "101"], ["max_steps=100"]),
+    "unknown fault": (["rehearse", "lm.yaml", "--fail", "flood"], ["flood", "preempt"]),
+    "unknown command": (["sumbit", "lm.yaml"], ["sumbit"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
+    desk: Desk, arguments: list[str], said: list[str]
+) -> None:
+    desk.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
+    answer = desk.ask(*arguments)
+    assert (answer.code, answer.out) == (2, ""), answer
+    assert [words for words in said if words not in answer.err] == [], answer.err
+    assert "Traceback" not in answer.err
+    assert not desk.home.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["queue"], ["show", "a"], ["logs", "a"], ["cancel", "a"], ["submit", "lm.yaml"], ["down"]]
+)
+def test_without_a_service_commands_say_how_to_start_it(desk: Desk, arguments: list[str]) -> None:
+    answer = desk.ask(*arguments)
+    assert (answer.code, answer.out) == (1, "")
+    assert "`orc up`" in answer.err
+
+
+def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(desk: Desk) -> None:
+    desk.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    answer = desk.ask("plan", "wide.yaml")
+    assert answer.code == 0, answer
+    for words in ("→", "memory ends here: 512.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
+        assert words in answer.out, answer.out
+
+
+def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(desk: Desk) -> None:
+    desk.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    data = desk.ask("plan", "wide.yaml", "--json").data
+    faster, chosen = data["frontier"][: data["chosen"]], data["frontier"][data["chosen"]]
+    assert faster
+    assert all(one["rejected"] and one["needed_bytes"] > one["capacity_bytes"] for one in faster)
+    assert chosen["rejected"] is None
+    assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 512 * 2**20
+
+
+def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(desk: Desk) -> None:
+    desk.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
+    answer = desk.ask("plan", "huge.yaml")
+    assert answer.code == 1
+    assert [words for words in ("no plan fits", "closest", "would fit") if words not in answer.out] == [], answer.out
+
+
+def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None:
+    settings = ["--set", "zero_stage=3", "--set", "micro_batch=2", "--set", "dp=2"]
+    data = desk.ask("estimate", "lm.yaml", *settings, "--json").data
+    assert data["settings"]["gradient_accumulation_steps"] == "4"
+    assert data["settings"]["global_batch_size"] == "16"
+    assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
+
+
+def test_plan_for_70b_on_512_gpus_takes_less_than_a_second_of_this_machine(desk: Desk) -> None:
+    """User and system time of the whole process: the wall clock of a shared machine says nothing."""
+    desk.write("70b.yaml", LLAMA_70B)
+    desk.orc("plan", "70b.yaml", "--cluster", "h100.yaml")  # writes what Python compiles
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    answer = desk.orc("plan", "70b.yaml", "--cluster", "h100.yaml")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert answer.code == 0, answer
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
+    program = (
+        "import sys; from orchestrator.cli import main\n"
+        "try: main(['plan', 'lm.yaml', '--json'])\n"
+        "except SystemExit: print({'ray', 'torch', 'mlflow', 'fastapi', 'numpy', 'httpx'} & set(sys.modules),"
+        " file=sys.stderr)"
+    )
+    env = {**os.environ, "ORC_HOME": str(desk.home)}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=desk.folder, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.strip() == "set()"
+
+
+@pytest.mark.parametrize("noun", ["job", "cluster"])
+def test_schema_prints_json_schema(desk: Desk, noun: str) -> None:
+    data = desk.ask("schema", noun).data
+    assert data["$schema"].startswith("https://json-schema.org/")
+    assert noun == "cluster" or data == job_json_schema()
+
+
+def test_doctor_answers_without_a_service_and_without_a_gpu(desk: Desk) -> None:
+    answer = desk.ask("doctor", "--json")
+    found = {finding["subject"]: finding for finding in answer.data["findings"]}
+    assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(found)
+    assert answer.code == any(finding["verdict"] == "bad" for finding in found.values())
+    assert all(finding["to_do"] for finding in found.values() if finding["verdict"] != "ok")
+
+
+def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    lifecycle.prepare(home)
+    token = (home / "token").read_text()
+    (home / "token").chmod(0o644)
+    home.chmod(0o755)
+    lifecycle.prepare(home)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (home, home / "token")]
+    assert (modes, (home / "token").read_text()) == ([0o700, 0o600], token)
+    assert len(token) >= 32
+
+
+# ---------------------------------------------------------------------------------------------- with a real service
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """A desk with a service on the embedded Ray."""
+    desk = make_desk(tmp_path_factory.mktemp("live"))
+    desk.write("good.py", "print('all is well')")
+    desk.write("bug.py", "raise ValueError('a bug of the user')")
+    desk.write("long.py", "import time\nprint('waiting', flush=True)\ntime.sleep(300)")
+    for name in ("good", "bug", "long"):
+        desk.write(f"{name}.yaml", SCRIPT.format(name=name))
+    try:
+        started = desk.orc("up", "--json")
+        assert started.code == 0, started
+        yield desk
+    finally:
+        ended = desk.orc("down", "--force")
+        assert ended.code == 0, ended
+
+
+def test_a_second_up_finds_the_first(live: Desk) -> None:
+    answer = live.orc("up", "--json")
+    assert (answer.code, answer.data["started"]) == (0, False)
+    assert [len(node["free_bytes"]) for node in answer.data["nodes"]] == [2]
+
+
+def test_nothing_is_stored_where_one_of_two_files_is_bad(live: Desk) -> None:
+    live.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
+    before = live.orc("queue", "--json").data
+    assert live.orc("submit", "good.yaml", "typo.yaml").code == 2
+    assert live.orc("queue", "--json").data == before
+
+
+def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: Desk) -> None:
+    answer = live.orc("run", "good.yaml", "--json")
+    assert (answer.code, answer.data["status"]) == (0, "succeeded"), answer
+    job_id = answer.data["id"]
+    assert live.orc("logs", job_id).out == "all is well\n"
+    assert json.loads(live.orc("logs", job_id, "--json").out)["text"] == "all is well\n"
+    assert live.orc("show", job_id, "--json").data["id"] == job_id
+    assert job_id in live.orc("queue").out
+
+
+def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: Desk) -> None:
+    answer = live.orc("run", "bug.yaml")
+    assert answer.code == 1
+    assert "ValueError: a bug of the user" in answer.err
+    assert "user_error" in answer.out
+
+
+def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: Desk) -> None:
+    job_id = live.orc("submit", "long.yaml", "--json").data["ids"][0]
+    while "waiting" not in live.orc("logs", job_id).out:  # bounded by the job's own end
+        assert live.orc("show", job_id, "--json").data["status"] in ("queued", "running")
+    os.kill(json.loads((live.home / "service.json").read_text())["pid"], signal.SIGKILL)
+    assert live.orc("queue").code == 1
+    assert live.orc("up").code == 0
+    job = live.orc("show", job_id, "--json").data
+    assert (job["status"], len(job["attempts"])) == ("running", 1)
+    refused = live.orc("down")
+    assert refused.code == 1
+    assert job_id in refused.err
+    assert live.orc("cancel", job_id).code == 0
+    assert live.orc("logs", job_id, "-f").code == 0  # ends with the job
+    assert live.orc("show", job_id, "--json").data["status"] == "cancelled"
