@@ -72,13 +72,13 @@ class Part:
     start_from: Path | None = None
 
 
-def launch(parts: list[Part]) -> None:
+def launch(parts: list[Part], timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
     """Run the parts one after another in one process group. Raises where a rank fails."""
     world_sizes = {part.run.plan.world_size for part in parts}
     assert len(world_sizes) == 1, world_sizes
     words = [f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts]
     ranks = start_ranks(["-m", "tests.training.gang", *words], world_sizes.pop())
-    codes = finish(ranks)
+    codes = finish(ranks, timeout_s)
     assert not any(codes), f"exit codes {codes}"
 
 
