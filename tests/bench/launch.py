@@ -29,13 +29,11 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve()
         try:
-            reader = Reader(RayBackend(home, cluster, ray_cluster.start(home, cluster)))
-            _torchrun_s(home / "warm")  # fills the page cache
-            bare, ours = [], []
-            for run in range(RUNS):  # interleaved: the machine's mood is the same for both
-                bare.append(_torchrun_s(home / f"bare{run}"))
-                ours.append(_launch_s(reader, run, home / f"ours{run}"))
-            reader.backend.close()
+            backend = RayBackend(home, cluster, ray_cluster.start(home, cluster))
+            try:
+                bare, ours = _measure(Reader(backend), home)
+            finally:
+                backend.close()
         finally:
             ray_cluster.stop(home)
     ratio = statistics.median(ours) / statistics.median(bare)
@@ -46,10 +44,21 @@ def figures() -> list[Figure]:
     ]
 
 
+def _measure(reader: Reader, home: Path) -> tuple[list[float], list[float]]:
+    _torchrun_s(home / "warm")  # fills the page cache
+    bare, ours = [], []
+    for run in range(RUNS):  # interleaved: the machine's mood is the same for both
+        bare.append(_torchrun_s(home / f"bare{run}"))
+        ours.append(_launch_s(reader, run, home / f"ours{run}"))
+    return bare, ours
+
+
 def _torchrun_s(mark: Path) -> float:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
     began_s = time.time()
-    subprocess.run([*command, str(SCRIPT), "--mark", str(mark)], check=True, timeout=RUN_TIMEOUT_S)
+    subprocess.run(
+        [*command, str(SCRIPT), "--mark", str(mark)], check=True, timeout=RUN_TIMEOUT_S, stderr=subprocess.DEVNULL
+    )
     return float(mark.read_text()) - began_s
 
 
