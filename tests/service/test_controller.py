@@ -1,0 +1,308 @@
+"""The controller with the simulated world and the real journal: order, durability, threads, a failing backend."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.journal import Journal
+from orchestrator.service import controller as service
+from orchestrator.service.controller import Controller
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.state import Event, Job, JobStatus, Launch, NodesSeen, Stop, Submitted
+from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal(f"sqlite:///{tmp_path}/journal.db")
+    yield opened
+    opened.close()
+
+
+class Spy(MortalBackend):
+    """The simulated world, which remembers what it was asked for and by which thread, and can be told to refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(CLUSTERS[1], seed=1, hazards=CALM, repeat_chance=0.0)
+        self.asked: list[str] = []
+        self.threads: set[int] = set()
+        self.refusals = 0
+
+    def launch(self, action: Launch) -> None:
+        self._ask(f"launch {action.attempt.name}")
+        super().launch(action)
+
+    def stop(self, action: Stop) -> None:
+        self._ask(f"stop {action.name}")
+        super().stop(action)
+
+    def adopt(self, job: Job, attempt: Attempt) -> None:
+        self.asked.append(f"adopt {attempt.name} {attempt.status}")
+        super().adopt(job, attempt)
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        self._ask("events")
+        return super().events(timeout_s)
+
+    def _ask(self, what: str) -> None:
+        self.threads.add(threading.get_ident())
+        if what != "events":
+            self.asked.append(what)
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError("the cluster does not answer")
+
+
+def turn_until(controller: Controller, done: Callable[[], bool], turns: int = 500) -> None:
+    for _ in range(turns):
+        if done():
+            return
+        controller.turn(60.0)
+    raise AssertionError(f"not after {turns} turns: {controller.state.jobs}")
+
+
+def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) -> None:
+    controller = Controller(journal, Spy(), lambda: 5.0)
+    assert controller.submit(script("lm")) == "lm-1"
+    assert controller.submit(script("lm")) == "lm-2"
+    assert [(event.job_id, event.at_s) for event in journal.events() if isinstance(event, Submitted)] == [
+        ("lm-1", 5.0),
+        ("lm-2", 5.0),
+    ]
+    assert [record.job.id for _, record in journal.pending(10)] == ["lm-1", "lm-2"]
+
+
+def test_nothing_happens_that_the_journal_did_not_keep() -> None:
+    class FullDisk(MemoryJournal):
+        def append(self, event: Event, _records: object) -> None:
+            if isinstance(event, Submitted):
+                raise ServiceError("no space left")
+
+    backend = Spy()
+    controller = Controller(FullDisk(), backend, backend.now)
+    controller.turn(1.0)
+    before = controller.state
+    with pytest.raises(ServiceError, match="no space left"):
+        controller.submit(script("lm"))
+    controller.turn(1.0)
+    assert controller.state is before
+    assert backend.asked == []
+
+
+def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    job_id = controller.submit(script("lm"))
+    turn_until(controller, lambda: settled(controller.state))
+    assert controller.state.jobs[job_id].status is JobStatus.SUCCEEDED
+    assert backend.asked == ["launch lm-1-1", "adopt lm-1-1 launching"]
+    assert [record.job.status for _, record in journal.pending(100)] == [
+        JobStatus.QUEUED,
+        JobStatus.RUNNING,
+        JobStatus.RUNNING,
+        JobStatus.SUCCEEDED,
+    ]
+
+
+def test_a_job_that_cannot_fit_is_refused_and_never_launched(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    controller.turn(1.0)
+    job_id = controller.submit(too_large("giant"))
+    controller.turn(1.0)
+    assert controller.state.jobs[job_id].status is JobStatus.REFUSED
+    assert backend.asked == []
+
+
+def test_node_reports_that_change_nothing_are_not_kept() -> None:
+    class Chatty(Spy):
+        def events(self, timeout_s: float) -> Sequence[Event]:
+            super().events(timeout_s)
+            return (NodesSeen(nodes=self._live_nodes(), at_s=self.now()),)
+
+    journal, backend = MemoryJournal(), Chatty()
+    controller = Controller(journal, backend, backend.now)
+    for _ in range(5):
+        controller.turn(1.0)
+    assert len(journal.kept) == 1
+
+
+def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    with pytest.raises(ServiceError, match="no job 'lm-1'"):
+        controller.cancel("lm-1")
+    job_id = controller.submit(script("lm"))
+    controller.cancel(job_id)
+    assert controller.state.jobs[job_id].status is JobStatus.CANCELLED
+    with pytest.raises(ServiceError, match="lm-1 has ended already: cancelled"):
+        controller.cancel(job_id)
+
+
+def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    job_id = controller.submit(script("lm"))
+    turn_until(controller, lambda: bool(backend.asked))
+    controller.cancel(job_id)
+    turn_until(controller, lambda: settled(controller.state))
+    assert backend.asked[-1] == "stop lm-1-1"
+    assert controller.state.jobs[job_id].status is JobStatus.CANCELLED
+
+
+def test_a_new_service_takes_up_every_attempt_that_holds_devices(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    stopped = controller.submit(script("lm", gpus=1, training={"max_steps": 10_000}))
+    running = controller.submit(script("lm", gpus=1))
+    turn_until(
+        controller,
+        lambda: (
+            [job.attempts and job.attempts[0].status for job in controller.state.jobs.values()]
+            == [AttemptStatus.RUNNING] * 2
+        ),
+    )
+    controller.cancel(stopped)
+    before = controller.state
+    backend.close()
+    backend.asked.clear()
+    controller = Controller(journal, backend, backend.now)
+    assert controller.state == before
+    assert backend.asked == [f"adopt {stopped}-1 stopping", f"stop {stopped}-1", f"adopt {running}-1 running"]
+    turn_until(controller, lambda: settled(controller.state))
+    assert [job.status for job in controller.state.jobs.values()] == [JobStatus.CANCELLED, JobStatus.SUCCEEDED]
+    assert list(backend.processes) == [f"{stopped}-1", f"{running}-1"]
+
+
+def test_an_attempt_that_ended_but_still_holds_devices_is_taken_up_too(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    controller.submit(script("lm"))
+    turn_until(controller, lambda: all(job.status.ended for job in controller.state.jobs.values()))
+    assert not settled(controller.state)
+    backend.close()
+    backend.asked.clear()
+    controller = Controller(journal, backend, backend.now)
+    assert backend.asked == ["adopt lm-1-1 ended"]
+    turn_until(controller, lambda: settled(controller.state))
+
+
+def test_a_launch_that_raises_is_an_end_that_the_start_up_budget_pays_for(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    controller.turn(1.0)
+    job_id = controller.submit(script("lm"))
+    backend.refusals = 1
+    turn_until(controller, lambda: settled(controller.state))
+    job = controller.state.jobs[job_id]
+    assert job.status is JobStatus.SUCCEEDED
+    refused, second = (attempt.failure for attempt in job.attempts)
+    assert second is None
+    assert refused is not None
+    assert refused.kind is FailureKind.STARTUP
+    assert "OSError: the cluster does not answer" in refused.reason
+    assert "backend failed on attempt=" in caplog.text
+
+
+def test_an_attempt_that_cannot_be_taken_up_again_is_not_started_beside_itself(journal: Journal) -> None:
+    class Amnesiac(Spy):
+        def adopt(self, job: Job, attempt: Attempt) -> None:
+            self._ask("adopt")
+            super().adopt(job, attempt)
+
+    backend = Amnesiac()
+    controller = Controller(journal, backend, backend.now)
+    job_id = controller.submit(script("lm", training={"max_steps": 10_000}))
+    turn_until(controller, lambda: any(process.started_at_s for process in backend.processes.values()))
+    backend.close()
+    backend.refusals = 1
+    controller = Controller(journal, backend, backend.now)
+    assert controller.state.jobs[job_id].status is JobStatus.QUEUED
+    turn_until(controller, lambda: settled(controller.state))
+    first, second = backend.processes.values()
+    assert first.released_at_s is not None
+    assert first.released_at_s <= second.launched_at_s
+    assert controller.state.jobs[job_id].status is JobStatus.SUCCEEDED
+
+
+def test_a_backend_that_fails_to_listen_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "DEAF_S", 0.0)
+    backend = Spy()
+    backend.refusals = 1
+    controller = Controller(MemoryJournal(), backend, backend.now)
+    controller.turn(1.0)
+    assert not controller.state.nodes
+    controller.turn(1.0)
+    assert controller.state.nodes
+
+
+def test_restoring_from_a_snapshot_and_its_tail_gives_the_same_state(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "SNAPSHOT_EVENTS", 4)
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    for _ in range(3):
+        controller.submit(script("lm"))
+    turn_until(controller, lambda: settled(controller.state))
+    snapshot, tail = journal.load()
+    assert snapshot is not None
+    assert len(tail) < 4
+    assert Controller(journal, backend, backend.now).state == controller.state
+
+
+def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal: Journal) -> None:
+    backend, stop = Spy(), threading.Event()
+    controller = Controller(journal, backend, backend.now)
+    loop = threading.Thread(target=controller.run, args=(stop,))
+    loop.start()
+    try:
+        answers: list[str] = []
+        clients = [
+            threading.Thread(target=lambda: answers.extend(controller.submit(script("lm", gpus=1)) for _ in range(5)))
+            for _ in range(4)
+        ]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        version, deadline = 0, time.monotonic() + 60
+        while not settled(controller.state) and time.monotonic() < deadline:
+            version = controller.wait_for_change(version, 1.0)
+    finally:
+        stop.set()
+        loop.join(10)
+    assert sorted(answers) == sorted(f"lm-{number}" for number in range(1, 21))
+    assert {job.status for job in controller.state.jobs.values()} == {JobStatus.SUCCEEDED}
+    assert backend.threads == {loop.ident}, "only the loop talks to the backend"
+
+
+def test_followers_wait_for_the_next_change_and_no_longer() -> None:
+    backend = Spy()
+    controller = Controller(MemoryJournal(), backend, backend.now)
+    assert controller.wait_for_change(0, 0.0) == 0
+    controller.submit(script("lm"))
+    assert controller.wait_for_change(0, 60.0) == 1
+    assert controller.wait_for_change(99, 60.0) == 1, "a version of an earlier service is an old one"
+
+
+def test_the_log_says_each_event_and_action_once_and_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    journal, backend = MemoryJournal(), Spy()
+    controller = Controller(journal, backend, backend.now)
+    controller.submit(script("lm", env={"TOKEN": "hush"}))
+    turn_until(controller, lambda: settled(controller.state))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if line.startswith("event ")]) == len(journal.kept)
+    assert "action launch job=lm-1 attempt=1 on=local:0" in lines
+    assert "event finished job=lm-1 attempt=1" in lines
+    assert not any("hush" in line for line in lines)
