@@ -169,6 +169,15 @@ def refused_after_running(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "JobStatus", type("Wrong", (), {**JobStatus.__members__, "FAILED": JobStatus.REFUSED}))
 
 
+def nobody_adopted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(service.Controller, "_take_up", lambda *_: None)
+
+
+def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:
+    true_load = MemoryJournal.load
+    patch.setattr(MemoryJournal, "load", lambda self: (true_load(self)[0], true_load(self)[1][:-1]))
+
+
 def launch_twice(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
     return after, (*actions, *(action for action in actions if isinstance(action, Launch)))
 
@@ -204,6 +213,8 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "a rank without device": (a_rank_without_device, "devices for"),
     "everything fits": (everything_fits, "predicted not to fit"),
     "refused after running": (refused_after_running, "was refused after it ran"),
+    "nobody adopted": (nobody_adopted, "never ended"),
+    "the tail forgotten": (the_tail_forgotten, "does not hold"),
     "launched twice": (patched_step(launch_twice), "was launched 2 times"),
     "launch not remembered": (patched_step(launch_untold), "is launched but is not its job's newest attempt"),
     "nothing recorded": (patched_step(untold), "no record says so"),
@@ -219,12 +230,17 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def found(seed: int) -> list[str]:
-    """Violations in a stormy night, which a bug may keep from ending."""
+    """Violations in a stormy night, in which the service dies at times, and which a bug may keep from ending."""
     scenario = replace(random_scenario(random.Random(seed)), hazards=STORM)
-    journal, backend = MemoryJournal(), backend_of(scenario)
+    journal, backend = MemoryJournal(kill_after=set(range(7, 200, 20))), backend_of(scenario)
+    state = None
     with suppress(AssertionError):
-        play(scenario, journal, backend)
-    return violations(history(journal.kept), backend.processes, complete=True)
+        state = play(scenario, journal, backend)
+    transitions = history(journal.kept)
+    forgotten = (
+        ["the service shows what the journal does not hold"] if state not in (None, transitions[-1].after) else []
+    )
+    return forgotten + violations(transitions, backend.processes, complete=True)
 
 
 def test_the_checker_says_nothing_about_the_real_core() -> None:

@@ -14,6 +14,7 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import Event, Fault, FaultKind, Launch, Record, State
 
 TURNS_MAX = 20_000
+EVENTS_MAX = 1000  # several times what a night of twelve jobs has
 HOUR_S = 3600.0
 
 
@@ -41,6 +42,7 @@ class MemoryJournal:
         if len(self.kept) in self.kill_before:
             self.kill_before.remove(len(self.kept))
             raise Killed
+        assert len(self.kept) < EVENTS_MAX, "events beget events"
         self.kept.append(event)
         self.records.extend(records)
         if len(self.kept) - 1 in self.kill_after:
