@@ -60,8 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_told(error, 2))
     except OrchestratorError as error:
         sys.exit(_told(error, 1))
-    except KeyboardInterrupt:
-        sys.exit(_told("stopped watching; the job goes on (`orc queue`)", 130))
 
 
 # ------------------------------------------------------------------------------------------------------- the service
@@ -275,6 +273,14 @@ def _client(home: Path) -> Client:
     return Client(home.expanduser())
 
 
+def _is_up(home: Path) -> bool:
+    if not (home / "service.json").exists():
+        return False
+    from orchestrator.service.client import is_up
+
+    return is_up(home)
+
+
 def _cluster_of(home: Path) -> dict[str, Any]:
     client = _client(home)
     try:
@@ -284,13 +290,14 @@ def _cluster_of(home: Path) -> dict[str, Any]:
 
 
 def _hardware(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
-    """The given cluster with all memory free, else the live one with what it has learned, else the embedded one."""
+    """The given cluster with all memory free, else the live one with what it has learned, else the one of `orc up`."""
     from orchestrator.service.intake import read_cluster
     from orchestrator.specs.cluster import idle_nodes
 
     home = home.expanduser()
-    if cluster is not None or not (home / "service.json").exists():
-        return idle_nodes(read_cluster(cluster)), ()
+    if cluster is not None or not _is_up(home):
+        kept = home / "cluster.yaml"
+        return idle_nodes(read_cluster(cluster or (kept if kept.exists() else None))), ()
     from orchestrator.service.views import node_from_view
     from orchestrator.specs.state import Observation
 
@@ -308,7 +315,10 @@ def _run(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> None:
     client = _client(home)
     asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
     job_id = client.submit(spec.model_dump(mode="json"), asked)
-    job = follow(client, job_id, _console(to_stderr=as_json))
+    try:
+        job = follow(client, job_id, _console(to_stderr=as_json))
+    except KeyboardInterrupt:
+        raise typer.Exit(_told(f"{job_id} goes on; `orc show {job_id}` tells how it stands", 130)) from None
     _answer(dict(job), as_json, attempts_table([job]))
     excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
     if job["status"] == "failed" and excerpt and not as_json:

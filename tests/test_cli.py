@@ -169,7 +169,7 @@ def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(desk: Desk
     desk.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
     answer = desk.ask("plan", "wide.yaml")
     assert answer.code == 0, answer
-    for words in ("→", "memory ends here: 512.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
+    for words in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
         assert words in answer.out, answer.out
 
 
@@ -180,7 +180,7 @@ def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(de
     assert faster
     assert all(one["rejected"] and one["needed_bytes"] > one["capacity_bytes"] for one in faster)
     assert chosen["rejected"] is None
-    assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 512 * 2**20
+    assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 256 * 2**20
 
 
 def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(desk: Desk) -> None:
@@ -275,6 +275,12 @@ def test_a_second_up_finds_the_first(live: Desk) -> None:
     answer = live.orc("up", "--json")
     assert (answer.code, answer.data["started"]) == (0, False)
     assert [len(node["free_bytes"]) for node in answer.data["nodes"]] == [2]
+
+
+def test_up_with_another_cluster_is_refused_while_one_is_up(live: Desk) -> None:
+    answer = live.orc("up", "--cluster", "h100.yaml")
+    assert answer.code == 1
+    assert "`orc down` first" in answer.err
 
 
 def test_nothing_is_stored_where_one_of_two_files_is_bad(live: Desk) -> None:

@@ -94,8 +94,8 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
 
 def _ray_address(home: Path, cluster: ClusterSpec) -> str:
     """The Ray that `orc up --ray` named, else the embedded one, started where it does not run."""
-    named = _if_there(home / "ray_address")
-    return named.read_text().strip() if named else ray_cluster.start(home, cluster)
+    kept = _if_there(home / "ray_address")
+    return (kept.read_text() if kept else "") or ray_cluster.start(home, cluster)
 
 
 def _if_there(path: Path) -> Path | None:

@@ -28,7 +28,7 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
             for line in _lines(job):
                 if line not in said:
                     said.append(line)
-                    console.print(line, highlight=False, markup=False)
+                    console.print(line, highlight=False, markup=False, soft_wrap=True)
             progress = progress_line(job["progress"])
             said_at_s = _show_progress(job, progress, status, console, said_at_s)
     return job
@@ -103,6 +103,6 @@ def _show_progress(job: JobView, progress: str, status: Status, console: Console
     if console.is_terminal:
         status.update(Text(f"{job['id']} {job['status']} {progress}"))
     elif progress and time.monotonic() - said_at_s > PLAIN_EVERY_S:
-        console.print(f"{job['id']}: {progress}", highlight=False, markup=False)
+        console.print(f"{job['id']}: {progress}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()
     return said_at_s

@@ -79,25 +79,23 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
 
     `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices.
     """
-    forecasts = [_forecast_on(spec, group, observations) for group in _equal_nodes(nodes)]
-    if not forecasts:
-        raise SpecError("the cluster has no live node", source=spec.name, hint="`orc doctor` says what is missing")
-    possible = [one for one in forecasts if one["devices"] >= spec.gpus.min]
-    if not possible:
-        most = max(one["devices"] for one in forecasts)
+    groups = _equal_nodes(nodes)
+    large_enough = [group for group in groups if _devices(group) >= spec.gpus.min]
+    if not large_enough:
         raise SpecError(
             "the job wants more devices of one kind than there are",
             source=spec.name,
             path="gpus.min",
             got=spec.gpus.min,
-            allowed=f"at most {most}",
+            allowed=f"at most {max(_devices(group) for group in groups)}",
         )
-    return next((one for one in possible if one["chosen"] is not None), possible[0])
+    first, *others = (_forecast_on(spec, group, observations) for group in large_enough)
+    return next((one for one in (first, *others) if one["chosen"] is not None), first)
 
 
 def _forecast_on(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation]) -> Forecast:
     hardware = _hardware(nodes)
-    free_bytes = sorted((free for node in nodes for free in node.free_bytes), reverse=True)
+    free_bytes = _free_bytes(nodes)
     candidates = frontier(spec, hardware).candidates
     views = [_view(spec, candidate, hardware.device.name, free_bytes, observations) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
@@ -149,12 +147,23 @@ def _correction(spec: JobSpec, plan: Plan, device: str, observations: Sequence[O
 
 
 def _equal_nodes(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Nodes of one kind together, the kind with the fastest devices first."""
+    """Nodes of one kind together, the kind with the fastest devices first. Raises SpecError where there is none."""
     kinds: dict[tuple[float, int, str], list[Node]] = {}
     for node in nodes:
         key = (-node.device.bf16_tflops, -node.devices, node.device.model_dump_json())
         kinds.setdefault(key, []).append(node)
+    if not kinds:
+        raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
     return [kinds[key] for key in sorted(kinds)]
+
+
+def _devices(nodes: Iterable[Node]) -> int:
+    return sum(node.devices for node in nodes)
+
+
+def _free_bytes(nodes: Iterable[Node]) -> list[int]:
+    """Of every device, largest first."""
+    return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
 # ---------------------------------------------------------------------------------------------------- one given plan
@@ -169,18 +178,16 @@ def forecast_of(
     """
     plan = given_plan(spec, given)
     groups = _equal_nodes(nodes)
-    if not groups:
-        raise SpecError("the cluster has no live node", source=spec.name, hint="`orc doctor` says what is missing")
-    group = next((one for one in groups if sum(node.devices for node in one) >= plan.world_size), groups[0])
-    free_bytes = sorted((free for node in group for free in node.free_bytes), reverse=True)
-    if plan.world_size > len(free_bytes):
+    group = next((one for one in groups if _devices(one) >= plan.world_size), groups[0])
+    if plan.world_size > _devices(group):
         raise SpecError(
             "the plan wants more devices of one kind than there are",
             source="--set",
             path="dp",
             got=plan.world_size,
-            allowed=f"at most {len(free_bytes)}",
+            allowed=f"at most {_devices(group)}",
         )
+    free_bytes = _free_bytes(group)
     hardware = _hardware(group)
     profile = profile_for(spec, hardware, plan)
     candidate = Candidate(

@@ -13,20 +13,20 @@ from orchestrator.specs.parse import Override, parse_cluster, parse_job, togethe
 
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
+network_bandwidth: 1GB/s
 nodes:
-  - name: local
+  - name: virtual
     devices: 2
-    device:
-      name: virtual
-      kind: virtual
-      memory: 512MiB
-      bf16_tflops: 0.05
-      fp32_tflops: 0.05
-      memory_bandwidth: 10GB/s
-      link_bandwidth: 1GB/s
-      host_bandwidth: 5GB/s
     host_memory: 4GiB
-"""  # CPU ranks with an enforced memory cap: what `orc up` runs on when it is told nothing
+    device:
+      name: virtual-256MiB
+      kind: virtual
+      memory: 256MiB
+      bf16_tflops: 0.02
+      fp32_tflops: 0.05
+      memory_bandwidth: 8GB/s
+      link_bandwidth: 1GB/s
+"""  # clusters/two-virtual-devices.yaml, which an installed package does not have
 
 
 def read_job(path: Path, overrides: Sequence[Override] = ()) -> JobSpec:

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,16 +25,20 @@ TAIL_LINES = 15
 def start(home: Path, cluster: Path | None, ray_address: str | None) -> bool:
     """Bring the service up and wait until it answers; False where it was up already. Raises ServiceError.
 
-    `cluster` and `ray_address` are kept in the home folder, so that a restart finds the same world.
+    `cluster` and `ray_address` are kept in the home folder, so that a restart that names neither finds the same world.
     """
     prepare(home)
     with _only_one(home):
-        if is_up(home):
+        wanted = {} if ray_address is None else {"ray_address": ray_address}
+        if cluster is not None:  # the whole world is said anew: without an address it is the embedded Ray's
+            wanted = {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+        up = is_up(home)
+        if up or (home / "ray.json").exists():
+            _refuse_another_world(home, wanted)
+        if up:
             return False
-        if cluster is not None:
-            (home / "cluster.yaml").write_text(cluster.read_text(encoding="utf-8"))
-        if ray_address is not None:
-            (home / "ray_address").write_text(ray_address)
+        for name, text in wanted.items():
+            (home / name).write_text(text)
         (home / "service.json").unlink(missing_ok=True)
         _await_answer(home, _spawn(home))
     return True
@@ -108,6 +112,14 @@ def write_service_file(home: Path, port: int) -> None:
     temporary = home / f"service.json.{os.getpid()}"
     temporary.write_text(json.dumps({"pid": os.getpid(), "port": port}))
     temporary.replace(home / "service.json")
+
+
+def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:
+    """What runs was started for one cluster; another one would be believed and not be there."""
+    for name, text in wanted.items():
+        path = home / name
+        if (path.read_text(encoding="utf-8") if path.exists() else "") != text:
+            raise ServiceError(f"what runs in {home} was started with another {name}: say `orc down` first")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, TypedDict
 
 from orchestrator.memory.calibration import corrected_bytes
@@ -32,7 +33,7 @@ class ProgressView(TypedDict):
     step_s: float | None
     peak_bytes: int
     phase: str
-    loss: float | None
+    loss: float | None  # None also where it is not a finite number: JSON has none
     at_s: float
 
 
@@ -246,6 +247,6 @@ def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
         step_s=max(steps, default=None),
         peak_bytes=max(beat.peak_bytes for beat in beats),
         phase=behind.phase,
-        loss=next((beat.loss for beat in beats if beat.loss is not None), None),
+        loss=next((beat.loss for beat in beats if beat.loss is not None and isfinite(beat.loss)), None),
         at_s=max(beat.at_s for beat in beats),
     )

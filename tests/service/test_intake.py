@@ -87,6 +87,5 @@ def test_a_setting_is_key_equals_value_once(settings: list[str]) -> None:
         read_overrides(settings)
 
 
-def test_the_embedded_cluster_has_two_virtual_devices() -> None:
-    cluster = read_cluster(None)
-    assert [(node.devices, node.device.kind) for node in cluster.nodes] == [(2, "virtual")]
+def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
+    assert read_cluster(None) == read_cluster(Path(__file__).parents[2] / "clusters" / "two-virtual-devices.yaml")
