@@ -8,14 +8,17 @@ There are no param_groups: hyperparameters come from the job, not from the check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from orchestrator.training.adam import MOMENTS
@@ -44,12 +47,14 @@ def save(folder: Path, state: State, cursor: Cursor) -> None:
     """Write the state to `folder`; every rank calls it. Nothing is gathered: each rank writes what it holds."""
     tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
-    state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner())
+    with _own_out_of_memory():
+        state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner())
 
 
 def load(folder: Path, state: State) -> None:
     """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it."""
-    state_dict_loader.load(dict(state), storage_reader=FileSystemReader(folder), planner=FragmentLoadPlanner())
+    with _own_out_of_memory():
+        state_dict_loader.load(dict(state), storage_reader=FileSystemReader(folder), planner=FragmentLoadPlanner())
 
 
 def opened(folder: Path) -> Saved:
@@ -75,3 +80,15 @@ def adam_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         if parameter.requires_grad
         for moment in MOMENTS
     }
+
+
+@contextlib.contextmanager
+def _own_out_of_memory() -> Iterator[None]:
+    """Raise this rank's out-of-memory error as itself: torch wraps whatever fails on any rank."""
+    try:
+        yield
+    except CheckpointException as failure:
+        own = failure.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if own and isinstance(own[0], torch.OutOfMemoryError):
+            raise own[0] from failure
+        raise

@@ -52,4 +52,5 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
         from orchestrator.training.deepspeed_engine import DeepSpeedEngine
 
         return DeepSpeedEngine(recipe, run.plan, run.training, device, resume_from)
+    assert run.plan.engine is plans.Engine.TORCH, f"{run.plan.engine} is not one of our engines"
     return TorchEngine(recipe, run.plan, run.training, device, resume_from)

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -50,14 +49,13 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     recipe = build_recipe(run)
     engine = build_engine(run, recipe, ranks.device, saved)
     cursor = saved.cursor if saved else Cursor()
-    with AttemptFolder(run.attempt_folder).metrics.open("a") as metrics:
-        while cursor.step < run.training.max_steps:
-            cursor, stopping = _step(run, ranks, recipe, engine, cursor, stop, metrics)
-            done = cursor.step == run.training.max_steps
-            if stopping or done or cursor.step % run.training.checkpoint_every_steps == 0:
-                _checkpoint(run, ranks, checkpoints, engine, cursor)
-            if stopping and not done:
-                return False
+    while cursor.step < run.training.max_steps:
+        cursor, stopping = _step(run, ranks, recipe, engine, cursor, stop)
+        done = cursor.step == run.training.max_steps
+        if stopping or done or cursor.step % run.training.checkpoint_every_steps == 0:
+            _checkpoint(run, ranks, checkpoints, engine, cursor)
+        if stopping and not done:
+            return False
     return True
 
 
@@ -81,13 +79,7 @@ def _agree_on_newest(checkpoints: Path, ranks: Ranks) -> Path | None:
 
 
 def _step(
-    run: TrainingRun,
-    ranks: Ranks,
-    recipe: Recipe,
-    engine: Engine,
-    cursor: Cursor,
-    stop: list[int],
-    metrics: TextIO,
+    run: TrainingRun, ranks: Ranks, recipe: Recipe, engine: Engine, cursor: Cursor, stop: list[int]
 ) -> tuple[Cursor, bool]:
     """One optimizer step: where the training is after it, and whether any rank was asked to stop."""
     began_s = time.monotonic()
@@ -109,8 +101,8 @@ def _step(
             "tokens": tokens,
             "grad_norm": result.grad_norm,
         }
-        metrics.write(json.dumps(line) + "\n")
-        metrics.flush()
+        with AttemptFolder(run.attempt_folder).metrics.open("a") as metrics:
+            metrics.write(json.dumps(line) + "\n")
     progress.step_completed(cursor.step, loss)
     return cursor, stopping > 0
 

@@ -54,11 +54,10 @@ class TorchEngine:
             checkpoint.load(resume_from.path, self.state())
 
     def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        batches = list(micro_batches)
         scale = self._plan.layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for turn, batch in enumerate(batches):
-            with self._sync_on_last(is_last=turn == len(batches) - 1):
+        for turn, batch in enumerate(micro_batches, start=1):
+            with self._sync_on_last(is_last=turn == self._plan.gradient_accumulation_steps):
                 loss += self._forward_backward(batch, scale)
         norm = clip(self._trained(), self._clip_norm)
         self._optimizer.step()

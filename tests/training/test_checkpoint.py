@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -12,9 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.run import AttemptFolder
 from orchestrator.training import checkpoint, checkpoint_folder
 from orchestrator.training.checkpoint import Cursor
 from orchestrator.training.fragment import Fragment, rectangles
+from orchestrator.training.virtual_device import VirtualDevice
+from tests.training import gang
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -103,6 +108,28 @@ def test_an_attempt_is_stale_where_a_newer_one_exists(tmp_path: Path, newest: in
 def test_asking_for_checkpoints_imports_no_torch() -> None:
     code = "import sys, orchestrator.training.checkpoint_folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it loads without a process group
+def test_running_out_of_memory_while_loading_is_still_that_error(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", {"model.w": torch.ones(10_000)}, Cursor())
+    target = torch.zeros(10_000)
+    with pytest.raises(torch.OutOfMemoryError), VirtualDevice(1_000):
+        checkpoint.load(tmp_path / "a", {"model.w": target})
+
+
+def test_neither_saving_nor_resuming_needs_more_memory_than_training(tmp_path: Path) -> None:
+    plans = [
+        Plan(engine=engine, zero_stage=ZeroStage(stage), layout=ParallelLayout(dp=2), micro_batch_size=4)
+        for engine, stage in ((Engine.TORCH, 0), (Engine.TORCH, 3), *((Engine.DEEPSPEED, n) for n in range(4)))
+    ]
+    text = gang.ragged_text(tmp_path)
+    runs = [gang.training_run(tmp_path, f"job{n}", plan, text) for n, plan in enumerate(plans)]
+    paths = [str(AttemptFolder(run.attempt_folder).run) for run in runs]
+    assert gang.finish(gang.start_ranks(["-m", "tests.training.peaks", str(tmp_path), *paths], 2)) == [0, 0]
+    for rank in range(2):
+        for plan, found in zip(plans, json.loads((tmp_path / f"peaks-{rank}.json").read_text()), strict=True):
+            assert max(found["build"], found["save"], found["resume"]) <= found["train"], (rank, plan, found)
 
 
 def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:

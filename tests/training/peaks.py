@@ -1,0 +1,60 @@
+"""One rank that measures where each plan's memory peaks: `python -m tests.training.peaks FOLDER RUN_JSON...`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.specs.run import TrainingRun, training_run_from_json
+from orchestrator.training import checkpoint
+from orchestrator.training.checkpoint import Cursor, Saved
+from orchestrator.training.engine import build_engine, build_recipe
+from orchestrator.training.virtual_device import VirtualDevice
+from tests.training.gang import COLLECTIVE_TIMEOUT
+
+STEPS = 2
+UNLIMITED_BYTES = 2**40
+
+
+def main(folder: Path, runs: list[TrainingRun]) -> None:
+    dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    found = []
+    for number, run in enumerate(runs):
+        saved = Saved(path=folder / f"checkpoint-{number}", cursor=Cursor(step=STEPS))
+        found.append(_fresh(run, saved) | _resumed(run, saved))
+    (folder / f"peaks-{os.environ['RANK']}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _fresh(run: TrainingRun, saved: Saved) -> dict[str, int]:
+    gc.collect()
+    with VirtualDevice(UNLIMITED_BYTES) as device:
+        recipe = build_recipe(run)
+        engine = build_engine(run, recipe, torch.device("cpu"), None)
+        built = device.peak_bytes
+        device.reset_recent_peak()
+        micro_batch, accumulation = run.plan.micro_batch_size, run.plan.gradient_accumulation_steps
+        for _ in range(STEPS):
+            batches = (recipe.dataset.batch(range(micro_batch)) for _ in range(accumulation))
+            engine.step(batches, tokens=100)
+        trained = device.recent_peak_bytes
+        device.reset_recent_peak()
+        checkpoint.save(saved.path, engine.state(), saved.cursor)
+        return {"build": built, "train": trained, "save": device.recent_peak_bytes}
+
+
+def _resumed(run: TrainingRun, saved: Saved) -> dict[str, int]:
+    gc.collect()
+    with VirtualDevice(UNLIMITED_BYTES) as device:
+        build_engine(run, build_recipe(run), torch.device("cpu"), saved)
+        return {"resume": device.peak_bytes}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [training_run_from_json(json.loads(Path(path).read_text())) for path in sys.argv[2:]])
