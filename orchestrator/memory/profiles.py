@@ -37,14 +37,13 @@ def _script_length(spec: JobSpec) -> int | None:
 def _declared(
     declared: DeclaredProfile, family: str, precision: Precision, *, stretch: float, share: float
 ) -> ModelProfile:
-    """`layers` equal parts; what does not divide goes into the first."""
+    """`layers` equal parts, and one for what does not divide by them."""
     kept = declared.checkpointed_per_sample
     saved_bytes = round(declared.activations_per_sample * stretch * share)
-    checkpointed_bytes = saved_bytes if kept is None else round(kept * stretch * share)
-    flops = (declared.forward_flops_per_sample or 2.0 * declared.parameters) * stretch
+    checkpointed_bytes = min(saved_bytes, saved_bytes if kept is None else round(kept * stretch * share))
     layers = declared.layers
 
-    def part(name: str, count: int, parameters: int, saved: int, checkpointed: int) -> Segment:
+    def part(name: str, count: int, parameters: int, saved: int, checkpointed: int, flops: float) -> Segment:
         return Segment(
             name=name,
             count=count,
@@ -52,25 +51,24 @@ def _declared(
             saved_bytes=saved,
             checkpointed_bytes=min(saved, checkpointed),
             transient_bytes=0,
-            forward_flops=flops / layers,
+            forward_flops=flops,
             largest_parameter=parameters,
         )
 
-    first = part(
+    rest = part("rest", 1, declared.parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0)
+    layer = part(
         "layer",
-        1,
-        declared.parameters // layers + declared.parameters % layers,
-        saved_bytes // layers + saved_bytes % layers,
-        checkpointed_bytes // layers + checkpointed_bytes % layers,
-    )
-    others = part(
-        "layer", layers - 1, declared.parameters // layers, saved_bytes // layers, checkpointed_bytes // layers
+        layers,
+        declared.parameters // layers,
+        saved_bytes // layers,
+        checkpointed_bytes // layers,
+        (declared.forward_flops_per_sample or 2.0 * declared.parameters) * stretch / layers,
     )
     return ModelProfile(
         family=family,
         precision=precision,
         source="declared",
-        segments=(first, others) if layers > 1 else (first,),
+        segments=(rest, layer),
         workspace_bytes=declared.workspace,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
@@ -16,6 +16,10 @@ BANDWIDTH_EFFICIENCY = 0.80
 OVERLAP_COST = 0.2
 # Launches and Python per part of the model and micro-batch, forward and backward: about 100 kernels of 4 us.
 PART_OVERHEAD_S = 4e-4
+# Start of a collective: NCCL within a node (NVIDIA/nccl-tests doc/PERFORMANCE.md gives tens of us for small messages),
+# and gloo between two busy CPU ranks (FSDP2 and ZeRO-3 against DDP over a 4-layer decoder, 2 to 4 ms, 2026-11).
+COLLECTIVE_S = {DeviceKind.CUDA: 3e-5, DeviceKind.VIRTUAL: 2e-3}
+TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
 # DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). The
 # figure is a guess that keeps the simpler engine where the two would be about equally fast.
 DEEPSPEED_OVERHEAD = 1.05
@@ -85,7 +89,19 @@ def _communication_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> f
     bandwidth = hardware.device.link_bandwidth
     if plan.world_size > hardware.devices_per_node:
         bandwidth = min(bandwidth, hardware.network_bandwidth)
-    return moved * (dp - 1) / dp / (bandwidth * BANDWIDTH_EFFICIENCY)
+    start_s = COLLECTIVE_S[hardware.device.kind] * _collectives(profile, plan)
+    return start_s + moved * (dp - 1) / dp / (bandwidth * BANDWIDTH_EFFICIENCY)
+
+
+def _collectives(profile: ModelProfile, plan: Plan) -> int:
+    """How many collectives a step starts: per unit and micro-batch three where parameters are cut."""
+    if plan.zero_stage is ZeroStage.NONE:
+        return 1
+    if plan.zero_stage is not ZeroStage.PARAMETERS:
+        return 1 + (plan.gradient_accumulation_steps if plan.zero_stage is ZeroStage.GRADIENTS else 1)
+    units = sum(segment.count for segment in profile.segments if segment.count > 1) + 1
+    each = 1 if plan.engine is Engine.TORCH else TENSORS_PER_PART
+    return 3 * units * each * plan.gradient_accumulation_steps
 
 
 def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
