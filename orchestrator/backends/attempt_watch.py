@@ -150,8 +150,11 @@ class AttemptWatch:
             if isinstance(placed, Ending):
                 return placed
             launchers = placed
-        if len(launchers) == len(self._attempt.placement):
-            self._start(launchers)
+        if len(launchers) == len(self._attempt.placement) and self._stop_grace_s is None:
+            if any(_is_idle(launcher) for launcher in launchers.values()):
+                self._start(launchers)
+            if self._attempt.status is AttemptStatus.LAUNCHING:
+                self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         return launchers
 
     def _place(self) -> gang.Launchers | Ending:
@@ -172,8 +175,6 @@ class AttemptWatch:
 
     def _start(self, launchers: gang.Launchers) -> None:
         """Start every rank. Launchers that have started theirs change nothing, so it can be said again."""
-        if self._stop_grace_s is not None:
-            return
         request = self._request(launchers)
         secrets = {name: os.environ[name] for name in request.secrets}
         for path, text in request.files:
@@ -188,8 +189,6 @@ class AttemptWatch:
         for status in ray.get(answers, timeout=CALL_TIMEOUT_S):
             if status["error"] and not status["pids"]:
                 raise OSError(status["error"])
-        if self._attempt.status is AttemptStatus.LAUNCHING:
-            self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
 
     def _request(self, launchers: gang.Launchers) -> LaunchRequest:
         missing = [name for name in self._job.spec.secrets if name not in os.environ]
@@ -304,6 +303,14 @@ class AttemptWatch:
     def _check_closing(self) -> None:
         if self._world.closing.is_set():
             raise Closed
+
+
+def _is_idle(launcher: Any) -> bool:
+    """Whether it was never told to start; one that is gone is not (its node counts as lost a moment later)."""
+    try:
+        return bool(ray.get(launcher.status.remote(), timeout=CALL_TIMEOUT_S)["state"] == "idle")
+    except RayError:
+        return False
 
 
 class Progress:

@@ -111,12 +111,8 @@ def attempt_files(
         )
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
     if job.spec.knobs.deepspeed_config is not None:
-        files.append(
-            (
-                str(_deepspeed_path(paths)),
-                json.dumps(deepspeed_config(attempt.plan, clip_norm=job.spec.training.clip_norm)),
-            )
-        )
+        config = deepspeed_config(attempt.plan, clip_norm=job.spec.training.clip_norm, virtual=bool(virtual))
+        files.append((str(_deepspeed_path(paths)), json.dumps(config)))
     return tuple(files)
 
 

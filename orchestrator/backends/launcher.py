@@ -25,7 +25,7 @@ from orchestrator.specs.run import AttemptFolder
 POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
 GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
-GRACE_AFTER_ERROR_S = 5.0  # its exception is reported: it should end by itself, but may wait for its peers
+GRACE_AFTER_ERROR_S = 15.0  # its exception is reported: it should end by itself, but may wait for its peers
 FENCE_EVERY_S = 0.5
 PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1

@@ -93,6 +93,18 @@ def test_a_failing_rank_ends_ranks_on_other_nodes(reader: Reader) -> None:
     assert evidence.first_ended_rank == 3
 
 
+def test_a_guarded_script_leaves_its_own_account(reader: Reader, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("raise KeyError('no such column')\n")
+    launch = launch_of("guarded", script().model_copy(update={"command": ("python", str(program))}))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert [(report.rank, report.type) for report in evidence.errors] == [(0, "KeyError")]
+    assert [beat.rank for beat in evidence.heartbeats] == [0]
+    assert [end.exit_code for end in evidence.ranks] == [1]
+    assert "no such column" in evidence.ranks[0].log_tail
+
+
 def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedded: Embedded) -> None:
     launch = launch_of("launcherless", script("wait", "daemon", "wait", "wait"), BOTH)
     reader.backend.launch(launch)
@@ -228,7 +240,7 @@ from orchestrator.backends.ray_backend import RayBackend
 from tests.backends.ray_jobs import BOTH, CLUSTER, Reader, launch_of, script
 home, address, job_id, *behaviours = sys.argv[1:]
 reader = Reader(RayBackend(Path(home), CLUSTER, address))
-launch = launch_of(job_id, script(*behaviours), BOTH)
+launch = launch_of(job_id, script(*behaviours, secrets=("TEST_SECRET",)), BOTH)
 reader.backend.launch(launch)
 reader.started(launch)
 print("started", flush=True)
@@ -239,11 +251,12 @@ time.sleep(300)
 def started_by_a_killed_service(embedded: Embedded, job_id: str, *behaviours: str) -> Launch:
     """An attempt whose service was killed by signal 9 right after it had started."""
     arguments = [sys.executable, "-c", SERVICE, str(embedded.home), embedded.address, job_id, *behaviours]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as service:
+    env, folder = {**os.environ, "TEST_SECRET": "not known to the next service"}, Path(__file__).parents[2]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=folder, env=env) as service:
         assert service.stdout is not None
         assert service.stdout.readline() == "started\n"
         service.kill()
-    return launch_of(job_id, script(*behaviours), BOTH)
+    return launch_of(job_id, script(*behaviours, secrets=("TEST_SECRET",)), BOTH)
 
 
 def test_training_outlives_the_service_and_is_taken_up_again(
