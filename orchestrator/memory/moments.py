@@ -85,7 +85,8 @@ def _backward(
             backward=True,
         )
 
-    peak = passage("backward", saved + micro * segment.transient_bytes, 0 if is_loss else largest)
+    summed = FP32_BYTES * segment.summed_gradients
+    peak = passage("backward", saved + micro * segment.transient_bytes + summed, 0 if is_loss else largest)
     end = passage("end of backward", micro * min(segment.checkpointed_bytes, segment.saved_bytes), segment.parameters)
     if is_loss:
         return [peak, passage("gradient", saved, largest), end]

@@ -94,15 +94,17 @@ def _decoder(spec: DecoderSpec, family: str, precision: Precision, sequence_leng
     else:
         saved = 24 * h + 8 * q + 8 * kv + 4 * n + 8 + 16 * f
         recomputed, head_saved = 8 * f, 8 * h + 4 + 4 * v
+    tied = spec.tie_word_embeddings
     embedding = Segment(
         name="embedding",
         count=1,
-        parameters=v * h,
+        parameters=0 if tied else v * h,
         saved_bytes=s * (4 * h + 16),
         checkpointed_bytes=s * (4 * h + 16),
         transient_bytes=s * 4 * h,
         forward_flops=0.0,
         largest_parameter=v * h,
+        summed_gradients=3 * v * h if tied else 0,  # of head and embedding, and their sum
     )
     layer = Segment(
         name="layer",
@@ -118,7 +120,7 @@ def _decoder(spec: DecoderSpec, family: str, precision: Precision, sequence_leng
     head = Segment(
         name="head",
         count=1,
-        parameters=h + (0 if spec.tie_word_embeddings else v * h),
+        parameters=h + v * h,  # a shared weight has its gradient from here on
         saved_bytes=s * head_saved,
         checkpointed_bytes=s * head_saved,
         transient_bytes=s * max(8 * v, 12 * h - 4 * v),

@@ -20,6 +20,7 @@ class Segment:
     forward_flops: float  # per sample
     cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
     largest_parameter: int = 0  # elements of its largest tensor
+    summed_gradients: int = 0  # elements of a shared weight's gradients that meet in its backward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

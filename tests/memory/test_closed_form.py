@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.timeout(600)  # 40 s of launches on two idle cores, sev
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """One launch per engine, and one of a lone rank."""
+    """One launch per engine, and one of a lone rank whose embedding and head share a weight."""
     folder = tmp_path_factory.mktemp("peaks")
     found = [row for kind in STAGES for row in rows(DEEP, plans(kind, (2, 8), Precision.FP32), folder / kind)]
-    lone = plans(Engine.TORCH, (4,), Precision.FP32, ranks=1)
-    return found + rows(WIDE, [plan for plan in lone if not plan.zero_stage], folder / "lone")
+    lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]
+    return found + rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone, folder / "lone")
 
 
 def _mean_error(found: Sequence[Row]) -> float:
