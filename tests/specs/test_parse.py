@@ -112,7 +112,7 @@ def test_every_problem_of_a_file_is_said_at_once() -> None:
 
 
 def test_a_small_file_cannot_become_a_large_one() -> None:
-    rows = [f"k{i}: &k{i} [{', '.join([f'*k{i - 1}' if i else 'x'] * 9)}]" for i in range(9)]
+    rows = [f"k{i}: &k{i} [{', '.join([f'*k{i - 1}' if i else 'x'] * 9)}]" for i in range(6)]  # 600,000 values
     with pytest.raises(SpecError, match="too large"):
         read_document("\n".join(rows), "job.yaml")
 
