@@ -2,13 +2,12 @@
 
 Some of the calls are private to DeepSpeed 0.19; each is marked, and each stage has a test.
 
-What decides memory, for the model of it (P parameters, dp ranks; w = 4 bytes in fp32, 2 in bf16):
-- Start: every rank holds the whole module, 4P, until DeepSpeed has taken it over; stage 3 makes and cuts a layer at
-  a time. Adam's moments (8P/dp; stage 0:
-  8P) are allocated before the first step. Masters are fp32 (4P/dp, stages 1 to 3) also where the arithmetic is fp32.
+What decides memory, in bytes, for the model of it (P parameters, dp ranks):
+- Start: every rank makes the whole module, 4P; stage 3 makes and cuts a layer at a time. Adam's moments (8P/dp; stage
+  0: 8P) are allocated before the first step. Stages 1 to 3 have fp32 masters (4P/dp) beside the weights, in fp32 too.
 - Buckets: see Buckets. Stage 0 all-reduces one flat copy of all gradients, 4P.
 - Optimizer on CPU: one flat tensor at a time, two temporaries of its size. On CUDA: fused, none.
-- A checkpoint is written and read in place, fragment by fragment; only a resume holds nothing more than a start does.
+- A checkpoint is written and read in place, piece by piece. In bf16 a start makes the exact weights again, one by one.
 """
 
 from __future__ import annotations
