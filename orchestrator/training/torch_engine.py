@@ -1,7 +1,7 @@
 """The torch engine: one device mesh; plain, DDP (zero_stage 0) or FSDP2 (zero_stage 3).
 
 What decides memory, in bytes, for the model of it (P parameters, dp ranks):
-- Start: plain and DDP hold 4P of weights; FSDP2 materialises and shards one layer at a time, 4P/dp and one layer (or the rest) in full.
+- Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
   Adam's moments (8P, or 8P/dp) are allocated before the first step, so the first step has the later steps' peak.
 - Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, which are the
   gradients, for ever (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
