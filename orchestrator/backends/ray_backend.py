@@ -21,7 +21,7 @@ from orchestrator.backends import ray_cluster
 from orchestrator.backends.attempt_watch import AttemptWatch, World
 from orchestrator.backends.nodes import NodeWatch
 from orchestrator.specs.attempt import Attempt, attempt_name
-from orchestrator.specs.cluster import ClusterSpec, Node
+from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.state import Event, Job, Launch, NodesSeen, Stop
 
 REFRESH_EVERY_S = 1.0
@@ -47,6 +47,7 @@ class RayBackend:
             closing=threading.Event(),
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
+        self._declared = idle_nodes(cluster)
         self._told: tuple[Node, ...] | None = None
         self._refresh()
         self._refresher = threading.Thread(target=self._keep_refreshing, name="nodes", daemon=True)
@@ -107,4 +108,4 @@ class RayBackend:
         nodes = self._world.nodes.refresh()
         if nodes != self._told:
             self._told = nodes
-            self._events.put(NodesSeen(nodes=nodes, at_s=self._world.clock()))
+            self._events.put(NodesSeen(nodes=nodes, declared=self._declared, at_s=self._world.clock()))

@@ -39,6 +39,8 @@ RAY_ENV = {
     "RAY_health_check_failure_threshold": "3",
     # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel names the right one.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything else.
+    "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 

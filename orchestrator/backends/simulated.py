@@ -249,7 +249,7 @@ class SimulatedBackend:
         nodes = self._live_nodes()
         if nodes != self._told_nodes:
             self._told_nodes = nodes
-            self._outbox.append(NodesSeen(nodes=nodes, at_s=self._now_s))
+            self._outbox.append(NodesSeen(nodes=nodes, declared=self._nodes, at_s=self._now_s))
 
     def _live_nodes(self) -> tuple[Node, ...]:
         """Every node that is up, with what a newcomer could take of each device now."""

@@ -1,4 +1,9 @@
-"""What reality has said about our predictions, as one factor per (device, engine, family)."""
+"""What reality has said about our predictions, as one factor on the activations of a (device, family).
+
+Parameters, gradients, optimizer states and buffers follow from counting; what a model keeps for its backward pass
+follows from its code, and is the same under every engine. So a measurement corrects the activations alone: a plan that
+shards better is then rightly seen to save little where activations are the trouble.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +14,38 @@ from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Observation
 
 
-def correction(observations: Iterable[Observation], *, device: str, engine: str, family: str) -> float:
-    """The largest measured / predicted of all matching observations, and never less than 1.
+def observed_correction(estimate: MemoryEstimate, measured_bytes: int) -> float:
+    """The least factor on the activations under which some moment of the estimate reaches `measured_bytes`.
+
+    At least 1: a plan that needed less than predicted says nothing about the plans that are still to come, and a wrong
+    "fits" costs an attempt where a wrong "too big" costs speed.
+    """
+    factors = (
+        (measured_bytes - moment.counted_bytes) / moment.activation_bytes
+        for moment in estimate.moments
+        if moment.activation_bytes > 0
+    )
+    return max(1.0, min(factors, default=1.0))
+
+
+def correction(observations: Iterable[Observation], *, device: str, family: str) -> float:
+    """The largest factor of all matching observations, and never less than 1.
 
     The largest, because one refuted plan must stay refuted: with a mean, kinder observations could talk its corrected
-    peak back under the capacity that it burst. At least 1, because a plan that needed less than predicted says nothing
-    about the plans that are still to come, and a wrong "fits" costs an attempt where a wrong "too big" costs speed.
+    peak back under the capacity that it burst.
     """
-    ratios = (
-        observation.measured_bytes / observation.predicted_bytes
-        for observation in observations
-        if (observation.device, observation.engine, observation.family) == (device, engine, family)
-        and observation.predicted_bytes > 0
-    )
-    return max(1.0, max(ratios, default=1.0))
+    matching = (seen.correction for seen in observations if (seen.device, seen.family) == (device, family))
+    return max(1.0, max(matching, default=1.0))
 
 
 def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
-    """Device bytes of the estimate times the correction, rounded up; never below the estimate itself."""
-    return math.ceil(estimate.device_bytes * max(1.0, correction))
+    """Device bytes of the estimate with its activations times `correction`; never below the estimate itself.
+
+    The allocator's overhead grows with what it holds; context and communicators stay.
+    """
+    if correction <= 1.0 or not estimate.moments:
+        return estimate.device_bytes
+    allocated = max(moment.counted_bytes + correction * moment.activation_bytes for moment in estimate.moments)
+    growth = max(0.0, allocated - estimate.allocated_bytes)
+    overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
+    return estimate.device_bytes + math.ceil(growth * max(1.0, overhead))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.memory.moments import ADAM_BYTES, FP32_BYTES, Causes, Moment, Passage, passages
+from orchestrator.memory.moments import ACTIVATIONS, ADAM_BYTES, FP32_BYTES, Causes, Moment, Passage, passages
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
@@ -46,7 +46,7 @@ def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
     found: list[Moment] = [
         (
             passage.name,
-            (*fixed, *_transients(profile, plan, buckets, passage), ("activations", passage.activation_bytes)),
+            (*fixed, *_transients(profile, plan, buckets, passage), (ACTIVATIONS, passage.activation_bytes)),
         )
         for passage in passages(profile, plan, casts=False)
     ]

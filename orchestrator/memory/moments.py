@@ -10,6 +10,7 @@ from orchestrator.specs.profile import ModelProfile, Segment
 Causes = tuple[tuple[str, int], ...]
 Moment = tuple[str, Causes]  # its name, and the bytes of every cause that is live then
 
+ACTIVATIONS = "activations"  # the cause whose bytes the profile says; all others follow from counting
 FP32_BYTES = 4
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import ADAM_BYTES, FP32_BYTES, Moment, Passage, passages
+from orchestrator.memory.moments import ACTIVATIONS, ADAM_BYTES, FP32_BYTES, Moment, Passage, passages
 from orchestrator.specs.plan import Offload, Plan, Precision
 from orchestrator.specs.profile import ModelProfile
 
@@ -32,7 +32,7 @@ def ddp_moments(profile: ModelProfile, plan: Plan, *, bucket_views: bool, foreac
         return FP32_BYTES * (passage.done + passage.own)
 
     found: list[Moment] = [
-        (passage.name, (*fixed, ("gradients", gradients(passage)), ("activations", passage.activation_bytes)))
+        (passage.name, (*fixed, ("gradients", gradients(passage)), (ACTIVATIONS, passage.activation_bytes)))
         for passage in passages(profile, plan, casts=True)
     ]
     own = 0 if buckets and bucket_views else FP32_BYTES * count
@@ -82,7 +82,7 @@ def fsdp2_moments(profile: ModelProfile, plan: Plan) -> list[Moment]:
                     ("gradients", device * FP32_BYTES * -(-reduced // dp)),
                     ("gathered parameters", compute * gathered),
                     ("whole gradients", compute * whole + FP32_BYTES * reducing),
-                    ("activations", passage.activation_bytes),
+                    (ACTIVATIONS, passage.activation_bytes),
                 ),
             )
         )

@@ -9,7 +9,7 @@ from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_
 from orchestrator.planning.search import frontier
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Degrade, GpuRange, JobSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Degradation, Engine, Offload, Plan, ZeroStage
+from orchestrator.specs.plan import Degradation, Plan, in_short
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
 
@@ -33,19 +33,6 @@ def nearest(frontier: Frontier, refuted: frozenset[Plan] = frozenset()) -> Candi
     return min(untried, key=lambda candidate: (candidate.degradation, candidate.estimate.device_bytes), default=None)
 
 
-def plan_words(plan: Plan) -> str:
-    """The plan in a few words: `torch dp=4 ZeRO-3 micro 2 x 8, recompute, bf16`."""
-    words = [plan.engine.value, f"dp={plan.layout.dp}"]
-    if plan.zero_stage is not ZeroStage.NONE:
-        words.append("FSDP2" if plan.engine is Engine.TORCH else f"ZeRO-{int(plan.zero_stage)}")
-    words.append(f"micro-batch {plan.micro_batch_size} x {plan.gradient_accumulation_steps}")
-    if plan.activation_checkpointing is ActivationCheckpointing.FULL:
-        words.append("recompute")
-    if plan.offload is not Offload.NONE:
-        words.append(f"offload {plan.offload}")
-    return " ".join((*words, plan.precision))
-
-
 def why_nothing_fits(
     spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float, refuted: frozenset[Plan] = frozenset()
 ) -> str:
@@ -54,7 +41,7 @@ def why_nothing_fits(
     assert closest is not None, "a frontier is never empty"
     lines = [
         f"no plan fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
-        f"closest: {plan_words(closest.plan)} needs {format_bytes(needed_bytes(closest, correction))} "
+        f"closest: {in_short(closest.plan)} needs {format_bytes(needed_bytes(closest, correction))} "
         f"at its worst moment ({closest.estimate.moment})",
         *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(closest.estimate)),
     ]
@@ -77,14 +64,14 @@ def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correc
         best = _first_fit(_with(spec, gpus=GpuRange(min=devices, max=devices)), larger, capacity_bytes, correction)
         if best is not None:
             needed = format_bytes(needed_bytes(best, correction))
-            yield f"{devices} devices instead of {spec.gpus.max} ({plan_words(best.plan)}): {needed} each"
+            yield f"{devices} devices instead of {spec.gpus.max} ({in_short(best.plan)}): {needed} each"
             return
 
 
 def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, correction: float) -> Iterator[str]:
     own = [c for c in frontier(spec, hardware).candidates if c.degradation is Degradation.EXACT]
     least = min(own, key=lambda candidate: needed_bytes(candidate, correction))
-    yield f"devices with at least {format_bytes(needed_bytes(least, correction))} free ({plan_words(least.plan)})"
+    yield f"devices with at least {format_bytes(needed_bytes(least, correction))} free ({in_short(least.plan)})"
 
 
 def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
@@ -93,7 +80,7 @@ def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, cor
     best = _first_fit(_with(spec, degrade=Degrade(allow="numeric")), hardware, capacity_bytes, correction)
     if best is not None and best.degradation is Degradation.NUMERIC:
         needed = format_bytes(needed_bytes(best, correction))
-        yield f"degrade.allow: numeric ({plan_words(best.plan)}): {needed} each"
+        yield f"degrade.allow: numeric ({in_short(best.plan)}): {needed} each"
 
 
 def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:

@@ -78,6 +78,12 @@ def fits(candidate: Candidate, capacity_bytes: int, correction: float) -> bool:
     return needed_bytes(candidate, correction) <= capacity_bytes
 
 
+def fits_as_measured(candidate: Candidate, capacity_bytes: int, peak_bytes: int) -> bool:
+    """Whether the candidate, whose allocated peak was measured, is within `capacity_bytes`: that needs no margin."""
+    estimate = candidate.estimate
+    return peak_bytes + estimate.device_bytes - estimate.allocated_bytes <= capacity_bytes
+
+
 def fitting(
     frontier: Frontier, capacity_bytes: int, correction: float, refuted: frozenset[Plan] = frozenset()
 ) -> Iterator[Candidate]:

@@ -12,7 +12,7 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, pareto
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job import JobSpec, Retries
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,
@@ -27,6 +27,8 @@ from orchestrator.specs.profile import ModelProfile, Segment
 
 __all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "plans", "profile_for"]
 
+# What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
+UNPLANNED = {"name": "job", "family": None, "priority": 0, "retries": Retries(), "env": (), "secrets": ()}
 ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
@@ -40,12 +42,16 @@ class _Variant:
     degradation: Degradation
 
 
-@lru_cache(maxsize=256)
 def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
-    """The plans of the job on this hardware that no other plan beats.
+    """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
+    return _frontier(spec.model_copy(update=UNPLANNED), hardware)
+
+
+@lru_cache(maxsize=512)
+def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     return pareto(_candidates(spec, hardware))
 
 

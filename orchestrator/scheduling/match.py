@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from math import inf
 
 from orchestrator.memory.calibration import correction
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, fits
-from orchestrator.planning.search import Hardware, frontier
+from orchestrator.planning.frontier import Candidate, fits, fits_as_measured
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.placement import Device, busy_devices, place
 from orchestrator.specs.attempt import FailureKind, Placement
 from orchestrator.specs.cluster import DeviceKind, Node
@@ -19,6 +19,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, State
+
+Fits = Callable[[Candidate, int], bool]  # whether a candidate fits so many free bytes of a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +42,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeverFits:
-    """No plan fits these devices even when they are empty."""
+    """No plan fits the cluster even when it is whole and empty."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Equal nodes: one frontier serves them all."""
-
-    hardware: Hardware
-    nodes: tuple[Node, ...]
 
 
 def choose(state: State, job: Job, reserved: frozenset[str]) -> Chosen | Wait | NeverFits:
@@ -58,48 +52,64 @@ def choose(state: State, job: Job, reserved: frozenset[str]) -> Chosen | Wait | 
 
     `reserved` names the nodes that jobs further ahead wait for.
     """
-    groups = _groups(state.nodes)
     waits: list[Wait] = []
-    too_large: list[str] = []
-    for group in groups:
-        outcome = _choose_in(state, job, group, reserved)
+    for group in groups_of(state.nodes):
+        fitting = _fitting(state, job, group)
+        if isinstance(fitting, NeverFits):
+            continue
+        outcome = _place_first(state, job, group, fitting, reserved)
         if isinstance(outcome, Chosen):
             return outcome
-        if isinstance(outcome, Wait):
-            waits.append(outcome)
-        else:
-            too_large.append(outcome.reason)
-    return waits[0] if waits else NeverFits(reason="\n".join(too_large))
+        waits.append(outcome)
+    return waits[0] if waits else _wait_for_absent_nodes(state, job)
 
 
-def _choose_in(state: State, job: Job, group: _Group, reserved: frozenset[str]) -> Chosen | Wait | NeverFits:
+def learned_correction(state: State, job: Job, device: str) -> float:
+    """Factor on the activations that reality has taught for this job's family on this kind of device."""
+    return correction(state.observations, device=device, family=job.spec.family_name)
+
+
+def _wait_for_absent_nodes(state: State, job: Job) -> Wait | NeverFits:
+    """Whether the cluster could hold the job if all of its nodes were there."""
+    reasons = []
+    for group in groups_of(state.declared or state.nodes):
+        fitting = _fitting(state, job, group)
+        if not isinstance(fitting, NeverFits):
+            return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
+        reasons.append(fitting.reason)
+    return NeverFits(reason="\n".join(reasons))
+
+
+def _fitting(state: State, job: Job, group: Group) -> list[Candidate] | NeverFits:
+    """The untried candidates that fit the group's devices when they are empty, or why there are none."""
     device = group.hardware.device
-    devices = group.hardware.devices_per_node * group.hardware.nodes
-    if job.spec.gpus.min > devices:
-        return Wait(reason=f"waits for {job.spec.gpus.min} devices of one kind: there are {devices} x {device.name}")
+    if job.spec.gpus.min > group.devices:
+        wanted = f"wants {job.spec.gpus.min} devices of one kind"
+        return NeverFits(reason=f"{wanted}: there are {group.devices} {device.name}")
     try:
-        candidates = tuple(_untried(job, group))
-    except SpecError as error:  # the global batch cannot be cut over what is alive
-        return Wait(reason=f"waits for other nodes: {error}") if job.attempts else NeverFits(reason=str(error))
-    fitting = [c for c in candidates if fits(c, device.memory, _correction(state, job, c.plan, device.name))]
-    if not fitting:
-        factor = max((_correction(state, job, c.plan, device.name) for c in candidates), default=1.0)
-        return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, factor, job.refuted))
-    return _place_first(state, job, group, fitting, reserved)
+        untried = list(_untried(job, group))
+    except SpecError as error:  # the global batch cannot be cut over so many devices
+        return NeverFits(reason=str(error))
+    holds = _judge(state, job, device.name)
+    fitting = [candidate for candidate in untried if holds(candidate, device.memory)]
+    if fitting:
+        return fitting
+    factor = learned_correction(state, job, device.name)
+    return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, factor, job.refuted))
 
 
 def _place_first(
-    state: State, job: Job, group: _Group, fitting: list[Candidate], reserved: frozenset[str]
+    state: State, job: Job, group: Group, fitting: list[Candidate], reserved: frozenset[str]
 ) -> Chosen | Wait:
     """The fastest candidate whose devices could hold it once our own attempts are gone, if they are free now."""
     device = group.hardware.device
     busy = busy_devices(state)
+    judge = _judge(state, job, device.name)
     for candidate in fitting:
-        factor = _correction(state, job, candidate.plan, device.name)
-        holds = partial(_holds, candidate, factor, busy)
+        holds = partial(_holds, candidate, judge, busy)
         if place(candidate.plan.world_size, group.nodes, holds) is None:
             continue  # others hold the memory: a cheaper plan may live with what is free
-        now = partial(_holds_now, candidate, factor, busy, reserved)
+        now = partial(_holds_now, candidate, judge, busy, reserved)
         placement = place(candidate.plan.world_size, group.nodes, now)
         if placement is not None:
             return Chosen(candidate=candidate, placement=placement, device=device.name)
@@ -110,19 +120,43 @@ def _place_first(
     return Wait(reason=f"waits for memory that other processes hold on {device.name}")
 
 
-def _holds(candidate: Candidate, factor: float, busy: frozenset[Device], node: Node, index: int) -> bool:
+def _holds(candidate: Candidate, judge: Fits, busy: frozenset[Device], node: Node, index: int) -> bool:
     ours = (node.name, index) in busy  # our own attempt leaves nothing behind when it ends
-    return fits(candidate, node.device.memory if ours else node.free_bytes[index], factor)
+    return judge(candidate, node.device.memory if ours else node.free_bytes[index])
 
 
 def _holds_now(
-    candidate: Candidate, factor: float, busy: frozenset[Device], reserved: frozenset[str], node: Node, index: int
+    candidate: Candidate, judge: Fits, busy: frozenset[Device], reserved: frozenset[str], node: Node, index: int
 ) -> bool:
     open_now = node.name not in reserved and (node.name, index) not in busy
-    return open_now and _holds(candidate, factor, busy, node, index)
+    return open_now and _holds(candidate, judge, busy, node, index)
 
 
-def _untried(job: Job, group: _Group) -> Iterable[Candidate]:
+def _judge(state: State, job: Job, device: str) -> Fits:
+    """By the prediction, corrected as the family's measurements say; a plan that this job ran by its measured peak."""
+    factor = learned_correction(state, job, device)
+    measured = _measured_peaks(job, device)
+
+    def judge(candidate: Candidate, free_bytes: int) -> bool:
+        peak_bytes = measured.get(candidate.plan)
+        if peak_bytes is not None:
+            return fits_as_measured(candidate, free_bytes, peak_bytes)
+        return fits(candidate, free_bytes, factor)
+
+    return judge
+
+
+def _measured_peaks(job: Job, device: str) -> dict[Plan, int]:
+    """Allocated peak of each plan that this job has run on this kind of device without running out of its memory."""
+    peaks: dict[Plan, int] = {}
+    for attempt in job.attempts:
+        trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
+        if trained and attempt.device == device and attempt.plan not in job.refuted:
+            peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
+    return peaks
+
+
+def _untried(job: Job, group: Group) -> Iterator[Candidate]:
     """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain."""
     device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, lambda estimate: estimate.device_bytes)
     host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
@@ -135,7 +169,7 @@ def _untried(job: Job, group: _Group) -> Iterable[Candidate]:
     )
 
 
-def _smallest_refuted(job: Job, group: _Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
+def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
     """The least predicted bytes that failed in this way on this kind of device; infinite where none did."""
     failed = (
         attempt.estimate
@@ -145,30 +179,7 @@ def _smallest_refuted(job: Job, group: _Group, kind: FailureKind, bytes_of: Call
     return min((bytes_of(estimate) for estimate in failed), default=inf)
 
 
-def _host_bytes(group: _Group, estimate: MemoryEstimate) -> int:
+def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
     """Host memory of one rank; a virtual device's memory is the host's."""
     virtual = group.hardware.device.kind is DeviceKind.VIRTUAL
     return estimate.host_bytes + (estimate.device_bytes if virtual else 0)
-
-
-def _correction(state: State, job: Job, plan: Plan, device: str) -> float:
-    return correction(state.observations, device=device, engine=plan.engine, family=job.spec.family_name)
-
-
-def _groups(nodes: Iterable[Node]) -> list[_Group]:
-    """Equal nodes together, the kind with the fastest devices first."""
-
-    def kind(node: Node) -> tuple[float, int, str]:
-        return (-node.device.bf16_tflops, -node.devices, node.device.model_dump_json())
-
-    groups = []
-    for _, members in groupby(sorted(nodes, key=kind), key=kind):
-        equal = tuple(members)
-        hardware = Hardware(
-            device=equal[0].device,
-            devices_per_node=equal[0].devices,
-            nodes=len(equal),
-            network_bandwidth=min(node.network_bandwidth for node in equal),
-        )
-        groups.append(_Group(hardware=hardware, nodes=equal))
-    return groups

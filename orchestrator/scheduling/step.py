@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from orchestrator.memory.calibration import correction
+from orchestrator.memory.calibration import observed_correction
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.classify import classify, needed_bytes
-from orchestrator.scheduling.match import Chosen, NeverFits, Wait, choose
+from orchestrator.scheduling.match import Chosen, NeverFits, Wait, choose, learned_correction
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
 from orchestrator.specs.plan import changes
 from orchestrator.specs.state import (
@@ -76,7 +76,7 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case CancelRequested():
             return _cancel_requested(state, event)
         case NodesSeen():
-            return replace(state, nodes=event.nodes), ()
+            return replace(state, nodes=event.nodes, declared=event.declared), ()
         case Started():
             return _started(state, event)
         case Finished():
@@ -180,10 +180,10 @@ def _observe(job: Job, attempt: Attempt, evidence: Evidence) -> tuple[Observatio
     return (
         Observation(
             device=attempt.device,
-            engine=attempt.plan.engine,
             family=job.spec.family_name,
             predicted_bytes=attempt.estimate.allocated_bytes,
             measured_bytes=max(measured),
+            correction=observed_correction(attempt.estimate, max(measured)),
         ),
     )
 
@@ -226,9 +226,6 @@ def _schedule(state: State) -> tuple[State, tuple[Action, ...]]:
 
 def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
     before = job.last
-    factor = correction(
-        state.observations, device=chosen.device, engine=chosen.candidate.plan.engine, family=job.spec.family_name
-    )
     attempt = Attempt(
         job_id=job.id,
         number=len(job.attempts) + 1,
@@ -236,7 +233,7 @@ def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
         placement=chosen.placement,
         device=chosen.device,
         estimate=chosen.candidate.estimate,
-        correction=factor,
+        correction=learned_correction(state, job, chosen.device),
         step_s=chosen.candidate.step_s,
         change=changes(before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",

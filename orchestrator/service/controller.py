@@ -100,12 +100,15 @@ class Controller:
         if wake_s is not None:
             wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
         for event in self._listen(wait_s):
-            if not (isinstance(event, NodesSeen) and event.nodes == self._state.nodes):
+            if not (isinstance(event, NodesSeen) and self._is_known(event)):
                 self._apply(event)
         wake_s, now_s = wake_at_s(self._state), self._clock()
         if wake_s is not None and wake_s <= now_s:
             self._apply(Woke(at_s=now_s))
         self._perform()
+
+    def _is_known(self, event: NodesSeen) -> bool:
+        return (event.nodes, event.declared) == (self._state.nodes, self._state.declared)
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
         try:

@@ -11,8 +11,9 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, needed_bytes, why_rejected
-from orchestrator.planning.search import Hardware, frontier, profile_for
-from orchestrator.service.views import EstimateView, estimate_view, plan_in_short
+from orchestrator.planning.search import frontier, profile_for
+from orchestrator.scheduling.groups import Group, groups_of
+from orchestrator.service.views import EstimateView, estimate_view
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job import JobSpec
@@ -26,6 +27,7 @@ from orchestrator.specs.plan import (
     Plan,
     Precision,
     ZeroStage,
+    in_short,
     settings,
 )
 from orchestrator.specs.state import Observation
@@ -79,27 +81,27 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
 
     `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices.
     """
-    groups = _equal_nodes(nodes)
-    large_enough = [group for group in groups if _devices(group) >= spec.gpus.min]
+    groups = _groups(nodes)
+    large_enough = [group for group in groups if group.devices >= spec.gpus.min]
     if not large_enough:
         raise SpecError(
             "the job wants more devices of one kind than there are",
             source=spec.name,
             path="gpus.min",
             got=spec.gpus.min,
-            allowed=f"at most {max(_devices(group) for group in groups)}",
+            allowed=f"at most {max(group.devices for group in groups)}",
         )
     first, *others = (_forecast_on(spec, group, observations) for group in large_enough)
     return next((one for one in (first, *others) if one["chosen"] is not None), first)
 
 
-def _forecast_on(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation]) -> Forecast:
-    hardware = _hardware(nodes)
-    free_bytes = _free_bytes(nodes)
+def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> Forecast:
+    hardware = group.hardware
+    free_bytes = _free_bytes(group.nodes)
     candidates = frontier(spec, hardware).candidates
     views = [_view(spec, candidate, hardware.device.name, free_bytes, observations) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
-    factor = max((_correction(spec, one.plan, hardware.device.name, observations) for one in candidates), default=1.0)
+    factor = correction(observations, device=hardware.device.name, family=spec.family_name)
     nothing = None
     if chosen is None:
         nothing = why_nothing_fits(spec, hardware, free_bytes[0], factor, frozenset())
@@ -115,23 +117,14 @@ def _forecast_on(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Ob
     )
 
 
-def _hardware(nodes: Sequence[Node]) -> Hardware:
-    return Hardware(
-        device=nodes[0].device,
-        devices_per_node=nodes[0].devices,
-        nodes=len(nodes),
-        network_bandwidth=min(node.network_bandwidth for node in nodes),
-    )
-
-
 def _view(
     spec: JobSpec, candidate: Candidate, device: str, free_bytes: Sequence[int], observations: Sequence[Observation]
 ) -> CandidateView:
     """`free_bytes` of all devices, largest first: a gang gets the emptiest, and the fullest of those is its limit."""
-    factor = _correction(spec, candidate.plan, device, observations)
+    factor = correction(observations, device=device, family=spec.family_name)
     capacity_bytes = free_bytes[candidate.plan.world_size - 1]
     return CandidateView(
-        plan=plan_in_short(candidate.plan),
+        plan=in_short(candidate.plan),
         settings=settings(candidate.plan),
         degradation=candidate.degradation.name.lower(),
         step_s=candidate.step_s,
@@ -142,23 +135,11 @@ def _view(
     )
 
 
-def _correction(spec: JobSpec, plan: Plan, device: str, observations: Sequence[Observation]) -> float:
-    return correction(observations, device=device, engine=plan.engine, family=spec.family_name)
-
-
-def _equal_nodes(nodes: Iterable[Node]) -> list[list[Node]]:
-    """Nodes of one kind together, the kind with the fastest devices first. Raises SpecError where there is none."""
-    kinds: dict[tuple[float, int, str], list[Node]] = {}
-    for node in nodes:
-        key = (-node.device.bf16_tflops, -node.devices, node.device.model_dump_json())
-        kinds.setdefault(key, []).append(node)
-    if not kinds:
+def _groups(nodes: Sequence[Node]) -> list[Group]:
+    """`groups_of(nodes)`. Raises SpecError where there is none."""
+    if not nodes:
         raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
-    return [kinds[key] for key in sorted(kinds)]
-
-
-def _devices(nodes: Iterable[Node]) -> int:
-    return sum(node.devices for node in nodes)
+    return groups_of(nodes)
 
 
 def _free_bytes(nodes: Iterable[Node]) -> list[int]:
@@ -177,18 +158,18 @@ def forecast_of(
     Raises SpecError where a setting is unknown or impossible, IllegalPlan where no engine can run the combination.
     """
     plan = given_plan(spec, given)
-    groups = _equal_nodes(nodes)
-    group = next((one for one in groups if _devices(one) >= plan.world_size), groups[0])
-    if plan.world_size > _devices(group):
+    groups = _groups(nodes)
+    group = next((one for one in groups if one.devices >= plan.world_size), groups[0])
+    if plan.world_size > group.devices:
         raise SpecError(
             "the plan wants more devices of one kind than there are",
             source="--set",
             path="dp",
             got=plan.world_size,
-            allowed=f"at most {_devices(group)}",
+            allowed=f"at most {group.devices}",
         )
-    free_bytes = _free_bytes(group)
-    hardware = _hardware(group)
+    free_bytes = _free_bytes(group.nodes)
+    hardware = group.hardware
     profile = profile_for(spec, hardware, plan)
     candidate = Candidate(
         plan=plan,

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
-from orchestrator.specs.plan import Engine, Offload, Plan, ZeroStage, settings
+from orchestrator.specs.plan import in_short, settings
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, State
 
@@ -128,7 +128,7 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         number=attempt.number,
         status=attempt.status.value,
         outcome=_outcome(attempt),
-        plan=plan_in_short(attempt.plan),
+        plan=in_short(attempt.plan),
         settings=settings(attempt.plan),
         placement=_placement(attempt.placement),
         device=attempt.device,
@@ -197,31 +197,6 @@ def in_order(state: State) -> list[Job]:
         *sorted(running, key=lambda job: job.order),
         *sorted(waiting, key=lambda job: (-job.spec.priority, job.order)),
     ]
-
-
-def plan_in_short(plan: Plan) -> str:
-    """`2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
-    layout = plan.layout
-    axes = [
-        f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp") if axis == "dp" or getattr(layout, axis) > 1
-    ]
-    words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", *axes]
-    if plan.engine is not Engine.SCRIPT:
-        words.append(_sharding(plan))
-    words.append(f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}")
-    if plan.activation_checkpointing != "none":
-        words.append("checkpointing")
-    if plan.offload is not Offload.NONE:
-        words.append(f"{plan.offload} on host")
-    if plan.precision != "fp32":
-        words.append(plan.precision)
-    return " · ".join(words)
-
-
-def _sharding(plan: Plan) -> str:
-    if plan.engine is Engine.DEEPSPEED:
-        return f"ZeRO-{int(plan.zero_stage)}"
-    return "FSDP2" if plan.zero_stage is ZeroStage.PARAMETERS else "DDP"
 
 
 def _outcome(attempt: Attempt) -> str:

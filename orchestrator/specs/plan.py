@@ -158,3 +158,27 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
         for name in dict.fromkeys((*old, *new))
         if old.get(name) != new.get(name)
     )
+
+
+def in_short(plan: Plan) -> str:
+    """The plan in a line: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
+    layout = plan.layout
+    words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
+    words += [f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
+    words += _sharding(plan)
+    words.append(f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}")
+    if plan.activation_checkpointing is not ActivationCheckpointing.NONE:
+        words.append("checkpointing")
+    if plan.offload is not Offload.NONE:
+        words.append(f"{plan.offload} on host")
+    if plan.precision is not Precision.FP32:
+        words.append(plan.precision)
+    return " · ".join(words)
+
+
+def _sharding(plan: Plan) -> list[str]:
+    if plan.engine is Engine.TORCH:
+        return ["FSDP2" if plan.zero_stage is ZeroStage.PARAMETERS else "DDP"]
+    if plan.engine is Engine.SCRIPT and plan.zero_stage is ZeroStage.NONE:
+        return []
+    return [f"ZeRO-{int(plan.zero_stage)}"]

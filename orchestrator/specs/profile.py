@@ -44,6 +44,15 @@ class ModelProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MomentBytes:
+    """Live bytes of one rank at one moment of a training step: what counting gives, and what the model's code gives."""
+
+    name: str
+    counted_bytes: int  # parameters, gradients, optimizer states, buffers: they follow from the parameter count
+    activation_bytes: int  # as the profile says: what measurements correct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Bytes that the worst rank needs at its worst moment."""
 
@@ -53,6 +62,7 @@ class MemoryEstimate:
     reserved_bytes: int  # what the allocator holds
     device_bytes: int  # and context, communicators, workspaces: compared with what is free
     host_bytes: int = 0
+    moments: tuple[MomentBytes, ...] = ()  # every one that can become the worst when activations turn out larger
 
     def __post_init__(self) -> None:
         total = sum(count for _, count in self.by_cause)

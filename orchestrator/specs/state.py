@@ -73,10 +73,10 @@ class Observation:
     """One predicted peak and what reality answered."""
 
     device: str  # DeviceSpec.name
-    engine: str
     family: str
     predicted_bytes: int
     measured_bytes: int  # where the attempt ran out of memory: what it needed at least
+    correction: float  # factor on the activations that explains the measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,8 @@ class State:
     """Everything known. Replaced, never changed."""
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[Node, ...] = ()  # alive
+    declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
     at_s: float = 0.0
 
@@ -107,9 +108,10 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesSeen:
-    """The whole live cluster; a node that is not in it is gone."""
+    """The whole live cluster; a node that is not in it is gone. `declared` is what the cluster file promises."""
 
     nodes: tuple[Node, ...]
+    declared: tuple[Node, ...] = ()
     at_s: float
     type: Literal["nodes_seen"] = "nodes_seen"
 

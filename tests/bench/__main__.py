@@ -2,7 +2,7 @@
 
     python -m tests.bench [NAME ...]
 
-Each module here offers `figures()`: what was measured in this run, beside its bar. Exit code 1 where a bar does not hold.
+Each module offers `figures()`: what was measured in this run, beside its bar. Exit code 1 where a bar does not hold.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import corrected_bytes, correction
+from orchestrator.memory.calibration import corrected_bytes, correction, observed_correction
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, pareto, why_rejected
@@ -17,7 +18,7 @@ from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.plan import Degradation, Engine, Offload, Precision
+from orchestrator.specs.plan import Degradation, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.state import Observation
 
 SECONDS_FOR_70B = 2.0  # 0.06 s on an idle core; the bound leaves room for a busy machine
@@ -187,24 +188,43 @@ def test_a_correction_never_shrinks_an_estimate_nor_lets_a_refuted_one_fit(
     candidate = next(iter(frontier(decoder_job(), hardware()).candidates))
     predicted = candidate.estimate.device_bytes
     seen = [
-        Observation(device="device", engine="torch", family="job", predicted_bytes=p, measured_bytes=m)
+        Observation(device="device", family="job", predicted_bytes=p, measured_bytes=m, correction=m / p)
         for p, m in pairs
     ]
-    factor = correction(seen, device="device", engine="torch", family="job")
+    factor = correction(seen, device="device", family="job")
     assert corrected_bytes(candidate.estimate, factor) >= predicted
+    measured = max(capacity_bytes, predicted) + 1
     burst = Observation(
-        device="device", engine="torch", family="job", predicted_bytes=predicted, measured_bytes=capacity_bytes + 1
+        device="device",
+        family="job",
+        predicted_bytes=predicted,
+        measured_bytes=measured,
+        correction=observed_correction(candidate.estimate, measured),
     )
-    refuted = correction([*seen, burst], device="device", engine="torch", family="job")
+    refuted = correction([*seen, burst], device="device", family="job")
     assert not fits(candidate, capacity_bytes, refuted)
 
 
-def test_observations_of_other_devices_engines_and_families_say_nothing() -> None:
-    seen = Observation(device="a", engine="torch", family="f", predicted_bytes=1, measured_bytes=10)
-    assert correction([seen], device="a", engine="torch", family="f") == 10
-    assert correction([seen], device="b", engine="torch", family="f") == 1
-    assert correction([seen], device="a", engine="deepspeed", family="f") == 1
-    assert correction([seen], device="a", engine="torch", family="g") == 1
+def test_observations_of_other_devices_and_families_say_nothing() -> None:
+    seen = Observation(device="a", family="f", predicted_bytes=1, measured_bytes=10, correction=10.0)
+    assert correction([seen], device="a", family="f") == 10
+    assert correction([seen], device="b", family="f") == 1
+    assert correction([seen], device="a", family="g") == 1
+
+
+def test_a_correction_leaves_what_was_counted_alone() -> None:
+    """Sharding the states saves little where the activations are the trouble, and the correction sees that."""
+    spec, here = decoder_job(global_batch_size=4), hardware(DeviceKind.VIRTUAL)
+    two = ParallelLayout(dp=2)
+    plan = Plan(engine=Engine.TORCH, layout=two, micro_batch_size=2, sequence_length=128)
+    whole, sharded = (
+        estimate(profile_for(spec, here, plan), replace(plan, zero_stage=stage), here.device)
+        for stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)
+    )
+    measured = 10 * whole.allocated_bytes
+    factor = observed_correction(whole, measured)
+    assert corrected_bytes(whole, factor) == pytest.approx(measured, abs=1)
+    assert corrected_bytes(sharded, factor) > 0.9 * measured
 
 
 def test_what_fits_is_what_has_no_reason_against_it() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.backends.simulated_process import Process
+from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import Retries
@@ -98,6 +99,14 @@ def _one_gang_per_device(t: Transition) -> Iterator[str]:
                 holders[device] = attempt.name
 
 
+def _ran_before(job: Job, attempt: Attempt) -> bool:
+    """A plan that trained within its memory is tried again, whatever the family has taught since."""
+    return any(
+        earlier.plan == attempt.plan and earlier.evidence and any(b.steps_done for b in earlier.evidence.heartbeats)
+        for earlier in job.attempts[: attempt.number - 1]
+    )
+
+
 def _launches(t: Transition) -> Iterator[str]:
     """A launch is a new attempt of a queued job, as wide as its plan, on nodes that live, for the batch asked."""
     nodes = {node.name: node for node in t.before.nodes} | {node.name: node for node in t.after.nodes}
@@ -112,7 +121,7 @@ def _launches(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} has {len(set(held))} devices for {attempt.plan.world_size} ranks"
         if any(name not in nodes or not 0 <= index < nodes[name].devices for name, index in held):
             yield f"{attempt.name} is placed on devices that are not there"
-        elif attempt.estimate.device_bytes * attempt.correction > 1.01 * min(
+        elif not _ran_before(job, attempt) and corrected_bytes(attempt.estimate, attempt.correction) > min(
             nodes[name].device.memory for name, _ in held
         ):
             yield f"{attempt.name} is predicted not to fit its devices"

@@ -25,6 +25,7 @@ from orchestrator.specs.state import (
     JobStatus,
     Launch,
     NodesSeen,
+    Observation,
     Record,
     Released,
     Started,
@@ -129,14 +130,35 @@ def test_refuses_a_batch_that_cannot_be_cut() -> None:
     assert "global_batch_size" in only_job(state).reason
 
 
-def test_a_gang_larger_than_the_cluster_waits() -> None:
+def test_a_gang_larger_than_the_whole_cluster_is_refused() -> None:
     state, _ = run(NODES, submitted(decoder_spec(gpus=8)))
-    assert only_job(state).status is JobStatus.QUEUED
+    assert only_job(state).status is JobStatus.REFUSED
     assert "8 devices" in only_job(state).reason
 
 
+def test_a_gang_that_only_the_whole_cluster_holds_waits_for_absent_nodes() -> None:
+    whole = tuple(node(name) for name in ("a", "b", "c", "d"))
+    state, _ = run(NodesSeen(nodes=whole[:1], declared=whole, at_s=0.0), submitted(decoder_spec(gpus=8)))
+    assert only_job(state).status is JobStatus.QUEUED
+    _, actions = run(NodesSeen(nodes=whole, declared=whole, at_s=5.0), state=state)
+    assert len(launches(actions)) == 1
+
+
+def test_a_plan_that_ran_is_judged_by_its_own_peak() -> None:
+    """What other jobs of the family teach later does not take a running plan from a job that was preempted."""
+    state, actions = run(NODES, submitted())
+    first = launches(actions)[0]
+    preempted = replace(SUCCESS, ranks=(RankEnd(rank=0, exit_code=-15),))
+    harsh = Observation(
+        device=DEVICE.name, family="lm", predicted_bytes=MIB, measured_bytes=100 * MIB, correction=100.0
+    )
+    state, actions = run(finished(preempted), state=replace(state, observations=(harsh,)))
+    _, actions = run(released(), state=state)
+    assert [attempt.plan for attempt in launches(actions)] == [first.plan]
+
+
 def test_out_of_memory_restarts_below_the_refuted_peak() -> None:
-    state, actions = run(NODES, submitted(decoder_spec(gpus=1)))  # one device: one engine, one correction
+    state, actions = run(NODES, submitted())
     first = launches(actions)[0]
     state, actions = run(finished(oom()), state=state)
     assert launches(actions) == [], "its devices are not free yet"

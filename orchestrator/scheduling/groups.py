@@ -1,0 +1,41 @@
+"""Which nodes are alike? One frontier serves all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from orchestrator.planning.search import Hardware
+from orchestrator.specs.cluster import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Nodes with equally many of the same devices."""
+
+    hardware: Hardware
+    nodes: tuple[Node, ...]
+
+    @property
+    def devices(self) -> int:
+        return self.hardware.devices_per_node * self.hardware.nodes
+
+
+def groups_of(nodes: Iterable[Node]) -> list[Group]:
+    """Every node in one group, the kind with the fastest devices first."""
+
+    def kind(node: Node) -> tuple[float, int, str]:
+        return (-node.device.bf16_tflops, -node.devices, node.device.model_dump_json())
+
+    return [_group(tuple(members)) for _, members in groupby(sorted(nodes, key=kind), key=kind)]
+
+
+def _group(nodes: tuple[Node, ...]) -> Group:
+    hardware = Hardware(
+        device=nodes[0].device,
+        devices_per_node=nodes[0].devices,
+        nodes=len(nodes),
+        network_bandwidth=min(node.network_bandwidth for node in nodes),
+    )
+    return Group(hardware=hardware, nodes=nodes)
