@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
+from orchestrator.backends.mlflow_server import MlflowServer
 from orchestrator.service import lifecycle
 from orchestrator.service.client import Client, service_file
 from orchestrator.service.intake import read_job
 
 STEPS = 60
 PATIENCE_S = 150.0
+ENDINGS = {"succeeded": "FINISHED", "preempted": "KILLED"}  # outcome of an attempt -> status of its run
 
 Job = dict[str, Any]
 
@@ -170,7 +173,8 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
     """The last test of this file: it looks for the records of all jobs above, too."""
     job_id = orchestra.submit()
     orchestra.trains(job_id, 1, 3)
-    os.kill(json.loads((orchestra.home / "mlflow.json").read_text())["pid"], signal.SIGKILL)
+    for pid in MlflowServer(orchestra.home).processes():
+        os.kill(pid, signal.SIGKILL)
     assert orchestra.ended(job_id)["status"] == "succeeded"
     jobs = orchestra.client().jobs()
     wanted = {f"{job['id']}-{attempt['number']}": attempt["outcome"] for job in jobs for attempt in job["attempts"]}
@@ -186,9 +190,8 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
     def complete() -> bool:
         try:
             found = recorded()
-        except Exception:  # the server is coming back
+        except MlflowException:  # the server is coming back
             return False
-        expected = {name: "FINISHED" if outcome == "succeeded" else "FAILED" for name, outcome in wanted.items()}
-        return found == expected
+        return found == {name: ENDINGS.get(outcome, "FAILED") for name, outcome in wanted.items()}
 
-    until(complete, "the record of every attempt")
+    until(complete, f"the record of {wanted}")

@@ -26,6 +26,7 @@ CLUSTER = FOLDER.parents[1] / "clusters" / "two-virtual-devices.yaml"
 HOME = Path(".demo").resolve()
 ORC = (sys.executable, "-m", "orchestrator.cli")
 TIMEOUT_S = 600.0
+PLAIN_WIDTH = 160  # columns where the output is no terminal
 ENDED = ("succeeded", "failed", "refused", "cancelled")
 
 Job = dict[str, Any]
@@ -70,7 +71,7 @@ EXPECTED: dict[str, tuple[str, Callable[[Job], bool]]] = {
 
 
 def main() -> int:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     began_s = time.monotonic()
     write_corpus()
     subprocess.run([*ORC, "up", "--cluster", str(CLUSTER), "--home", str(HOME)], check=True)

@@ -40,6 +40,7 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
         reserved_bytes=reserved,
         device_bytes=total,
         host_bytes=_host_bytes(profile, plan),
+        source=profile.source,
         moments=tuple(_told_apart(moment) for moment in moments),
     )
 

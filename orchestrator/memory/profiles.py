@@ -7,7 +7,7 @@ from functools import lru_cache
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec
 from orchestrator.specs.plan import Precision
-from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 # Activations of a user's model in bf16 over those in fp32: norms, residuals and losses stay fp32 under autocast.
 # From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
@@ -67,7 +67,7 @@ def _declared(
     return ModelProfile(
         family=family,
         precision=precision,
-        source="declared",
+        source=Source.DECLARED,
         segments=(rest, layer),
         workspace_bytes=declared.workspace,
     )
@@ -131,7 +131,7 @@ def _decoder(spec: DecoderSpec, family: str, precision: Precision, sequence_leng
     return ModelProfile(
         family=family,
         precision=precision,
-        source="closed form",
+        source=Source.CLOSED_FORM,
         segments=(embedding, layer, head),
         workspace_bytes=8 * s * d,  # rotary tables
     )

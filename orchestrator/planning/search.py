@@ -23,7 +23,7 @@ from orchestrator.specs.plan import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.profile import ModelProfile, Segment, Source
 
 __all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "plans", "profile_for"]
 
@@ -98,7 +98,7 @@ def assumed_profile(
     return ModelProfile(
         family=spec.family_name,
         precision=precision,
-        source="assumed: nothing is declared, the script's own micro-batch is taken to fill a device",
+        source=Source.ASSUMED,
         segments=(part,),
     )
 

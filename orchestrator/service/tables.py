@@ -11,6 +11,7 @@ from rich.text import Text
 
 from orchestrator.service.forecast import CandidateView, Forecast
 from orchestrator.service.views import AttemptView, EstimateView, JobView, ProgressView
+from orchestrator.specs.profile import Source
 from orchestrator.specs.units import format_bytes, format_seconds
 
 STYLES = {
@@ -78,7 +79,7 @@ def attempts_table(jobs: Sequence[JobView]) -> Table:
                 f"{job['id']}-{attempt['number']}",
                 attempt["plan"],
                 "\n".join(attempt["change"]) or "-",
-                format_bytes(attempt["estimate"]["allocated_bytes"]),
+                _predicted(attempt["estimate"]),
                 format_bytes(peak) if peak else "-",
                 format_seconds(step_s) if step_s else "-",
                 coloured(attempt["outcome"]),
@@ -184,6 +185,11 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
     if below:
         table.add_row("", f"... {below} slower", "", "", "", "")
     return table
+
+
+def _predicted(estimate: EstimateView) -> str:
+    known = estimate["source"] != Source.ASSUMED
+    return format_bytes(estimate["allocated_bytes"]) if known else "not known"
 
 
 def _reasons(job: JobView) -> Group:

@@ -17,6 +17,7 @@ from orchestrator.specs.state import Job, State
 class EstimateView(TypedDict):
     """Predicted bytes of the worst rank at its worst moment."""
 
+    source: str  # a Source
     moment: str
     by_cause: dict[str, int]
     allocated_bytes: int
@@ -153,6 +154,7 @@ def attempt_view(attempt: Attempt) -> AttemptView:
 def estimate_view(estimate: MemoryEstimate) -> EstimateView:
     """The estimate as JSON, causes largest first."""
     return EstimateView(
+        source=estimate.source.value,
         moment=estimate.moment,
         by_cause=dict(sorted(estimate.by_cause, key=lambda cause: -cause[1])),
         allocated_bytes=estimate.allocated_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from orchestrator.specs.plan import Precision
 
@@ -23,13 +24,21 @@ class Segment:
     summed_gradients: int = 0  # elements of a shared weight's gradients that meet in its backward pass
 
 
+class Source(StrEnum):
+    """Where a profile comes from: how far it can be trusted."""
+
+    CLOSED_FORM = "closed form"
+    DECLARED = "declared"
+    ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """What a model costs at one precision and sequence length; planning reads only this."""
 
     family: str
     precision: Precision
-    source: str  # "closed form", "declared" or "assumed": how far it can be trusted
+    source: Source
     segments: tuple[Segment, ...]
     workspace_bytes: int = 0
 
@@ -62,6 +71,7 @@ class MemoryEstimate:
     reserved_bytes: int  # what the allocator holds
     device_bytes: int  # and context, communicators, workspaces: compared with what is free
     host_bytes: int = 0
+    source: Source = Source.DECLARED
     moments: tuple[MomentBytes, ...] = ()  # every one that can become the worst when activations turn out larger
 
     def __post_init__(self) -> None:

@@ -1,0 +1,106 @@
+"""How long from `submit` to the first step, and from an out-of-memory exception to the next attempt's first step?
+
+Both beside a bare start: torchrun on the same training with the same plan. Ray and the service are up already.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from orchestrator.service import lifecycle
+from orchestrator.service.client import Client
+from orchestrator.service.intake import read_job
+from orchestrator.specs.run import AttemptFolder, JobFolder, training_run_from_json
+from tests.bench.figure import Figure, at_most, informs
+
+ROUNDS = 5
+PATIENCE_S = 120.0
+POLL_S = 0.01
+FAULT = {"kind": "oom", "rank": 0, "step": 2}
+JOB = """
+name: recovery
+global_batch_size: 8
+gpus: 2
+model:
+  decoder: {vocab_size: 256, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2}
+data: {text: [corpus.txt], sequence_length: 64}
+training: {max_steps: 4, checkpoint_every_steps: 100}
+"""
+
+
+def figures() -> list[Figure]:
+    with tempfile.TemporaryDirectory(prefix="orc") as folder:
+        home, job_file = Path(folder, "home"), Path(folder, "job.yaml")
+        Path(folder, "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+        job_file.write_text(JOB)
+        lifecycle.start(home, None, None)
+        try:
+            _bare_start_s(*_recover(home, job_file)[2:])  # fills the page cache
+            rounds = [_round(home, job_file) for _ in range(ROUNDS)]
+        finally:
+            lifecycle.stop(home, force=True)
+    submit_s, recover_s, bare_s = (statistics.median(times) for times in zip(*rounds, strict=True))
+    return [
+        informs("bare torchrun to the first step, median", bare_s, "s"),
+        informs("submit to the first step, median", submit_s, "s"),
+        at_most("submit / bare torchrun to the first step", submit_s / bare_s, "ratio", 1.3),
+        informs("out-of-memory exception to the next attempt's first step, median", recover_s, "s"),
+        at_most("the same beyond a bare start", recover_s - bare_s, "s", 2.0),
+    ]
+
+
+def _round(home: Path, job_file: Path) -> tuple[float, float, float]:
+    submit_s, recover_s, folder, world_size = _recover(home, job_file)
+    return submit_s, recover_s, _bare_start_s(folder, world_size)
+
+
+def _recover(home: Path, job_file: Path) -> tuple[float, float, AttemptFolder, int]:
+    """Seconds of submit and of recovery, and the second attempt's folder and ranks."""
+    client = Client(home)
+    began_s = time.time()
+    job_id = client.submit(read_job(job_file).model_dump(mode="json"), FAULT)
+    first, second = (JobFolder(home, job_id).attempt(number) for number in (1, 2))
+    submit_s = _when(partial(_trains, first)) - began_s
+    recover_s = _when(partial(_trains, second)) - first.oom(0).stat().st_mtime
+    _when(lambda: client.job(job_id)[0]["status"] == "succeeded")
+    world_size = int(client.job(job_id)[0]["attempts"][1]["settings"]["gpus"])
+    client.close()
+    return submit_s, recover_s, second, world_size
+
+
+def _bare_start_s(attempt: AttemptFolder, world_size: int) -> float:
+    """Seconds from torchrun to the first step of the same run in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = training_run_from_json(json.loads(attempt.run.read_text()))
+        bare = AttemptFolder(folder)
+        bare.run.write_text(json.dumps(dataclasses.asdict(run) | {"job_folder": folder, "attempt_folder": folder}))
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}")
+        began_s = time.time()
+        process = subprocess.Popen(
+            (*torchrun, "-m", "orchestrator.training.main", str(bare.run)), stderr=subprocess.DEVNULL
+        )
+        first_s = _when(partial(_trains, bare)) - began_s
+        process.wait(PATIENCE_S)
+        return first_s
+
+
+def _trains(attempt: AttemptFolder) -> bool:
+    return attempt.metrics.exists() and attempt.metrics.stat().st_size > 0
+
+
+def _when(holds: Callable[[], bool]) -> float:
+    """The time at which `holds()` was first seen true."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"nothing for {PATIENCE_S:.0f} s"
+        time.sleep(POLL_S)
+    return time.time()
