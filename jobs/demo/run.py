@@ -5,6 +5,7 @@ Exit code 0 only if all five did.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from orchestrator.service.tables import attempts_table, queue_table
 
 FOLDER = Path(__file__).parent
 CLUSTER = FOLDER.parents[1] / "clusters" / "two-virtual-devices.yaml"
-HOME = Path(".demo").resolve()
+HOME = Path(os.environ.get("ORC_HOME", ".demo")).resolve()
 ORC = (sys.executable, "-m", "orchestrator.cli")
 TIMEOUT_S = 600.0
 PLAIN_WIDTH = 160  # columns where the output is no terminal

@@ -196,7 +196,7 @@ def _reasons(job: JobView) -> Group:
     lines = []
     for attempt in job["attempts"]:
         why = attempt["change_reason"] or "the fastest plan that fits"
-        factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] > 1 else ""
+        factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
         lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
     return Group(*lines)
 

@@ -9,16 +9,14 @@ import time
 ORPHAN_S = 30.0  # how long a rank waits to be taken down with its launcher
 
 
-def raise_fault(kind: str) -> None:
+def raise_fault(kind: str, virtual_capacity_bytes: int | None) -> None:
     """Make the failure named by a FaultKind happen in this process, now.
 
-    `oom` raises torch.OutOfMemoryError. `kill`, `node` and `hang` do not return; `preempt` returns where the script
-    handles SIGTERM.
+    `oom` asks the device for all of its memory. `kill`, `node` and `hang` do not return; `preempt` returns where the
+    script handles SIGTERM.
     """
     if kind == "oom":
-        import torch  # only a process that trains with torch gets here
-
-        raise torch.OutOfMemoryError("Device out of memory (rehearsed: raised on purpose, nothing was allocated).")
+        _ask_for_everything(virtual_capacity_bytes)
     if kind == "preempt":
         os.kill(os.getpid(), signal.SIGTERM)
     elif kind == "kill":
@@ -32,3 +30,13 @@ def raise_fault(kind: str) -> None:
             time.sleep(3600)
     else:
         raise AssertionError(f"unknown fault {kind!r}")
+
+
+def _ask_for_everything(virtual_capacity_bytes: int | None) -> None:
+    import torch  # only a process that trains with torch gets here
+
+    if virtual_capacity_bytes is not None:
+        torch.empty(virtual_capacity_bytes, dtype=torch.uint8)  # beside the model, which is there already
+    elif torch.cuda.is_available():
+        torch.empty(torch.cuda.get_device_properties().total_memory, dtype=torch.uint8, device="cuda")
+    raise torch.OutOfMemoryError("Device out of memory (rehearsed: this device has no memory of its own).")

@@ -98,7 +98,7 @@ class Monitor:
             kind, self._fault = self._fault, None
             self.phase, self.injected = "optimizer", kind == "oom"
             self.beat()
-            raise_fault(kind)
+            raise_fault(kind, self.device.capacity_bytes if self.device else None)
         self._depth += 1
         self._enter("optimizer")
 

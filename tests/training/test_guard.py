@@ -267,6 +267,7 @@ def test_a_rehearsed_fault_happens_for_real_before_its_step_completes(
     if kind == "oom":
         report = guarded.read("oom")
         assert (report["injected"], report["step"], report["phase"]) == (True, 2, "optimizer")
+        assert report["requested_bytes"] == report["capacity_bytes"] > report["live_bytes"] > 0
 
 
 def test_a_rehearsed_hang_stops_the_heartbeats_and_not_the_process(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""`make demo`: five jobs end as promised; the one that ran out of memory learned what it would have learned anyway."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.service import lifecycle
+from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.run import AttemptFolder, training_run_from_json
+
+ROOT = Path(__file__).parents[1]
+TOLERANCE = 1e-5  # of the loss, fp32
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home folder of a demo that ran to its end."""
+    folder = tmp_path_factory.mktemp("demo")
+    try:
+        shown = subprocess.run(
+            [sys.executable, "-m", "jobs.demo.run"],
+            cwd=ROOT,
+            env={**os.environ, "ORC_HOME": str(folder)},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=280,
+        )
+    finally:
+        lifecycle.stop(folder, force=True)
+    assert shown.returncode == 0, shown.stdout
+    return folder
+
+
+def curve(attempt: AttemptFolder) -> dict[int, float]:
+    """Loss by optimizer step."""
+    lines = map(json.loads, attempt.metrics.read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def test_a_degraded_restart_leaves_every_loss_where_it_was(home: Path, tmp_path: Path) -> None:
+    attempts = sorted((home / "jobs").glob("wrong-profile-*/attempts/*"), key=lambda path: int(path.name))
+    curves = [curve(AttemptFolder(path)) for path in attempts]
+    assert len(curves) > 1
+    assert max(curves[0]) < STEPS, "the first attempt ran out of memory"
+    assert min(curves[-1]) > 1, "the last went on from a checkpoint"
+
+    run = training_run_from_json(json.loads(AttemptFolder(attempts[0]).run.read_text()))
+    whole = dataclasses.replace(
+        run,
+        plan=Plan(engine=Engine.TORCH, micro_batch_size=16),
+        job_folder=str(tmp_path),
+        attempt_folder=str(tmp_path),
+        epoch=1,
+    )
+    uninterrupted = AttemptFolder(tmp_path)
+    uninterrupted.run.write_text(json.dumps(dataclasses.asdict(whole)))
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-m", "orchestrator.training.main", str(uninterrupted.run)]
+    subprocess.run(command, env={**os.environ, **alone}, check=True, timeout=200)
+    expected = curve(uninterrupted)
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    for losses in curves:
+        assert losses == pytest.approx({step: expected[step] for step in losses}, abs=TOLERANCE)
+    assert set().union(*curves) == set(expected)
