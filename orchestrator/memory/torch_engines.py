@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import ACTIVATIONS, ADAM_BYTES, FP32_BYTES, Moment, Passage, passages
+from orchestrator.memory.moments import ACTIVATIONS, ADAM_BYTES, FP32_BYTES, Causes, Moment, Passage, passages
 from orchestrator.specs.plan import Offload, Plan, Precision
 from orchestrator.specs.profile import ModelProfile
 
@@ -86,11 +86,29 @@ def fsdp2_moments(profile: ModelProfile, plan: Plan) -> list[Moment]:
                 ),
             )
         )
+    found.append(("gradient reduction of the root", (*fixed, *_root_reduction(plan, count, root, device))))
     if device:
         temporary = 2 * FP32_BYTES * -(-max(segment.largest_parameter for segment in profile.segments) // dp)
         step = (("gradients", FP32_BYTES * shard), ("optimizer temporaries", temporary))
         found.append(("optimizer step", (*fixed, *step)))
     return found
+
+
+def _root_reduction(plan: Plan, count: int, root: int, device: int) -> Causes:
+    """What is live when the root unit, which goes last, is reduced: its gradients and their flat fp32 copy meet.
+
+    One shard of it in the compute type more is there than these explain (measured on two gloo ranks with a vocabulary
+    of 2,048, torch 2.13.0+cpu, 2026-11).
+    """
+    dp = plan.layout.dp
+    compute = 2 if plan.precision is Precision.BF16 else FP32_BYTES
+    reduced = count if plan.gradient_accumulation_steps > 1 else count - root
+    shard = -(-root // dp)
+    return (
+        ("gradients", device * FP32_BYTES * -(-reduced // dp)),
+        ("gathered parameters", compute * (root + shard)),
+        ("whole gradients", (compute + FP32_BYTES) * root + FP32_BYTES * shard),
+    )
 
 
 def _root_behind(profile: ModelProfile, passage: Passage) -> int:

@@ -60,7 +60,9 @@ def job_panel(job: JobView) -> RenderableType:
     if job["attempts"]:
         last = job["attempts"][-1]
         parts += [Text(), attempts_table([job]), Text(), Text("Why each attempt", style="bold"), _reasons(job)]
-        parts += [Text(), Text(f"Predicted bytes of attempt {last['number']}", style="bold"), bars(last["estimate"])]
+        if _is_known(last["estimate"]):
+            title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
+            parts += [Text(), title, bars(last["estimate"])]
         parts += _failure(last)
     return Group(*parts)
 
@@ -112,10 +114,15 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
 
 def candidate_panel(candidate: CandidateView) -> RenderableType:
     """One plan: predicted step time, bytes by cause, and what is compared with the capacity."""
-    fits = candidate["rejected"] is None
-    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
     head = Table.grid(padding=(0, 2))
     head.add_row("plan", Text(candidate["plan"], style="bold"))
+    if not _is_known(candidate["estimate"]):
+        head.add_row(
+            "memory", "not known: the script's own micro-batch is taken to fill a device; `profile` says better"
+        )
+        return head
+    fits = candidate["rejected"] is None
+    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
     head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted")
     verdict = Text(f"{needed} of {capacity} with margin: ") + Text(
         "fits" if fits else "does not fit", style="green" if fits else "red"
@@ -188,8 +195,11 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
 
 
 def _predicted(estimate: EstimateView) -> str:
-    known = estimate["source"] != Source.ASSUMED
-    return format_bytes(estimate["allocated_bytes"]) if known else "not known"
+    return format_bytes(estimate["allocated_bytes"]) if _is_known(estimate) else "not known"
+
+
+def _is_known(estimate: EstimateView) -> bool:
+    return estimate["source"] != Source.ASSUMED
 
 
 def _reasons(job: JobView) -> Group:
