@@ -186,8 +186,10 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
         mark = Text("→", style="bold green") if index == chosen else Text("")
         style = "" if one["rejected"] is None else "dim"
         kind = "" if one["degradation"] == "exact" else one["degradation"]
-        needed, gpus = format_bytes(one["needed_bytes"]), one["settings"]["gpus"]
-        table.add_row(mark, Text(one["plan"], style=style), gpus, format_seconds(one["step_s"]), needed, kind)
+        known = _is_known(one["estimate"])
+        step = format_seconds(one["step_s"]) if known else "-"
+        needed = format_bytes(one["needed_bytes"]) if known else "-"
+        table.add_row(mark, Text(one["plan"], style=style), one["settings"]["gpus"], step, needed, kind)
     below = len(forecast["frontier"]) - low - len(shown)
     if below:
         table.add_row("", f"... {below} slower", "", "", "", "")
