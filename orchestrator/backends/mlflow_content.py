@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from orchestrator.memory.calibration import predicted_peak_bytes
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import settings
+from orchestrator.specs.profile import Source
 from orchestrator.specs.state import Job, JobStatus
 from orchestrator.specs.units import format_bytes, format_seconds
 
@@ -156,16 +158,14 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
 
 
 def _attempt_metrics(attempt: Attempt) -> dict[str, float]:
+    predicted = predicted_peak_bytes(attempt)
     metrics: dict[str, float | None] = {
-        "predicted_peak_bytes": attempt.estimate.allocated_bytes,
-        "predicted_device_bytes": attempt.estimate.device_bytes,
-        "predicted_step_s": attempt.step_s,
+        "predicted_peak_bytes": predicted,
+        "predicted_step_s": None if attempt.estimate.source is Source.ASSUMED else attempt.step_s,
         "correction": attempt.correction,
         "measured_peak_bytes": attempt.peak_bytes,
         "measured_step_s": attempt.measured_step_s,
-        "predicted_over_measured": attempt.estimate.allocated_bytes / attempt.peak_bytes
-        if attempt.peak_bytes
-        else None,
+        "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,
     }
     return {name: float(value) for name, value in metrics.items() if value is not None}
 
@@ -197,11 +197,11 @@ def _note(job: Job, compare: str) -> str:
         "|---|---|---|---|---|---|",
     ]
     for attempt in job.attempts[-NOTED_ATTEMPTS:]:
-        peak, step_s = attempt.peak_bytes, attempt.measured_step_s
+        predicted, peak, step_s = predicted_peak_bytes(attempt), attempt.peak_bytes, attempt.measured_step_s
         cells = (
             str(attempt.number),
             ", ".join(str(change) for change in attempt.change) or "-",
-            format_bytes(attempt.estimate.allocated_bytes),
+            "not known" if predicted is None else format_bytes(predicted),
             "-" if peak is None else format_bytes(peak),
             "-" if step_s is None else format_seconds(step_s),
             attempt.failure.kind if attempt.failure else attempt.status,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.profile import MemoryEstimate, Source
 from orchestrator.specs.state import Observation
 
 
@@ -38,14 +39,26 @@ def correction(observations: Iterable[Observation], *, device: str, family: str)
     return max(1.0, max(matching, default=1.0))
 
 
+def corrected_allocated_bytes(estimate: MemoryEstimate, correction: float) -> int:
+    """Allocated peak of the estimate with its activations times `correction`; never below the estimate itself."""
+    if correction <= 1.0:
+        return estimate.allocated_bytes
+    grown = (moment.counted_bytes + correction * moment.activation_bytes for moment in estimate.moments)
+    return max(estimate.allocated_bytes, math.ceil(max(grown, default=0.0)))
+
+
+def predicted_peak_bytes(attempt: Attempt) -> int | None:
+    """Allocated peak that was expected of the attempt at its launch; None where nothing was known of its memory yet."""
+    if attempt.estimate.source is Source.ASSUMED and attempt.correction <= 1.0:
+        return None
+    return corrected_allocated_bytes(attempt.estimate, attempt.correction)
+
+
 def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
     """Device bytes of the estimate with its activations times `correction`; never below the estimate itself.
 
     The allocator's overhead grows with what it holds; context and communicators stay.
     """
-    if correction <= 1.0 or not estimate.moments:
-        return estimate.device_bytes
-    allocated = max(moment.counted_bytes + correction * moment.activation_bytes for moment in estimate.moments)
-    growth = max(0.0, allocated - estimate.allocated_bytes)
+    growth = corrected_allocated_bytes(estimate, correction) - estimate.allocated_bytes
     overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
     return estimate.device_bytes + math.ceil(growth * max(1.0, overhead))

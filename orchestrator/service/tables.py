@@ -76,12 +76,12 @@ def attempts_table(jobs: Sequence[JobView]) -> Table:
         table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
     for job in jobs:
         for attempt in job["attempts"]:
-            peak, step_s = attempt["peak_bytes"], attempt["step_s"]
+            predicted, peak, step_s = attempt["predicted_bytes"], attempt["peak_bytes"], attempt["step_s"]
             table.add_row(
                 f"{job['id']}-{attempt['number']}",
                 attempt["plan"],
                 "\n".join(attempt["change"]) or "-",
-                _predicted(attempt["estimate"]),
+                "not known" if predicted is None else format_bytes(predicted),
                 format_bytes(peak) if peak else "-",
                 format_seconds(step_s) if step_s else "-",
                 coloured(attempt["outcome"]),
@@ -194,10 +194,6 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
     if below:
         table.add_row("", f"... {below} slower", "", "", "", "")
     return table
-
-
-def _predicted(estimate: EstimateView) -> str:
-    return format_bytes(estimate["allocated_bytes"]) if _is_known(estimate) else "not known"
 
 
 def _is_known(estimate: EstimateView) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, TypedDict
 
-from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.memory.calibration import predicted_peak_bytes
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.plan import in_short, settings
@@ -61,7 +61,7 @@ class AttemptView(TypedDict):
     change_reason: str
     estimate: EstimateView
     correction: float
-    corrected_bytes: int  # of the device, times what earlier measurements of the family taught
+    predicted_bytes: int | None  # allocated peak expected at launch; None where nothing was known
     predicted_step_s: float
     peak_bytes: int | None
     step_s: float | None
@@ -137,7 +137,7 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         change_reason=attempt.change_reason,
         estimate=estimate_view(attempt.estimate),
         correction=attempt.correction,
-        corrected_bytes=corrected_bytes(attempt.estimate, attempt.correction),
+        predicted_bytes=predicted_peak_bytes(attempt),
         predicted_step_s=attempt.step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,

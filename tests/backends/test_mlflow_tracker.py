@@ -33,7 +33,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import Engine, Plan, changes
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import Job, JobStatus, Record, Woke
 
@@ -63,6 +63,7 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
             allocated_bytes=1000,
             reserved_bytes=1100,
             device_bytes=1200,
+            moments=(MomentBytes(name="forward head", counted_bytes=300, activation_bytes=700),),
         ),
         correction=1.25,
         step_s=0.5,
@@ -214,9 +215,9 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     assert two.data.params["placement"] == "n0: 0"
     assert one.data.tags["outcome"] == "device_oom"
     assert "gradient_accumulation_steps 1 -> 4 (out of memory in forward)" in two.data.tags["change"]
-    assert two.data.metrics["predicted_peak_bytes"] == 1000
+    assert two.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
     assert two.data.metrics["measured_peak_bytes"] == 1600
-    assert two.data.metrics["predicted_over_measured"] == 0.625
+    assert two.data.metrics["predicted_over_measured"] == 1175 / 1600
     assert (two.data.metrics["predicted_step_s"], two.data.metrics["measured_step_s"]) == (0.5, 0.25)
     assert curve(server, two.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
     assert len(curve(server, one.info.run_id, "grad_norm")) == 6
