@@ -54,9 +54,9 @@ def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
     largest = max(segment.largest_parameter for segment in profile.segments)
     temporaries = 0 if cuda else 2 * FP32_BYTES * (largest if stage is ZeroStage.NONE else share)
     if stage is ZeroStage.NONE:
-        reduction = (("gradients", width * count), ("gradient buckets", width * count))
-        found.append(("gradient reduction", (*fixed, *reduction)))
-        found.append(("optimizer step", (*fixed, ("gradients", width * count), ("optimizer temporaries", temporaries))))
+        # gloo's thread may still hold the flat copy that it reduced when the optimizer begins: seen on a busy machine.
+        reduced = (("gradients", width * count), ("gradient buckets", width * count))
+        found.append(("optimizer step", (*fixed, *reduced, ("optimizer temporaries", temporaries))))
         return found
     kept = width * (shard + buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (
