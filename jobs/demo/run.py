@@ -90,8 +90,9 @@ def main() -> int:
         held = by_id[ids[name]]["status"] in ENDED and kept(by_id[ids[name]])
         console.print(Text("  ✓ " if held else "  ✗ ", style="green" if held else "red") + f"{ids[name]} {promise}")
         wrong += [] if held else [name]
+    page = f"{client.cluster()['tracking_uri']}/#/experiments"
     console.print(
-        f"\n{time.monotonic() - began_s:.0f} s. Every attempt stands in MLflow: {client.cluster()['tracking_uri']}"
+        f"\n{time.monotonic() - began_s:.0f} s. Every attempt stands in MLflow, experiment orchestrator: {page}"
     )
     console.print(f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it.")
     client.close()
