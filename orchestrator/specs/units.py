@@ -7,7 +7,6 @@ import re
 BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 SECOND_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-COUNT_UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|TiB)$"
 BANDWIDTH_PATTERN = r"^[0-9]+(\.[0-9]+)? ?(B|kB|MB|GB|TB)/s$"
@@ -71,11 +70,3 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def format_count(count: float) -> str:
-    """`count` things for people: `70.6 B` parameters, `3.1 M`."""
-    for unit in ("T", "B", "M", "k"):
-        if abs(count) >= COUNT_UNITS[unit]:
-            return f"{count / COUNT_UNITS[unit]:.3g} {unit}"
-    return f"{count:g}"

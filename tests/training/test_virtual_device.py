@@ -97,17 +97,6 @@ def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_beh
         assert device.live_bytes == device.peak_bytes == kept.nbytes + rest.nbytes == MIB
 
 
-def test_recent_peak_starts_again_from_what_is_live() -> None:
-    with VirtualDevice(MIB) as device:
-        kept = torch.zeros(KIB)
-        torch.zeros(4 * KIB)
-        assert device.recent_peak_bytes == 20 * KIB
-        device.reset_recent_peak()
-        assert device.recent_peak_bytes == kept.nbytes
-        torch.zeros(KIB)
-    assert (device.recent_peak_bytes, device.peak_bytes) == (8 * KIB, 20 * KIB)
-
-
 def test_training_step_counts_what_pencil_and_paper_count() -> None:
     batch = 8
     with VirtualDevice(64 * MIB) as device:
