@@ -102,7 +102,7 @@ def main() -> int:
 def submit(name: str) -> str:
     """The id of the job that `orc submit` put into the queue.
 
-    In a family of its own: else the service would remember from the last demo what does not fit, and nothing would fail.
+    In a family of its own: else the service would know from the last demo what does not fit, and nothing would fail.
     """
     family = f"{Path(name).stem}-{time.time_ns()}"
     command = (*ORC, "submit", str(FOLDER / name), "--set", f"family={family}", "--home", str(HOME))
