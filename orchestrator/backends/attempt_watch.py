@@ -274,7 +274,7 @@ class AttemptWatch:
         live = self._world.nodes.live()
         for node in sorted(known.lost & live.keys()):
             pids = known.statuses.get(node, {}).get("pids", {})
-            gang.end_orphans(self._attempt, live[node], list(pids.values()))
+            gang.end_orphans(self._folder, live[node], list(pids.values()))
         firsts = [status["first_ended"] for status in known.statuses.values() if status["first_ended"]]
         first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._world_size)
         errors = [status["error"] for status in known.statuses.values() if status["error"] and not status["pids"]]

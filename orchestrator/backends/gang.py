@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from orchestrator.backends.launcher import Launcher, end_tree
 from orchestrator.backends.nodes import LiveNode
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.run import JobFolder
+from orchestrator.specs.run import AttemptFolder, JobFolder
 
 PLACE_TIMEOUT_S = 15.0  # devices were free when it was decided: 3-13 ms, 0.3 s where they were just freed
 READY_TIMEOUT_S = 60.0  # 0.5 s idle, 3-10 s on a busy machine
@@ -46,7 +46,7 @@ def place(attempt: Attempt, jobs: JobFolder, live: Mapping[str, LiveNode]) -> La
         remove(attempt)
         return f"its devices were not free within {PLACE_TIMEOUT_S:.0f} s"
     actor: Any = ray.remote(Launcher)
-    arguments = (str(jobs.attempt(attempt.number).path), str(jobs.epoch), attempt.number)
+    folder = jobs.attempt(attempt.number)
     launchers = {
         part.node: actor.options(
             name=launcher_name(attempt, part.node),
@@ -56,7 +56,7 @@ def place(attempt: Attempt, jobs: JobFolder, live: Mapping[str, LiveNode]) -> La
             resources={name: count for name, count in bundle.items() if name != "GPU"},
             num_gpus=bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-        ).remote(*arguments, launcher_name(attempt, part.node))
+        ).remote(str(folder.path), str(jobs.epoch), attempt.number, mark(folder, part.node))
         for index, (part, bundle) in enumerate(zip(attempt.placement, bundles, strict=True))
     }
     try:
@@ -75,18 +75,23 @@ def remove(attempt: Attempt) -> None:
         remove_placement_group(ray.util.get_placement_group(attempt.name))
 
 
-def end_orphans(attempt: Attempt, node: LiveNode, pids: list[int]) -> None:
-    """SIGKILL what a dead launcher left on a node that lives."""
+def end_orphans(folder: AttemptFolder, node: LiveNode, pids: list[int]) -> None:
+    """SIGKILL what the dead launcher of an attempt left on a node that lives."""
     strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
     remote: Any = ray.remote(end_tree)
     task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     with contextlib.suppress(RayError):  # the node went too, and its processes with it
-        ray.get(task.remote(launcher_name(attempt, node.launch.name), pids), timeout=READY_TIMEOUT_S)
+        ray.get(task.remote(mark(folder, node.launch.name), pids), timeout=READY_TIMEOUT_S)
 
 
 def launcher_name(attempt: Attempt, node: str) -> str:
-    """The actor's name in our namespace."""
+    """The actor's name in our home's namespace."""
     return f"{attempt.name}/{node}"
+
+
+def mark(folder: AttemptFolder, node: str) -> str:
+    """What every process of the attempt on this node carries; no other home's attempt of the same name does."""
+    return f"{folder.path}@{node}"
 
 
 def _bundle(devices: tuple[int, ...], node: LiveNode) -> dict[str, float]:

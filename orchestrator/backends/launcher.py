@@ -45,9 +45,9 @@ class Rank:
 class Launcher:
     """The ranks of one attempt on one node."""
 
-    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, name: str) -> None:
+    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, mark: str) -> None:
         self._folder = AttemptFolder(attempt_folder)
-        self._epoch_path, self._epoch, self._name = Path(epoch_path), epoch, name
+        self._epoch_path, self._epoch, self._mark = Path(epoch_path), epoch, mark
         self._changed = threading.Condition()
         self._version = 0
         self._ranks: dict[int, Rank] = {}
@@ -124,7 +124,7 @@ class Launcher:
     def _look_after(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
         try:
             if self._superseded():
-                self._error = f"a newer attempt than {self._name} exists"
+                self._error = f"a newer attempt than {self._epoch} exists"
             else:
                 self._start_all(ranks, workdir)
         except OSError as error:  # no such program, no such folder, no more processes
@@ -144,7 +144,7 @@ class Launcher:
             self._notice_failure()
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
-        end_tree(self._name, [rank.process.pid for rank in self._ranks.values()])
+        end_tree(self._mark, [rank.process.pid for rank in self._ranks.values()])
         with self._changed:
             self._state = "ended"
             self._touch()
@@ -159,7 +159,7 @@ class Launcher:
                 process = subprocess.Popen(
                     argv,
                     cwd=workdir,
-                    env={**base, **env, MARK: self._name},
+                    env={**base, **env, MARK: self._mark},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -223,17 +223,17 @@ def dies_with_parent() -> Callable[[], None]:
     return hook
 
 
-def end_tree(name: str, sessions: Sequence[int] = ()) -> int:
+def end_tree(mark: str, sessions: Sequence[int] = ()) -> int:
     """SIGKILL every process of this user that carries the launcher's mark or lives in one of its ranks' sessions.
 
     Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
     """
-    mark, ended = f"{MARK}={name}".encode(), 0
+    carried, ended = f"{MARK}={mark}".encode(), 0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            marked = mark in (entry / "environ").read_bytes().split(b"\0")
+            marked = carried in (entry / "environ").read_bytes().split(b"\0")
             if marked or os.getsid(int(entry.name)) in sessions:
                 os.kill(int(entry.name), signal.SIGKILL)
                 ended += 1

@@ -6,6 +6,7 @@ The embedded cluster outlives the service (training goes on without it), so `hom
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -26,7 +27,6 @@ from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
 LOOPBACK = "127.0.0.1"
-NAMESPACE = "orc"
 START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
 STOP_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
@@ -114,13 +114,18 @@ def connect(address: str, home: Path) -> None:
     try:
         ray.init(
             address=address,
-            namespace=NAMESPACE,
+            namespace=namespace(home),
             log_to_driver=False,
             logging_level=logging.WARNING,
             ignore_reinit_error=True,
         )
     except ConnectionError as error:  # a wrong token too, after 20 s
         raise ServiceError(f"Ray at {address} does not let us in: {error}") from error
+
+
+def namespace(home: Path) -> str:
+    """Where the names of this home's actors and placement groups count: another home may have a job of the same id."""
+    return f"orc-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
 def token_env(home: Path) -> dict[str, str]:

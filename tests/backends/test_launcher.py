@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.backends import gang, ray_cluster
 from orchestrator.backends import launcher as module
 from orchestrator.backends.launcher import Launcher, end_tree, free_port, oom_kills, read_epoch, write_durably
-from orchestrator.specs.run import AttemptFolder
+from orchestrator.specs.run import AttemptFolder, JobFolder
 from tests.backends.ray_jobs import PROGRAM, alive, said, until
 
 
@@ -176,6 +177,15 @@ def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
         assert alive(pids) == pids
         process.kill()
     assert until(lambda: not alive(pids), "ranks are gone", 5)
+
+
+def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_path: Path) -> None:
+    """Two services on one machine, or on one Ray, both with a job fits-1: neither takes up or kills the other's."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    marks = {gang.mark(JobFolder(home, "fits-1").attempt(1), "local") for home in (one, two)}
+    assert len(marks) == 2
+    assert ray_cluster.namespace(one) != ray_cluster.namespace(two)
+    assert ray_cluster.namespace(one) == ray_cluster.namespace(one)
 
 
 def test_end_tree_ends_the_marked_only(tmp_path: Path) -> None:
