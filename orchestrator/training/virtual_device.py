@@ -31,6 +31,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.capacity_bytes = capacity_bytes
         self.live_bytes = 0
         self.peak_bytes = 0  # highest since construction
+        self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
         self.on_out_of_memory: Callable[[torch.OutOfMemoryError, int], None] | None = None
         self._sizes: dict[int, int] = {}  # address of the storage -> bytes counted for it
         self._deaths: dict[int, _Death] = {}
@@ -42,6 +43,10 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def reset_recent_peak(self) -> None:
+        """Let `recent_peak_bytes` start again from what is live now."""
+        self.recent_peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,8 +109,10 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = 0
         self._sizes[key] = size
         self.live_bytes = live = self.live_bytes + size - known
-        if self.peak_bytes < live <= self.capacity_bytes:
-            self.peak_bytes = live
+        if live > self.recent_peak_bytes and live <= self.capacity_bytes:
+            self.recent_peak_bytes = live
+            if live > self.peak_bytes:
+                self.peak_bytes = live
         return size - known
 
     def _count_tensor(self, tensor: torch.Tensor) -> int:

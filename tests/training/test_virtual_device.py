@@ -1,5 +1,6 @@
 import os
 import socket
+import time
 import warnings
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from orchestrator.training.virtual_device import VirtualDevice
 
 KIB, MIB = 2**10, 2**20
 WIDTH, DEPTH = 128, 4
+SETTLE_S = 0.5  # without a change
 PARAMETER_BYTES = DEPTH * WIDTH * WIDTH * 4
 
 
@@ -97,6 +99,17 @@ def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_beh
         assert device.live_bytes == device.peak_bytes == kept.nbytes + rest.nbytes == MIB
 
 
+def test_recent_peak_starts_again_from_what_is_live() -> None:
+    with VirtualDevice(MIB) as device:
+        kept = torch.zeros(KIB)
+        torch.zeros(4 * KIB)
+        assert device.recent_peak_bytes == 20 * KIB
+        device.reset_recent_peak()
+        assert device.recent_peak_bytes == kept.nbytes
+        torch.zeros(KIB)
+    assert (device.recent_peak_bytes, device.peak_bytes) == (8 * KIB, 20 * KIB)
+
+
 def test_training_step_counts_what_pencil_and_paper_count() -> None:
     batch = 8
     with VirtualDevice(64 * MIB) as device:
@@ -146,10 +159,20 @@ def _rank(rank: int, port: int, folder: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=wrap is _sharded)  # DDP's gradients are views of its buckets
             steps_bytes = sum(state["step"].nbytes for state in optimizer.state.values())
-            live += [device.live_bytes - steps_bytes, device.peak_bytes]
+            live += [_settled(device) - steps_bytes, device.peak_bytes]
             del model, optimizer
     Path(folder, str(rank)).write_text(" ".join(map(str, live)))
     os._exit(0)  # gloo may abort on its way out
+
+
+def _settled(device: VirtualDevice) -> int:
+    """Live bytes once they stay the same: gloo's thread may hold the last collective's buffer a moment longer."""
+    seen, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        if device.live_bytes < seen:
+            seen, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
+    return seen
 
 
 def _replicated(model: nn.Module) -> nn.Module:
