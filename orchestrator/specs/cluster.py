@@ -33,7 +33,7 @@ class DeviceSpec(Noun):
 
     def peak_flops(self, precision: Precision) -> float:
         """Dense FLOP/s at `precision`."""
-        return 1e12 * (self.bf16_tflops if precision is Precision.BF16 else self.fp32_tflops)
+        return 1e12 * (self.fp32_tflops if precision is Precision.FP32 else self.bf16_tflops)
 
 
 class NodeSpec(Noun):
@@ -44,6 +44,8 @@ class NodeSpec(Noun):
     devices: int = Field(ge=1, le=64)
     device: DeviceSpec
     host_memory: Bytes
+    nvme_folder: str | None = None  # where optimizer states and parameters may be offloaded to
+    nvme_bandwidth: Bandwidth = 3_000_000_000  # per node and direction, shared by its devices
 
     @property
     def names(self) -> tuple[str, ...]:

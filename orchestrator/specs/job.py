@@ -200,12 +200,14 @@ class JobSpec(Noun):
         if self.command is not None and not self.command:
             raise ValueError("`command` is empty")
         if self.model is not None:
-            if (self.model.decoder is None) == (self.model.factory is None):
-                raise ValueError("`model` says either `decoder` or `factory`")
+            if sum(way is not None for way in (self.model.decoder, self.model.hf, self.model.factory)) != 1:
+                raise ValueError("`model` says exactly one of `decoder`, `hf` and `factory`")
             if self.model.factory is not None and self.profile is None:
                 raise ValueError("a model from a factory needs a `profile`: no closed form knows its memory")
             if self.model.decoder is not None and not self.data.text:
                 raise ValueError("a decoder job needs `data.text`: the files it is trained on")
+            if self.model.hf is not None and not self.data.files:
+                raise ValueError("a transformers model needs `data.text`, `data.chat` or `data.tokens`")
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         return self

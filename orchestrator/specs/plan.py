@@ -34,18 +34,36 @@ class Offload(StrEnum):
     PARAMETERS = "parameters"  # parameters and optimizer
 
 
+class OffloadTarget(StrEnum):
+    """Where offloaded tensors live; DeepSpeed's words."""
+
+    CPU = "cpu"
+    NVME = "nvme"
+
+
 class ActivationCheckpointing(StrEnum):
     """Which activations are recomputed in the backward pass instead of kept."""
 
     NONE = "none"
+    SELECTIVE = "selective"  # every layer keeps its input and what matrix products and attention returned
     FULL = "full"  # every layer keeps its input only
 
 
 class Precision(StrEnum):
-    """Arithmetic of the forward and backward pass; master weights are fp32 in both."""
+    """Arithmetic of the forward and backward pass; master weights are fp32 in all."""
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"  # with dynamic loss scaling
+
+
+class Optimizer(StrEnum):
+    """The update rule."""
+
+    ADAMW = "adamw"  # arXiv:1711.05101
+    ADAMW_8BIT = "adamw_8bit"  # the same with block-wise quantised moments, CUDA only (arXiv:2110.02861)
+    ADAFACTOR = "adafactor"  # arXiv:1804.04235
+    SGD = "sgd"  # with momentum
 
 
 class Degradation(IntEnum):
@@ -80,12 +98,16 @@ class Plan:
 
     engine: Engine
     layout: ParallelLayout = ParallelLayout()
+    dp_replicate: int = 1  # copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks
+    pipeline_stages_per_rank: int = 1  # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2)
     zero_stage: ZeroStage = ZeroStage.NONE
     offload: Offload = Offload.NONE
+    offload_target: OffloadTarget = OffloadTarget.CPU
     micro_batch_size: int
     gradient_accumulation_steps: int = 1
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     precision: Precision = Precision.FP32
+    optimizer: Optimizer = Optimizer.ADAMW
     sequence_length: int | None = None  # tokens per sample; None where a script keeps its own
 
     def __post_init__(self) -> None:
@@ -94,22 +116,68 @@ class Plan:
             raise IllegalPlan(reason)
 
     def _why_illegal(self) -> str | None:
-        if self.micro_batch_size < 1 or self.gradient_accumulation_steps < 1:
-            return "micro_batch_size and gradient_accumulation_steps are at least 1"
+        if min(self.micro_batch_size, self.gradient_accumulation_steps, self.pipeline_stages_per_rank) < 1:
+            return "micro_batch_size, gradient_accumulation_steps and pipeline_stages_per_rank are at least 1"
         if self.offload is Offload.OPTIMIZER and self.zero_stage is ZeroStage.NONE:
             return "offload=optimizer needs zero_stage >= 1 (deepspeed/runtime/zero/offload_config.py)"
         if self.offload is Offload.PARAMETERS and self.zero_stage is not ZeroStage.PARAMETERS:
             return "offload=parameters needs zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
-        if self.engine is Engine.TORCH:
-            if self.zero_stage not in (ZeroStage.NONE, ZeroStage.PARAMETERS):
-                return "engine=torch shards with FSDP2 (zero_stage=3) or not at all (0); stages 1, 2 are DeepSpeed's"
-            if self.offload is Offload.OPTIMIZER:
-                return "engine=torch offloads parameters and optimizer together (offload=parameters)"
-        if self.engine is Engine.DEEPSPEED:
-            if self.layout.tp > 1 or self.layout.pp > 1:
-                return "engine=deepspeed runs data parallel only (tp=pp=1)"
-            if self.precision is Precision.BF16 and self.zero_stage is ZeroStage.NONE:
-                return "engine=deepspeed with bf16 needs zero_stage >= 1: stage 0 leaves the fp32 curve by 1e-2"
+        sharded_offload = self.offload is not Offload.NONE and self.zero_stage is ZeroStage.PARAMETERS
+        if self.offload_target is OffloadTarget.NVME and not sharded_offload:
+            return "offload_target=nvme needs an offload and zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
+        reason = self._why_layout_is_illegal()
+        if reason is None and self.engine is Engine.TORCH:
+            reason = self._why_illegal_for_torch()
+        if reason is None and self.engine is Engine.DEEPSPEED:
+            reason = self._why_illegal_for_deepspeed()
+        return reason
+
+    def _why_layout_is_illegal(self) -> str | None:
+        layout, stages = self.layout, self.layout.pp * self.pipeline_stages_per_rank
+        if self.dp_replicate > 1:
+            if self.zero_stage < ZeroStage.GRADIENTS or self.engine is not Engine.TORCH:
+                return "dp_replicate > 1 is hybrid sharding: engine=torch with zero_stage 2 or 3"
+            if layout.dp % self.dp_replicate or layout.dp == self.dp_replicate:
+                return f"dp_replicate={self.dp_replicate} leaves no equal shards of dp={layout.dp}"
+        if layout.pp == 1 and self.pipeline_stages_per_rank > 1:
+            return "pipeline_stages_per_rank > 1 needs pp > 1"
+        if layout.pp > 1:
+            if self.zero_stage is ZeroStage.PARAMETERS:
+                return (
+                    "zero_stage=3 with pp > 1 would gather every layer again for every micro-batch in flight; "
+                    "zero_stage=2 keeps what it gathers"
+                )
+            if self.gradient_accumulation_steps < stages:
+                return (
+                    f"{self.gradient_accumulation_steps} micro-batches cannot fill {stages} pipeline stages: "
+                    "gradient_accumulation_steps >= pp x pipeline_stages_per_rank"
+                )
+            if self.pipeline_stages_per_rank > 1 and self.gradient_accumulation_steps % layout.pp:
+                return "interleaved pipeline stages need gradient_accumulation_steps divisible by pp"
+        return None
+
+    def _why_illegal_for_torch(self) -> str | None:
+        if self.zero_stage is ZeroStage.OPTIMIZER:
+            return "engine=torch shards with FSDP2 (zero_stage 2 or 3) or not at all (0); stage 1 is DeepSpeed's"
+        if self.offload is Offload.OPTIMIZER:
+            return "engine=torch offloads parameters and optimizer together (offload=parameters)"
+        if self.offload_target is OffloadTarget.NVME:
+            return "engine=torch offloads to host memory only; offload_target=nvme is DeepSpeed's"
+        if self.layout.tp > 1 and self.layout.dp > 1 and self.zero_stage is ZeroStage.NONE:
+            return "tp > 1 with dp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
+        if self.optimizer is Optimizer.ADAMW_8BIT and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
+            return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
+        return None
+
+    def _why_illegal_for_deepspeed(self) -> str | None:
+        if self.layout.tp > 1 or self.layout.pp > 1:
+            return "engine=deepspeed runs data parallel only (tp=pp=1): its other layouts keep no canonical checkpoint"
+        if self.precision is not Precision.FP32 and self.zero_stage is ZeroStage.NONE:
+            return f"engine=deepspeed with {self.precision} needs zero_stage >= 1: stage 0 is off the curve by 1e-2"
+        if self.optimizer is Optimizer.ADAFACTOR and self.zero_stage is not ZeroStage.NONE:
+            return "optimizer=adafactor factors whole matrices; DeepSpeed's stages 1 to 3 hold flat pieces of them"
+        if self.optimizer is Optimizer.ADAMW_8BIT:
+            return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
         return None
 
     @property
@@ -139,12 +207,16 @@ def settings(plan: Plan) -> dict[str, str]:
     flat: dict[str, str] = {"engine": plan.engine, "gpus": str(plan.world_size)}
     flat |= {axis: str(degree) for axis, degree in dataclasses.asdict(plan.layout).items()}
     flat |= {
+        "dp_replicate": str(plan.dp_replicate),
+        "pipeline_stages_per_rank": str(plan.pipeline_stages_per_rank),
         "zero_stage": str(int(plan.zero_stage)),
         "offload": plan.offload,
+        "offload_target": plan.offload_target,
         "micro_batch_size": str(plan.micro_batch_size),
         "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
         "activation_checkpointing": plan.activation_checkpointing,
         "precision": plan.precision,
+        "optimizer": plan.optimizer,
         "global_batch_size": str(plan.global_batch_size),
     }
     return flat if plan.sequence_length is None else flat | {"sequence_length": str(plan.sequence_length)}
@@ -165,20 +237,29 @@ def in_short(plan: Plan) -> str:
     layout = plan.layout
     words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
     words += [f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
+    if plan.pipeline_stages_per_rank > 1:
+        words.append(f"{plan.pipeline_stages_per_rank} stages a rank")
     words += _sharding(plan)
     words.append(f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}")
-    if plan.activation_checkpointing is not ActivationCheckpointing.NONE:
+    if plan.activation_checkpointing is ActivationCheckpointing.FULL:
         words.append("checkpointing")
+    if plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
+        words.append("selective checkpointing")
     if plan.offload is not Offload.NONE:
-        words.append(f"{plan.offload} on host")
+        words.append(f"{plan.offload} on {'host' if plan.offload_target is OffloadTarget.CPU else 'NVMe'}")
     if plan.precision is not Precision.FP32:
         words.append(plan.precision)
+    if plan.optimizer is not Optimizer.ADAMW:
+        words.append(plan.optimizer)
     return " · ".join(words)
 
 
 def _sharding(plan: Plan) -> list[str]:
     if plan.engine is Engine.TORCH:
-        return ["FSDP2" if plan.zero_stage is ZeroStage.PARAMETERS else "DDP"]
+        if plan.zero_stage is ZeroStage.NONE:
+            return ["DDP"] if plan.layout.dp > 1 or plan.world_size == 1 else []
+        kept = [] if plan.zero_stage is ZeroStage.PARAMETERS else ["weights kept gathered"]
+        return [f"HSDP x{plan.dp_replicate}" if plan.dp_replicate > 1 else "FSDP2", *kept]
     if plan.engine is Engine.SCRIPT and plan.zero_stage is ZeroStage.NONE:
         return []
     return [f"ZeRO-{int(plan.zero_stage)}"]

@@ -23,11 +23,20 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.model import (
+    DataSpec,
+    ModelSpec,
+    TrainingSpec,
+    data_from_json,
+    model_from_json,
+    training_from_json,
+)
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
     Offload,
+    OffloadTarget,
+    Optimizer,
     ParallelLayout,
     Plan,
     Precision,
@@ -100,6 +109,7 @@ class TrainingRun:
     attempt_folder: str
     epoch: int
     device: str  # "cuda" or "cpu"
+    nvme_folder: str | None = None  # a node's folder for offload_target=nvme
 
 
 def plan_from_json(data: dict[str, Any]) -> Plan:
@@ -107,30 +117,28 @@ def plan_from_json(data: dict[str, Any]) -> Plan:
     return Plan(
         engine=Engine(data["engine"]),
         layout=ParallelLayout(**data["layout"]),
+        dp_replicate=data["dp_replicate"],
+        pipeline_stages_per_rank=data["pipeline_stages_per_rank"],
         zero_stage=ZeroStage(data["zero_stage"]),
         offload=Offload(data["offload"]),
+        offload_target=OffloadTarget(data["offload_target"]),
         micro_batch_size=data["micro_batch_size"],
         gradient_accumulation_steps=data["gradient_accumulation_steps"],
         activation_checkpointing=ActivationCheckpointing(data["activation_checkpointing"]),
         precision=Precision(data["precision"]),
+        optimizer=Optimizer(data["optimizer"]),
         sequence_length=data["sequence_length"],
     )
 
 
 def training_run_from_json(data: dict[str, Any]) -> TrainingRun:
     """The TrainingRun that `dataclasses.asdict` wrote."""
-    model = data["model"]
-    decoder = model["decoder"]
     return TrainingRun(
         **{
             **data,
-            "model": ModelSpec(
-                decoder=DecoderSpec(**decoder) if decoder else None,
-                factory=model["factory"],
-                config=model["config"],
-            ),
-            "data": DataSpec(**{**data["data"], "text": tuple(data["data"]["text"])}),
-            "training": TrainingSpec(**data["training"]),
+            "model": model_from_json(data["model"]),
+            "data": data_from_json(data["data"]),
+            "training": training_from_json(data["training"]),
             "plan": plan_from_json(data["plan"]),
         }
     )

@@ -41,7 +41,10 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "wrong unit of time": (f"{SCRIPT}hang_timeout: 10m\n", ["hang_timeout", "s, min, h, d", "'10m'"]),
     "no unit": (f"{SCRIPT}startup_timeout: 30\n", ["startup_timeout", "such as 10min", "30"]),
-    "wrong word": (f"{SCRIPT}precision: fp16\n", ["precision", "'fp16'", "'fp32' or 'bf16'", "did you mean 'bf16'?"]),
+    "wrong word": (
+        f"{SCRIPT}precision: fp8\n",
+        ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'", "did you mean 'fp16'?"],
+    ),
     "wrong kind": (f"{SCRIPT}priority: high\n", ["priority", "'high'", "a valid integer"]),
     "a number where a word stands": (f"{SCRIPT}env: {{A: 1}}\n", ["env.A", 'write it in quotes: "1"']),
     "out of range": (f"{SCRIPT}gpus: 0\n", ["gpus.min", "0", "greater than or equal to 1"]),
@@ -104,7 +107,7 @@ def test_a_bad_cluster_is_refused_in_one_error(before: str, after: str, said: li
 
 
 def test_every_problem_of_a_file_is_said_at_once() -> None:
-    text = f"{SCRIPT}precision: fp16\ntraining: {{max_step: 1}}\nhang_timeout: 3\n"
+    text = f"{SCRIPT}precision: fp8\ntraining: {{max_step: 1}}\nhang_timeout: 3\n"
     with pytest.raises(SpecError) as caught:
         parse_job(text, "job.yaml")
     message = str(caught.value)
