@@ -1,9 +1,12 @@
 """The canonical checkpoint: a torch.distributed.checkpoint folder that every engine at any world size reads and writes.
 
 model.<name>                              fp32 master weight (or buffer), by whole-model name
-optim.state.<name>.exp_avg, .exp_avg_sq   Adam's moments of a parameter, fp32
-step, samples                             optimizer steps done (Adam's too), samples consumed: where the data go on
-There are no param_groups: hyperparameters come from the job, not from the checkpoint.
+optim.state.<name>.exp_avg, .exp_avg_sq   what the optimizer keeps of a parameter (here AdamW), fp32
+optim.steps                               updates done, per group of parameters that thaw together
+loss_scale                                fp16 only: the scale, and finite steps since it changed
+step, samples                             optimizer steps done, samples consumed: where the data go on
+Parameters that no step trains (the base under adapters) come with the model. There are no param_groups and no random
+states: hyperparameters and seeds come from the job, not from the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from orchestrator.training.adam import MOMENTS
+from orchestrator.training import loss_scale
 from orchestrator.training.fragment import FragmentLoadPlanner, FragmentSavePlanner
 
 State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
@@ -52,9 +55,15 @@ def save(folder: Path, state: State, cursor: Cursor) -> None:
 
 
 def load(folder: Path, state: State) -> None:
-    """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it."""
+    """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it.
+
+    A loss scale stays as it is where the checkpoint, of another precision, has none.
+    """
+    reader = FileSystemReader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    wanted = {name: value for name, value in state.items() if name in known or name != loss_scale.STATE}
     with _own_out_of_memory():
-        state_dict_loader.load(dict(state), storage_reader=FileSystemReader(folder), planner=FragmentLoadPlanner())
+        state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
 
 
 def opened(folder: Path) -> Saved:
@@ -64,22 +73,14 @@ def opened(folder: Path) -> Saved:
     return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
 
 
-def model_state(module: nn.Module) -> dict[str, Tensor]:
-    """`model.<name>` of every parameter (once, where shared) and persistent buffer, sharing their memory."""
-    parameters = dict(module.named_parameters())
-    shared = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
-    values = {name: value for name, value in module.state_dict().items() if name not in shared}
+def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor]:
+    """`model.<name>` of the parameters named in `changing` and of every persistent buffer, sharing their memory.
+
+    A shared parameter appears once. What no step changes comes with the model and is not saved.
+    """
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    values = {name: value for name, value in module.state_dict().items() if name in changing or name not in parameters}
     return {f"model.{name}": value.detach() for name, value in values.items()}
-
-
-def adam_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`optim.state.<name>.<moment>` of every trained parameter, sharing the optimizer's memory."""
-    return {
-        f"optim.state.{name}.{moment}": optimizer.state[parameter][moment]
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-        for moment in MOMENTS
-    }
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import DecoderSpec
+from orchestrator.training.cross_entropy import linear_cross_entropy
 from orchestrator.training.dataset import BYTE_VOCABULARY, TextDataset
-from orchestrator.training.recipe import IGNORED_LABEL, Batch, Recipe, seeded_normal
+from orchestrator.training.recipe import Batch, Recipe, Stages, seeded_normal
 
 INITIAL_STD = 0.02  # GPT-2's initialisation (Radford et al. 2019, section 2.3)
 ROTARY_BASE = 10_000.0  # Su et al. 2021, arXiv:2104.09864, section 3.4.2
@@ -67,14 +68,22 @@ class Layer(nn.Module):
         self.self_attn = Attention(spec)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
         self.mlp = FeedForward(spec)
+        self.dropout = nn.Dropout(spec.dropout)
 
     def forward(self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        x_BTD = x_BTD + self.dropout(self.self_attn(self.input_layernorm(x_BTD), cos_TH, sin_TH))
+        return x_BTD + self.dropout(self.mlp(self.post_attention_layernorm(x_BTD)))
+
+
+class Head(nn.Linear):
+    """Hidden states to the summed loss over the next token, without ever holding all logits."""
+
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:  # type: ignore[override]
+        return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, labels_BT.flatten())
 
 
 class Decoder(nn.Module):
-    """Tokens to logits over the next token."""
+    """Tokens and labels to the summed loss over the next token. On a pipeline stage, parts of it are missing."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -82,23 +91,38 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(Layer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = nn.RMSNorm(spec.hidden_size, eps=1e-6)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.lm_head = Head(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        cos_TH, sin_TH = _rotary_tables(tokens_BT.shape[1], self.head_dim, tokens_BT.device)
-        x_BTD = self.embed_tokens(tokens_BT)
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        return self.lm_head(self.hidden(tokens_BT), labels_BT)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Hidden states [B, T, D] after the parts that are here, from tokens [B, T] or from hidden states."""
+        x_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
+        cos_TH, sin_TH = _rotary_tables(x_BTD.shape[1], self.head_dim, x_BTD.device)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_TH, sin_TH)
-        return self.lm_head(self.norm(x_BTD))
+        return self.norm(x_BTD) if self.norm is not None else x_BTD
 
 
-def loss_sum(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Cross entropy summed over the tokens whose label is not ignored; scalar, fp32."""
-    return functional.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
+# Each rank has heads of its own in attention and columns of its own in the feed-forward (arXiv:1909.08053, section 3).
+TENSOR_PARALLEL = {
+    "embed_tokens": "embedding",
+    "layers.*.self_attn.[qkv]_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "head",
+}
+STAGES = Stages(
+    first=("embed_tokens",),
+    last=("norm", "lm_head"),
+    hidden=lambda module, x: module.hidden(x),  # type: ignore[operator]
+    loss_sum=lambda module, hidden, labels: module.lm_head(hidden, labels),  # type: ignore[operator]
+)
 
 
 def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
@@ -113,12 +137,13 @@ def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe
         dataset=dataset,
         layers=tuple(module.layers),
         initialise=functools.partial(_initialise, seed=seed),
+        tensor_parallel=TENSOR_PARALLEL,
+        stages=STAGES,
     )
 
 
 def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
-    tokens_BT, labels_BT = batch
-    return loss_sum(module(tokens_BT), labels_BT)
+    return module(*batch)
 
 
 def _initialise(name: str, parameter: Tensor, *, seed: int) -> None:

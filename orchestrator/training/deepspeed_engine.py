@@ -27,8 +27,17 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.training import checkpoint
-from orchestrator.training.adam import MOMENTS, adamw, allocate_moments, clip
 from orchestrator.training.fragment import Fragment
+from orchestrator.training.freezing import freeze_for
+from orchestrator.training.optimizers import (
+    STEPS,
+    Updates,
+    clip_factor,
+    gradient_norm,
+    scale_gradients,
+    state_names,
+)
+from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
 
@@ -85,9 +94,11 @@ class DeepSpeedEngine:
         device: torch.device,
         resume_from: checkpoint.Saved | None,
     ) -> None:
-        self._recipe, self._plan, self._device = recipe, plan, device
-        self._clip_norm = training.clip_norm
+        self._recipe, self._plan, self._training, self._device = recipe, plan, training, device
         self._module = recipe.module
+        self._randomness = Randomness(recipe, training.seed)
+        step = resume_from.cursor.step if resume_from else 0
+        self._changing = freeze_for(recipe.module, training.freeze, step)
         self._shapes = {name: parameter.shape for name, parameter in self._module.named_parameters()}
         if not all(parameter.requires_grad for parameter in self._module.parameters()):
             raise SpecError("engine=deepspeed trains every parameter: this model has frozen ones", path="model.factory")
@@ -97,46 +108,56 @@ class DeepSpeedEngine:
         self._materialise(config)
         if resume_from:  # before DeepSpeed copies the weights into its masters
             checkpoint.load(resume_from.path, self._computed_with())
-        self._adam = adamw(self._module.parameters(), training, _optimizer_device(plan, device))
-        self._engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._adam, config=config)
-        allocate_moments(self._adam, self._updated(), resume_from.cursor.step if resume_from else 0)
+        self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
+        self._engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
+        self._updates.allocate(self._masters())
         if resume_from:
             checkpoint.load(resume_from.path, self.state())
+            self._updates.set_steps()
         if weights:  # DeepSpeed took the masters from weights rounded to bf16: 1e-3 of loss
             for piece in self._pieces():
                 piece.of(piece.flat).copy_(weights(piece.name).flatten().narrow(0, piece.start, piece.count))
 
-    def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+    def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         plan = self._plan
+        first = dist.get_rank() * plan.gradient_accumulation_steps
+        self._updates.prepare(step)
         scale = plan.layout.dp * plan.gradient_accumulation_steps / tokens  # DeepSpeed divides by both
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         norm = 0.0
-        for batch in micro_batches:
+        for turn, batch in enumerate(micro_batches):
+            self._randomness.begin(step, first + turn)
             loss_sum = self._recipe.loss_sum(self._engine, tuple(tensor.to(self._device) for tensor in batch))
             self._engine.backward(loss_sum * scale)
             loss += loss_sum.detach().double()
             del loss_sum
             if plan.zero_stage is ZeroStage.NONE and self._engine.is_gradient_accumulation_boundary():
-                norm = clip(list(self._module.parameters()), self._clip_norm)
+                trained = self._updates.parameters.values()
+                norm = gradient_norm(trained).item()
+                scale_gradients(trained, clip_factor(norm, self._training.clip_norm))
             self._engine.step()
+        self._updates.count()
         if plan.zero_stage is not ZeroStage.NONE:
             norm = float(self._engine.get_global_grad_norm())
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> checkpoint.State:
         if self._plan.zero_stage is ZeroStage.NONE:
-            return checkpoint.model_state(self._module) | checkpoint.adam_state(self._module, self._adam)
+            return checkpoint.model_state(self._module, self._changing) | self._updates.state()
         buffers = {f"model.{name}": buffer for name, buffer in self._module.named_buffers()}
-        return buffers | dict(self._fragments())
+        return buffers | dict(self._fragments()) | {STEPS: self._updates.steps}
 
-    def _updated(self) -> list[Tensor]:
-        """The tensors that the optimizer updates: parameters, or this rank's flat masters."""
-        if self._plan.zero_stage is ZeroStage.NONE:
-            return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+    def _masters(self) -> list[list[Tensor]] | None:
+        """Per group of parameters, this rank's flat masters; None where the parameters themselves are updated."""
         zero = self._engine.optimizer
-        if self._plan.zero_stage is ZeroStage.PARAMETERS:
-            return list(zero.fp32_partitioned_groups_flat)  # private
-        return list(zero.single_partition_of_fp32_groups)  # private
+        if self._plan.zero_stage is ZeroStage.NONE:
+            return None
+        if self._plan.zero_stage is not ZeroStage.PARAMETERS:
+            return [[flat] for flat in zero.single_partition_of_fp32_groups]  # private
+        groups: list[list[Tensor]] = [[] for _ in self._updates.groups]
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):  # private
+            groups[zero.sub_group_to_group_id[index]].append(flat)  # private
+        return groups
 
     def _materialise(self, config: dict[str, Any]) -> None:
         """Make the parameters; at stage 3 layer by layer, each cut before the next is made."""
@@ -153,7 +174,7 @@ class DeepSpeedEngine:
     def _computed_with(self) -> checkpoint.State:
         """Weights and buffers of forward and backward before `initialize`: whole, or this rank's runs at stage 3."""
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
-            return checkpoint.model_state(self._module)
+            return checkpoint.model_state(self._module, self._changing)
         state: dict[str, Any] = {f"model.{name}": buffer for name, buffer in self._module.named_buffers()}
         for name, parameter in self._module.named_parameters():
             run, shape = parameter.ds_tensor, self._shapes[name]  # type: ignore[attr-defined]  # private
@@ -178,9 +199,9 @@ class DeepSpeedEngine:
     def _fragments(self) -> Iterator[tuple[str, Fragment]]:
         """What this rank holds of every master and moment."""
         for piece in self._pieces():
-            shape, moments = self._shapes[piece.name], self._adam.state[piece.flat]
+            shape, moments = self._shapes[piece.name], self._updates.optimizer.state[piece.flat]
             yield f"model.{piece.name}", Fragment(piece.of(piece.flat), piece.start, shape)
-            for moment in MOMENTS:
+            for moment in state_names(self._training, shape):
                 yield f"optim.state.{piece.name}.{moment}", Fragment(piece.of(moments[moment]), piece.start, shape)
 
     def _pieces(self) -> Iterator[Piece]:

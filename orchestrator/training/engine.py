@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterable
 from typing import Protocol
 
 import torch
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from orchestrator.specs import plan as plans
 from orchestrator.specs.run import TrainingRun
@@ -16,6 +14,7 @@ from orchestrator.training.checkpoint import Saved, State
 from orchestrator.training.dataset import TextDataset
 from orchestrator.training.decoder import decoder_recipe
 from orchestrator.training.recipe import Batch, Recipe, from_factory
+from orchestrator.training.recompute import compile_layers, recompute
 from orchestrator.training.results import StepResult
 from orchestrator.training.torch_engine import TorchEngine
 
@@ -23,8 +22,8 @@ from orchestrator.training.torch_engine import TorchEngine
 class Engine(Protocol):
     """A model on its devices. Both calls are collective: every rank makes them in the same order."""
 
-    def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        """One optimizer step over this rank's micro-batches of a global batch with `tokens` loss terms."""
+    def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        """The optimizer step after `step` ones, over this rank's part of a global batch with `tokens` loss terms."""
 
     def state(self) -> State:
         """The canonical checkpoint's tensors, by reference: saving reads them, loading fills them."""
@@ -41,10 +40,13 @@ def build_recipe(run: TrainingRun) -> Recipe:
 
 
 def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None) -> Engine:
-    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given; collective."""
-    if run.plan.activation_checkpointing is plans.ActivationCheckpointing.FULL:
-        for layer in recipe.layers:
-            layer.forward = functools.partial(recomputed, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given; collective.
+
+    It trains what thaws up to that checkpoint's step; where more thaws later, the next engine is built then.
+    """
+    recompute(recipe.layers, run.plan.activation_checkpointing)
+    if run.training.compile:
+        compile_layers(recipe.layers)
     if run.plan.engine is plans.Engine.DEEPSPEED:
         # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
         if device.type == "cpu":

@@ -88,7 +88,7 @@ def _step(
     tokens = sum(dataset.token_count(sample) for sample in samples)
     dp_rank = ranks.rank // plan.layout.tp % plan.layout.dp  # of mesh axes pp, dp, tp
     mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps)
-    result = engine.step((dataset.batch(indices) for indices in mine), tokens)
+    result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
     shared = torch.tensor([result.loss, float(bool(stop))], dtype=torch.float64, device=ranks.device)
     dist.all_reduce(shared)
     loss, stopping = shared.tolist()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
 
@@ -32,13 +33,32 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """How a module is cut into pipeline stages: between its layers.
+
+    `first` and `last` name the submodules (by whole-model name) that only the first and the last stage have. On a
+    stage, layers of other stages hand their first input on unchanged, and a missing submodule of `first` or `last` is
+    None. `hidden(module, x)` runs what the stage has: `x` is `batch[0]` on the first stage, else the hidden states that
+    the stage before returned. `loss_sum(module, hidden, labels)` ends the last stage; `labels` is `batch[1]`.
+    """
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    hidden: Callable[[nn.Module, Tensor], Tensor]
+    loss_sum: Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A model, its loss and its data.
 
     `loss_sum(module, batch)` returns the loss *summed* over the batch's terms as a scalar: the engine divides by the
-    global batch's count. `layers` are the repeated blocks of the module: what FSDP2 shards and activation
-    checkpointing recomputes one by one. A module on the meta device comes with `initialise(name, parameter)`, which
-    fills a parameter by its whole-model name alone, so that every layout starts from the same numbers.
+    global batch's count. It reaches the module through its call, once, so that an engine can wrap it. `layers` are the
+    repeated blocks of the module: what FSDP2 shards, activation checkpointing recomputes and a pipeline cuts. A module
+    on the meta device comes with `initialise(name, parameter)`, which fills a parameter by its whole-model name alone,
+    so that every layout starts from the same numbers. `tensor_parallel` is the model's own plan: shell patterns of
+    module names -> "colwise", "rowwise", "embedding", "head" or a torch ParallelStyle; what it does not name is
+    repeated. Without it the model runs at tp=1, without `stages` at pp=1.
     """
 
     module: nn.Module
@@ -46,6 +66,8 @@ class Recipe:
     dataset: Dataset
     layers: Sequence[nn.Module] = ()
     initialise: Callable[[str, Tensor], None] | None = None
+    tensor_parallel: Mapping[str, str | ParallelStyle] = field(default_factory=dict)
+    stages: Stages | None = None
 
 
 def materialise(root: nn.Module, part: nn.Module, recipe: Recipe, device: torch.device) -> None:

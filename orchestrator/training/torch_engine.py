@@ -1,12 +1,13 @@
-"""The torch engine: one device mesh; plain, DDP (zero_stage 0) or FSDP2 (zero_stage 3).
+"""The torch engine: one device mesh; plain, DDP (zero_stage 0) or FSDP2 (2: weights stay gathered; 3), HSDP.
 
 What decides memory, in bytes, for the model of it (P parameters, dp ranks):
 - Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
-  Adam's moments (8P, or 8P/dp) are allocated before the first step, so the first step has the later steps' peak.
+  The optimizer's states are allocated before the first step, so the first step has the later steps' peak.
 - Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, which are the
   gradients, for ever (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
   FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
-- FSDP2 frees a layer after its forward pass and gathers it again; the rest (embedding, norm, head) stays gathered.
+- FSDP2 at stage 3 frees a layer after its forward pass and gathers it again; the rest (embedding, norm, head) stays
+  gathered. At stage 2 every layer stays gathered until its backward pass. HSDP shards over dp / dp_replicate ranks.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
@@ -24,11 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.model import TrainingSpec
-from orchestrator.specs.plan import Offload, ParallelLayout, Plan, Precision, ZeroStage
-from orchestrator.training import checkpoint
-from orchestrator.training.adam import adamw, allocate_moments, clip
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.training import checkpoint, loss_scale
+from orchestrator.training.freezing import freeze_for
+from orchestrator.training.loss_scale import LossScale
+from orchestrator.training.optimizers import Updates, clip_factor, gradient_norm, scale_gradients
+from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
+
+LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 class TorchEngine:
@@ -45,30 +51,38 @@ class TorchEngine:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._clip_norm = training.clip_norm
         self._module = recipe.module  # whole-model names
-        mesh = device_mesh(plan.layout, device)
-        self._model = _sharded(recipe, plan, mesh, device) if _is_sharded(plan) else _replicated(recipe, mesh, device)
-        self._optimizer = adamw(self._module.parameters(), training, _state_device(plan, device))
+        self._mesh = device_mesh(plan, device)
+        self._randomness = Randomness(recipe, training.seed)
+        self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
-        allocate_moments(self._optimizer, self._trained(), step)
+        self._changing = freeze_for(recipe.module, training.freeze, step)
+        self._model = _model(recipe, plan, self._mesh, device)
+        self._updates = Updates(self._module.named_parameters(), training, _state_device(plan, device), step)
+        self._updates.allocate()
         if resume_from:
-            checkpoint.load(resume_from.path, self.state())
+            checkpoint.load(resume_from.path, self._state(known_at=step))
+            self._updates.set_steps()
 
-    def step(self, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        scale = self._plan.layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
+    def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        plan = self._plan
+        factor = self._loss_scale.factor if self._loss_scale else 1.0
+        scale = factor * plan.layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
+        first = self._mesh["dp"].get_local_rank() * plan.gradient_accumulation_steps
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for turn, batch in enumerate(micro_batches, start=1):
-            with self._sync_on_last(is_last=turn == self._plan.gradient_accumulation_steps):
+            self._randomness.begin(step, first + turn - 1)
+            with self._sync_on_last(is_last=turn == plan.gradient_accumulation_steps):
                 loss += self._forward_backward(batch, scale)
-        norm = clip(self._trained(), self._clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        norm = self._update(step, factor)
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> checkpoint.State:
-        return checkpoint.model_state(self._module) | checkpoint.adam_state(self._module, self._optimizer)
+        return self._state()
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+    def _state(self, known_at: int | None = None) -> checkpoint.State:
+        scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
+        model = checkpoint.model_state(self._module, self._changing)
+        return model | self._updates.state(known_at=known_at) | scale
 
     def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
         batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
@@ -77,10 +91,22 @@ class TorchEngine:
         (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
         return loss_sum.detach().double()
 
+    def _update(self, step: int, factor: float) -> float:
+        """Clip and update; the norm of the gradients, which carry `factor`. Leaves out a fp16 step that overflowed."""
+        trained = self._updates.parameters.values()
+        norm = gradient_norm(trained).item() / factor
+        if self._loss_scale is None or self._loss_scale.update(norm):
+            self._updates.prepare(step)
+            scale_gradients(trained, clip_factor(norm, self._clip_norm) / factor)
+            self._updates.optimizer.step()
+            self._updates.count()
+        self._updates.optimizer.zero_grad(set_to_none=True)
+        return norm
+
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """bf16 where weights stay fp32; FSDP2 casts what it gathers instead."""
-        if self._plan.precision is Precision.BF16 and not _is_sharded(self._plan):
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        """Low precision where weights stay fp32; FSDP2 casts what it gathers instead."""
+        if self._plan.precision in LOW_PRECISION and not self._plan.zero_stage:
+            return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
         return contextlib.nullcontext()
 
     def _sync_on_last(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
@@ -89,19 +115,20 @@ class TorchEngine:
         return contextlib.nullcontext()
 
 
-def device_mesh(layout: ParallelLayout, device: torch.device) -> DeviceMesh:
-    """The mesh of a layout, axes pp, dp, tp from the slowest to the fastest rank. Raises IllegalPlan."""
+def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The mesh of a plan, axes pp, dp, tp from the slowest to the fastest rank. Raises IllegalPlan."""
+    layout = plan.layout
     if layout.tp > 1 or layout.pp > 1:
         raise IllegalPlan(f"engine=torch does not run tensor or pipeline parallel yet (tp={layout.tp}, pp={layout.pp})")
     return init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def _is_sharded(plan: Plan) -> bool:
-    return plan.zero_stage is ZeroStage.PARAMETERS
-
-
 def _state_device(plan: Plan, device: torch.device) -> torch.device:
     return device if plan.offload is Offload.NONE else torch.device("cpu")
+
+
+def _model(recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    return _sharded(recipe, plan, mesh, device) if plan.zero_stage else _replicated(recipe, mesh, device)
 
 
 def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> nn.Module:
@@ -120,14 +147,16 @@ def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> nn.Mo
 
 
 def _sharded(recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    low = LOW_PRECISION.get(plan.precision)
+    mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for part in (*recipe.layers, recipe.module):
         materialise(recipe.module, part, recipe, device)
         fully_shard(
             part,
             mesh=mesh["dp"],
-            mp_policy=mixed if plan.precision is Precision.BF16 else MixedPrecisionPolicy(),
+            reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not recipe.module,
+            mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
         )
     return recipe.module

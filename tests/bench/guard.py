@@ -22,7 +22,7 @@ SCRIPT = """
 import sys, time
 import torch
 from orchestrator.specs.model import DecoderSpec
-from orchestrator.training.decoder import Decoder, loss_sum
+from orchestrator.training.decoder import Decoder
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -32,7 +32,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 tokens = torch.randint(256, (8, 129))
 for _ in sys.stdin:  # one step per line
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    loss = loss_sum(model(tokens[:, :-1]), tokens[:, 1:])
+    loss = model(tokens[:, :-1], tokens[:, 1:])
     (loss / tokens.numel()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -103,7 +103,7 @@ def _peak_bytes(request: dict[str, Any], plan: Plan) -> int:
             samples = global_batch(step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0)
             tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
             mine = micro_batches(samples, dist.get_rank(), plan.micro_batch_size, plan.gradient_accumulation_steps)
-            engine.step((recipe.dataset.batch(indices) for indices in mine), tokens)
+            engine.step(step, (recipe.dataset.batch(indices) for indices in mine), tokens)
         del engine, recipe
         peak = device.peak_bytes
     gc.collect()

@@ -42,7 +42,7 @@ def _fresh(run: TrainingRun, saved: Saved) -> dict[str, int]:
         micro_batch, accumulation = run.plan.micro_batch_size, run.plan.gradient_accumulation_steps
         for _ in range(STEPS):
             batches = (recipe.dataset.batch(range(micro_batch)) for _ in range(accumulation))
-            engine.step(batches, tokens=100)
+            engine.step(0, batches, tokens=100)
         trained = device.recent_peak_bytes
         device.reset_recent_peak()
         checkpoint.save(saved.path, engine.state(), saved.cursor)

@@ -1,0 +1,44 @@
+"""Activation checkpointing and compilation of a recipe's layers, before any engine wraps them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from orchestrator.specs.plan import ActivationCheckpointing
+
+aten = torch.ops.aten
+# What is dear to compute again: matrix products, convolutions and attention.
+KEPT = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
+        *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
+        *(aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
+    }
+)
+
+
+def recompute(layers: Sequence[nn.Module], mode: ActivationCheckpointing) -> None:
+    """Let every layer keep as much for its backward pass as `mode` says, in place."""
+    if mode is ActivationCheckpointing.NONE:
+        return
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if mode is ActivationCheckpointing.SELECTIVE:
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+
+
+def _keep_what_is_dear(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Compile every layer by itself, in place: equal layers share one compilation, and hooks stay outside of it."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
