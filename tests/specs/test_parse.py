@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "no unit": (f"{SCRIPT}startup_timeout: 30\n", ["startup_timeout", "such as 10min", "30"]),
     "wrong word": (
         f"{SCRIPT}precision: fp8\n",
-        ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'", "did you mean 'fp16'?"],
+        ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'", "did you mean 'fp32'?"],
     ),
     "wrong kind": (f"{SCRIPT}priority: high\n", ["priority", "'high'", "a valid integer"]),
     "a number where a word stands": (f"{SCRIPT}env: {{A: 1}}\n", ["env.A", 'write it in quotes: "1"']),
