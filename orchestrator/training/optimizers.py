@@ -106,9 +106,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`, in place."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    if factor != 1.0:
+        torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
