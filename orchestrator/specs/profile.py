@@ -22,6 +22,8 @@ class Segment:
     cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
     largest_parameter: int = 0  # elements of its largest tensor
     summed_gradients: int = 0  # elements of a shared weight's gradients that meet in its backward pass
+    trained: int | None = None  # of `parameters`, those that have gradients and optimizer states; None: all
+    frozen_bytes: int = 0  # held for the parameters that are not trained, instead of 4 bytes each
 
 
 class Source(StrEnum):
