@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import time
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.specs.run import AttemptFolder, TrainingRun
-from orchestrator.training import checkpoint, checkpoint_folder, progress
-from orchestrator.training.checkpoint import Cursor
+from orchestrator.training import checkpoint, checkpoint_folder, freezing, progress
+from orchestrator.training.checkpoint import Cursor, Saved
 from orchestrator.training.dataset import global_batch, micro_batches
 from orchestrator.training.engine import Engine, build_engine, build_recipe
 from orchestrator.training.recipe import Recipe
@@ -46,17 +47,30 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
         checkpoint_folder.remove_unfinished(checkpoints, run.epoch)
     newest = _agree_on_newest(checkpoints, ranks)
     saved = checkpoint.opened(newest) if newest else None
-    recipe = build_recipe(run)
-    engine = build_engine(run, recipe, ranks.device, saved)
     cursor = saved.cursor if saved else Cursor()
     while cursor.step < run.training.max_steps:
-        cursor, stopping = _step(run, ranks, recipe, engine, cursor, stop)
-        done = cursor.step == run.training.max_steps
-        if stopping or done or cursor.step % run.training.checkpoint_every_steps == 0:
-            _checkpoint(run, ranks, checkpoints, engine, cursor)
-        if stopping and not done:
-            return False
+        saved, stopped = _phase(run, ranks, checkpoints, saved, stop)
+        cursor = saved.cursor
+        if stopped:
+            return cursor.step == run.training.max_steps
+        gc.collect()  # engines hold themselves in cycles: the next one needs their memory
     return True
+
+
+def _phase(
+    run: TrainingRun, ranks: Ranks, checkpoints: Path, saved: Saved | None, stop: list[int]
+) -> tuple[Saved, bool]:
+    """Train up to where more parameters thaw, or to the end: the checkpoint there, and whether a rank was to stop."""
+    cursor = saved.cursor if saved else Cursor()
+    last = min(freezing.next_thaw(cursor.step, run.training.freeze) or run.training.max_steps, run.training.max_steps)
+    recipe = build_recipe(run)
+    engine = build_engine(run, recipe, ranks.device, saved)
+    stopping = False
+    while cursor.step < last and not stopping:
+        cursor, stopping = _step(run, ranks, recipe, engine, cursor, stop)
+        if stopping or cursor.step == last or cursor.step % run.training.checkpoint_every_steps == 0:
+            _checkpoint(run, ranks, checkpoints, engine, cursor)
+    return Saved(path=checkpoint_folder.complete_path(checkpoints, cursor.step), cursor=cursor), stopping
 
 
 def _listen_for_stop() -> list[int]:

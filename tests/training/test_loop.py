@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from orchestrator.specs.model import Freeze
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder
-from orchestrator.training import checkpoint_folder
+from orchestrator.training import checkpoint, checkpoint_folder
 from tests.training import gang
 
 ENDLESS = dataclasses.replace(gang.TRAINING, max_steps=10**6, checkpoint_every_steps=10**6)
@@ -55,6 +58,41 @@ def test_a_finished_training_ends_at_once_when_launched_again(tmp_path: Path) ->
     again = gang.training_run(tmp_path, "job", gang.torch_plan(), text)
     assert gang.finish(gang.spawn(again)) == [0]
     assert gang.metrics(again) == []
+
+
+def test_what_is_frozen_stays_until_its_step_and_a_restart_in_any_phase_changes_nothing(tmp_path: Path) -> None:
+    text = gang.ragged_text(tmp_path)
+    freeze = (Freeze(parameters="embed*", until_step=3), Freeze(parameters="layers.0.*", until_step=5))
+    training = dataclasses.replace(gang.TRAINING, freeze=freeze, checkpoint_every_steps=2)
+    whole = gang.training_run(tmp_path, "whole", gang.torch_plan(), text, training=training)
+    restarted = [
+        gang.training_run(
+            tmp_path, "restarted", gang.torch_plan(), text, training=dataclasses.replace(training, max_steps=until)
+        )
+        for until in (3, 4, 6, 8)  # where more thaws, and in the middle of two phases
+    ]
+    gang.launch([gang.Part(run=run) for run in (whole, *restarted)])
+    pieces = {step: loss for run in restarted for step, loss in gang.losses(run).items()}
+    assert pieces == pytest.approx(gang.losses(whole), abs=2e-6, rel=0)
+    checkpoints = JobFolder(tmp_path, "whole").checkpoints
+    weights = {step: _weights(checkpoint_folder.complete_path(checkpoints, step)) for step in (2, 3, 5, 8)}
+    assert _changed(weights[2], weights[3]) == {"layers.1", "norm", "lm_head"}
+    assert _changed(weights[3], weights[5]) == {"layers.1", "norm", "lm_head", "embed_tokens"}
+    assert _changed(weights[5], weights[8]) == {"layers.1", "norm", "lm_head", "embed_tokens", "layers.0"}
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every weight in a checkpoint, by name."""
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = {name: torch.empty(known[name].size) for name in known if name.startswith("model.")}
+    checkpoint.load(folder, weights)
+    return weights
+
+
+def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    """The parts of the model whose weights differ: `layers.<n>` or a module's name."""
+    names = {name.removeprefix("model.") for name in before if not before[name].equal(after[name])}
+    return {".".join(name.split(".")[:2]) if name.startswith("layers") else name.split(".")[0] for name in names}
 
 
 def _wait_for_steps(attempt: AttemptFolder, count: int) -> None:
