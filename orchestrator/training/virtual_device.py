@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
@@ -20,8 +26,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     The operation that crosses the capacity raises torch.OutOfMemoryError. Counted is what operations of the entering
     thread return (the backward pass on CPU runs in the calling thread); scratch inside a kernel and what other threads
-    or forked children make is not. Storages made elsewhere count from the first operation that returns a view of them.
-    Enter it once and before the model is built.
+    or forked children make is not, nor what is made within `host_memory()`. Storages made elsewhere count from the
+    first operation that returns a view of them. Enter it once and before the model is built.
     """
 
     supports_higher_order_operators = True
@@ -33,7 +39,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0  # highest since construction
         self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
         self.on_out_of_memory: Callable[[torch.OutOfMemoryError, int], None] | None = None
-        self._sizes: dict[int, int] = {}  # address of the storage -> bytes counted for it
+        self.host = False  # whether what is new now is host memory
+        self._sizes: dict[int, int] = {}  # address of the storage -> bytes it has
         self._deaths: dict[int, _Death] = {}
 
     @classmethod
@@ -105,9 +112,11 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage.device.type != "cpu":  # a fake tensor claims to be on the CPU, its storage does not
                 return 0
             death = self._deaths[key] = _Death(storage, self._forget)
-            death.key = key
+            death.key, death.host = key, self.host
             known = 0
         self._sizes[key] = size
+        if self._deaths[key].host:
+            return 0
         self.live_bytes = live = self.live_bytes + size - known
         if live > self.recent_peak_bytes and live <= self.capacity_bytes:
             self.recent_peak_bytes = live
@@ -147,7 +156,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, death: _Death) -> None:
         del self._deaths[death.key]
-        self.live_bytes -= self._sizes.pop(death.key)
+        size = self._sizes.pop(death.key)
+        if not death.host:
+            self.live_bytes -= size
 
     def _out_of_memory(self, requested_bytes: int) -> torch.OutOfMemoryError:
         """The error, in the words of PyTorch's CUDA allocator so that every reader of such messages understands it."""
@@ -163,6 +174,23 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return error
 
 
+@contextlib.contextmanager
+def host_memory() -> Iterator[None]:
+    """Within, CPU storages that the calling thread makes are the host's: the virtual device never counts them.
+
+    Storages that it counts already stay counted. Without a virtual device there is nothing to tell apart.
+    """
+    device = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, VirtualDevice)), None)
+    if device is None or device.host:
+        yield
+        return
+    device.host = True
+    try:
+        yield
+    finally:
+        device.host = False
+
+
 def _amount(count: int) -> str:
     return f"{count / MIB:.2f} MiB" if count >= MIB else f"{count / 1024:.2f} KiB" if count >= 1024 else f"{count} B"
 
@@ -170,5 +198,6 @@ def _amount(count: int) -> str:
 class _Death(weakref.ref[torch.UntypedStorage]):
     """Calls back when its storage is freed; cheaper than weakref.finalize (0.4 instead of 1.1 microseconds)."""
 
-    __slots__ = ("key",)
+    __slots__ = ("host", "key")
     key: int
+    host: bool

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from orchestrator.training import oom_report
-from orchestrator.training.virtual_device import VirtualDevice
+from orchestrator.training.virtual_device import VirtualDevice, host_memory
 
 KIB, MIB = 2**10, 2**20
 WIDTH, DEPTH = 128, 4
@@ -35,6 +35,29 @@ def test_storages_count_once_and_are_freed_with_their_last_view() -> None:
         assert device.live_bytes == 64 * KIB
         del other
     assert (device.live_bytes, device.peak_bytes) == (0, 128 * KIB)
+
+
+def test_host_memory_is_never_counted_and_device_memory_always() -> None:
+    with VirtualDevice(64 * KIB) as device:
+        on_device = torch.ones(KIB)
+        with host_memory():
+            host = torch.empty(MIB)
+            host[:KIB].copy_(on_device)
+            with host_memory():
+                on_device.add_(1)
+            host.mul_(2)
+        host[KIB:].zero_()
+        view = host.view(KIB, KIB)[:1]
+        assert device.live_bytes == 4 * KIB
+        more = view + 1  # an operation's output is on the device, whatever it read
+        assert device.live_bytes == 8 * KIB
+        host.untyped_storage().resize_(2 * MIB)
+        del host, view
+        assert device.live_bytes == 8 * KIB
+        del on_device, more
+        assert device.live_bytes == 0
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(MIB)
 
 
 def test_every_output_of_an_operation_counts() -> None:
