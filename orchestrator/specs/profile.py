@@ -9,6 +9,22 @@ from orchestrator.specs.plan import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossChunks:
+    """What a loss that goes through its tokens in chunks holds meanwhile, above what its segment saves."""
+
+    chunk_tokens: int
+    sample_tokens: int
+    per_sample_bytes: int  # of all tokens: its input
+    peaks: tuple[tuple[int, int], ...]  # (bytes per token of the chunk, fixed bytes): the largest counts
+    gradients: int  # elements of the weight whose gradient it makes in the forward pass already
+
+    def peak_bytes(self, micro_batch_size: int) -> int:
+        tokens = min(self.chunk_tokens, micro_batch_size * self.sample_tokens)
+        largest = max(per_token * tokens + fixed for per_token, fixed in self.peaks)
+        return micro_batch_size * self.per_sample_bytes + largest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """`count` equal parts of a model along its depth. Bytes and FLOPs are per part; activations also per sample."""
 
@@ -24,6 +40,14 @@ class Segment:
     summed_gradients: int = 0  # elements of a shared weight's gradients that meet in its backward pass
     trained: int | None = None  # of `parameters`, those that have gradients and optimizer states; None: all
     frozen_bytes: int = 0  # held for the parameters that are not trained, instead of 4 bytes each
+    selective_bytes: int | None = None  # kept per sample under selective checkpointing; None: it cannot be had
+    selective_transient_bytes: int = 0  # above what is saved, at the peak of a part that is recomputed selectively
+    factored: int | None = None  # rows and columns of all its matrices, and its vectors; None: as if one square
+    chunks: LossChunks | None = None  # of a loss that never holds all of its logits
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.parameters if self.trained is None else self.trained
 
 
 class Source(StrEnum):
@@ -43,10 +67,20 @@ class ModelProfile:
     source: Source
     segments: tuple[Segment, ...]
     workspace_bytes: int = 0
+    tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
 
     @property
     def parameters(self) -> int:
         return sum(segment.count * segment.parameters for segment in self.segments)
+
+    @property
+    def trained_parameters(self) -> int:
+        return sum(segment.count * segment.trained_parameters for segment in self.segments)
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Per sample, what one layer hands to the next."""
+        return max(self.segments, key=lambda segment: segment.count).checkpointed_bytes
 
     @property
     def forward_flops(self) -> float:
