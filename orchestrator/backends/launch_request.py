@@ -108,6 +108,7 @@ def attempt_files(
             attempt_folder=str(paths.path),
             epoch=attempt.number,
             device="cpu" if virtual else "cuda",
+            nvme_folder=next((device.nvme_folder for device in devices), None),
         )
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
     if job.spec.knobs.deepspeed_config is not None:

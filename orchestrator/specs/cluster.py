@@ -30,6 +30,8 @@ class DeviceSpec(Noun):
     memory_bandwidth: Bandwidth
     link_bandwidth: Bandwidth  # between devices of one node, per device and direction
     host_bandwidth: Bandwidth = 25_000_000_000  # device to host, per device and direction (PCIe 4.0 x16)
+    nvme_folder: str | None = None  # of its node, where plans may offload to; None: they may not
+    nvme_bandwidth: Bandwidth = 1_000_000_000  # device to that folder, per device and direction
 
     def peak_flops(self, precision: Precision) -> float:
         """Dense FLOP/s at `precision`."""
@@ -44,8 +46,6 @@ class NodeSpec(Noun):
     devices: int = Field(ge=1, le=64)
     device: DeviceSpec
     host_memory: Bytes
-    nvme_folder: str | None = None  # where optimizer states and parameters may be offloaded to
-    nvme_bandwidth: Bandwidth = 3_000_000_000  # per node and direction, shared by its devices
 
     @property
     def names(self) -> tuple[str, ...]:
