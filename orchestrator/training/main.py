@@ -52,7 +52,7 @@ def _join(run: TrainingRun) -> loop.Ranks:
         torch.cuda.set_device(device)
     cuda = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",  # offloaded gradients are reduced to one norm in host memory
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
