@@ -5,6 +5,7 @@ optim.state.<name>.exp_avg, .exp_avg_sq   what the optimizer keeps of a paramete
 optim.steps                               updates done, per group of parameters that thaw together
 loss_scale                                fp16 only: the scale, and finite steps since it changed
 step, samples                             optimizer steps done, samples consumed: where the data go on
+Of several recipes that train in turn, each has its name before its own: model.<recipe>.<name>, optim.steps.<recipe>.
 Parameters that no step trains (the base under adapters) come with the model. There are no param_groups and no random
 states: hyperparameters and seeds come from the job, not from the checkpoint.
 """
@@ -61,7 +62,7 @@ def load(folder: Path, state: State) -> None:
     """
     reader = FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
-    wanted = {name: value for name, value in state.items() if name in known or name != loss_scale.STATE}
+    wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
     with _own_out_of_memory():
         state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
 
@@ -81,6 +82,19 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     values = {name: value for name, value in module.state_dict().items() if name in changing or name not in parameters}
     return {f"model.{name}": value.detach() for name, value in values.items()}
+
+
+def of_recipe(recipe: str, state: State) -> State:
+    """The state with the recipe's name in all names, where it has one: so that states of several recipes fit together.
+
+    `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
+    """
+    return {_named(recipe, name): value for name, value in state.items()} if recipe else state
+
+
+def _named(recipe: str, name: str) -> str:
+    kind = next((kind for kind in ("model.", "optim.state.") if name.startswith(kind)), None)
+    return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class DeepSpeedEngine:
         weights = self._exact_weights() if plan.precision is Precision.BF16 and not resume_from else None
         self._materialise(config)
         if resume_from:  # before DeepSpeed copies the weights into its masters
-            checkpoint.load(resume_from.path, self._computed_with())
+            checkpoint.load(resume_from.path, checkpoint.of_recipe(recipe.name, self._computed_with()))
         self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
         self._engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
         self._updates.allocate(self._masters())
@@ -142,9 +142,12 @@ class DeepSpeedEngine:
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
     def state(self) -> checkpoint.State:
+        return checkpoint.of_recipe(self._recipe.name, self._state())
+
+    def _state(self) -> checkpoint.State:
         if self._plan.zero_stage is ZeroStage.NONE:
-            return checkpoint.model_state(self._module, self._changing) | self._updates.state()
-        buffers = {f"model.{name}": buffer for name, buffer in self._module.named_buffers()}
+            return {**checkpoint.model_state(self._module, self._changing), **self._updates.state()}
+        buffers = checkpoint.model_state(self._module, frozenset())
         return buffers | dict(self._fragments()) | {STEPS: self._updates.steps}
 
     def _masters(self) -> list[list[Tensor]] | None:
@@ -175,7 +178,7 @@ class DeepSpeedEngine:
         """Weights and buffers of forward and backward before `initialize`: whole, or this rank's runs at stage 3."""
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             return checkpoint.model_state(self._module, self._changing)
-        state: dict[str, Any] = {f"model.{name}": buffer for name, buffer in self._module.named_buffers()}
+        state: dict[str, Any] = {**checkpoint.model_state(self._module, frozenset())}
         for name, parameter in self._module.named_parameters():
             run, shape = parameter.ds_tensor, self._shapes[name]  # type: ignore[attr-defined]  # private
             start = min(dist.get_rank() * run.numel(), shape.numel())

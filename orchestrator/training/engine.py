@@ -9,7 +9,11 @@ from typing import Protocol
 import torch
 
 from orchestrator.specs import plan as plans
+from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.run import TrainingRun
+from orchestrator.training.alternating import AlternatingEngine
+from orchestrator.training.batch_norm import RunningStatistics, batch_norms
+from orchestrator.training.batch_norm import prepare as prepare_batch_norms
 from orchestrator.training.checkpoint import Saved, State
 from orchestrator.training.dataset import TextDataset
 from orchestrator.training.decoder import decoder_recipe
@@ -44,15 +48,31 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
 
     It trains what thaws up to that checkpoint's step; where more thaws later, the next engine is built then.
     """
-    recompute(recipe.layers, run.plan.activation_checkpointing)
-    if run.training.compile:
-        compile_layers(recipe.layers)
-    if run.plan.engine is plans.Engine.DEEPSPEED:
+    recipes = (recipe, *recipe.then)
+    norms = [layer for each in recipes for layer in batch_norms(each.module)]
+    prepare_batch_norms(norms, run.plan, run.training)
+    for each in recipes:
+        recompute(each.layers, run.plan.activation_checkpointing)
+        if run.training.compile:
+            compile_layers(each.layers)
+
+    def build(part: Recipe, training: TrainingSpec) -> Engine:
+        engine = _engine(part, run.plan, training, device, resume_from)
+        own_statistics = norms and run.plan.layout.dp > 1 and not training.sync_batch_norm
+        return RunningStatistics(engine, norms) if own_statistics else engine
+
+    return AlternatingEngine(recipe, run.plan, run.training, build) if recipe.then else build(recipe, run.training)
+
+
+def _engine(
+    recipe: Recipe, plan: plans.Plan, training: TrainingSpec, device: torch.device, resume_from: Saved | None
+) -> Engine:
+    if plan.engine is plans.Engine.DEEPSPEED:
         # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         from orchestrator.training.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(recipe, run.plan, run.training, device, resume_from)
-    assert run.plan.engine is plans.Engine.TORCH, f"{run.plan.engine} is not one of our engines"
-    return TorchEngine(recipe, run.plan, run.training, device, resume_from)
+        return DeepSpeedEngine(recipe, plan, training, device, resume_from)
+    assert plan.engine is plans.Engine.TORCH, f"{plan.engine} is not one of our engines"
+    return TorchEngine(recipe, plan, training, device, resume_from)

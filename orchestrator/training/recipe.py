@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +60,10 @@ class Recipe:
     so that every layout starts from the same numbers. `tensor_parallel` is the model's own plan: shell patterns of
     module names -> "colwise", "rowwise", "embedding", "head" or a torch ParallelStyle; what it does not name is
     repeated. Without it the model runs at tp=1, without `stages` at pp=1.
+
+    A factory may return several recipes (a GAN's two networks), each with a `name` and, if it likes, a `learning_rate`
+    of its own: they train in turn within every optimizer step, in that order. The loss of one calls its own module by
+    its argument and the other modules as they were built; `then` holds those that follow the first.
     """
 
     module: nn.Module
@@ -68,6 +73,9 @@ class Recipe:
     initialise: Callable[[str, Tensor], None] | None = None
     tensor_parallel: Mapping[str, str | ParallelStyle] = field(default_factory=dict)
     stages: Stages | None = None
+    name: str = ""
+    learning_rate: float | None = None  # None: the job's
+    then: tuple[Recipe, ...] = ()
 
 
 def materialise(root: nn.Module, part: nn.Module, recipe: Recipe, device: torch.device) -> None:
@@ -100,7 +108,10 @@ def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
 
 
 def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
-    """What `path/to/file.py:function` returns for `config`. Raises SpecError where it cannot be called."""
+    """What `path/to/file.py:function` returns for `config`: a Recipe, or the first of several with the rest in `then`.
+
+    Raises SpecError where it cannot be called or returns anything else.
+    """
     file, _, name = factory.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if file else None
     if spec is None or spec.loader is None or not Path(file).is_file():
@@ -110,7 +121,24 @@ def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
     function = getattr(module, name, None)
     if not callable(function):
         raise SpecError(f"{file} has no function {name!r}", path="model.factory", got=factory)
-    recipe = function(config)
-    if not isinstance(recipe, Recipe):
-        raise SpecError("the factory must return a Recipe", path="model.factory", got=type(recipe).__qualname__)
-    return recipe
+    found = function(config)
+    recipes = tuple(found) if isinstance(found, list | tuple) else (found,)
+    if not recipes or not all(isinstance(recipe, Recipe) for recipe in recipes):
+        got = [type(recipe).__qualname__ for recipe in recipes]
+        raise SpecError("the factory must return a Recipe, or several", path="model.factory", got=got)
+    return _in_turn(recipes) if len(recipes) > 1 else recipes[0]
+
+
+def _in_turn(recipes: tuple[Recipe, ...]) -> Recipe:
+    """The first recipe, followed by the others. Raises SpecError where they cannot train in turn."""
+    names = [recipe.name for recipe in recipes]
+    if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
+        raise SpecError("several recipes need a name each", path="model.factory", got=names, allowed="identifiers")
+    if any(recipe.dataset is not recipes[0].dataset for recipe in recipes):
+        raise SpecError("recipes that train in turn see the same samples", path="model.factory", allowed="one dataset")
+    if any(recipe.tensor_parallel or recipe.stages for recipe in recipes):
+        raise SpecError("several recipes run data parallel only", path="model.factory", got="tensor_parallel or stages")
+    shared = Counter(id(parameter) for recipe in recipes for parameter in recipe.module.parameters())
+    if max(shared.values(), default=1) > 1:
+        raise SpecError("a parameter belongs to one recipe", path="model.factory", got="a parameter of two modules")
+    return replace(recipes[0], then=recipes[1:])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.training.batch_norm import batch_norms, counted_once
 
 aten = torch.ops.aten
 # What is dear to compute again: matrix products, convolutions and attention.
@@ -27,11 +30,26 @@ def recompute(layers: Sequence[nn.Module], mode: ActivationCheckpointing) -> Non
     """Let every layer keep as much for its backward pass as `mode` says, in place."""
     if mode is ActivationCheckpointing.NONE:
         return
-    settings: dict[str, Any] = {"use_reentrant": False}
-    if mode is ActivationCheckpointing.SELECTIVE:
-        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
     for layer in layers:
+        settings: dict[str, Any] = {"use_reentrant": False}
+        norms = batch_norms(layer)
+        if mode is ActivationCheckpointing.SELECTIVE or norms:
+            settings["context_fn"] = functools.partial(_contexts, mode, norms)
         layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+
+
+def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
+    """Around the forward pass, and around its recomputation."""
+    if mode is ActivationCheckpointing.SELECTIVE:
+        forward, again = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
+        return forward, _again(again, norms)
+    return contextlib.nullcontext(), _again(contextlib.nullcontext(), norms)
+
+
+@contextlib.contextmanager
+def _again(selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]) -> Iterator[None]:
+    with selective, counted_once(norms):
+        yield
 
 
 def _keep_what_is_dear(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:

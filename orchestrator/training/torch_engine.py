@@ -82,7 +82,8 @@ class TorchEngine:
     def _state(self, known_at: int | None = None) -> checkpoint.State:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
         model = checkpoint.model_state(self._module, self._changing)
-        return model | self._updates.state(known_at=known_at) | scale
+        state = model | self._updates.state(known_at=known_at) | scale
+        return checkpoint.of_recipe(self._recipe.name, state)
 
     def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
         batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
@@ -141,6 +142,7 @@ def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> nn.Mo
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh["dp"].get_group(),
+        broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
         gradient_as_bucket_view=True,
         init_sync=recipe.initialise is None,  # else equal on every rank already: no flat copy for a broadcast
     )
