@@ -25,7 +25,7 @@ FOREIGN_IMPORTS = {  # which distributions; packages that are not here may impor
     "memory": set(),
     "planning": set(),
     "scheduling": set(),
-    "training": {"torch", "deepspeed", "numpy"},
+    "training": {"torch", "deepspeed", "numpy", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes"},
 }
 PURE = ("specs", "memory", "planning", "scheduling")
 # A list of what is allowed, since nobody can list all that reads a clock, a file or the environment.

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from orchestrator.specs import plan as plans
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.alternating import AlternatingEngine
@@ -38,7 +39,15 @@ def build_recipe(run: TrainingRun) -> Recipe:
     if run.model.decoder is not None:
         dataset = TextDataset(run.data.text, run.plan.sequence_length or run.data.sequence_length)
         return decoder_recipe(run.model.decoder, dataset, run.training.seed)
-    assert run.model.factory is not None, "a job names a decoder or a factory"
+    if run.model.hf is not None:
+        # Only here: importing transformers takes seconds, and it comes with the extra `finetune`.
+        try:
+            from orchestrator.training.hf_model import hf_recipe
+        except ImportError as error:
+            hint = "pip install 'orchestrator[finetune]'"
+            raise SpecError(f"not installed here: {error.name}", path="model.hf", hint=hint) from None
+        return hf_recipe(run)
+    assert run.model.factory is not None, "a job names a decoder, a transformers model or a factory"
     torch.manual_seed(run.training.seed)
     return from_factory(run.model.factory, run.model.config)
 

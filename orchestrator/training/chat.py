@@ -1,0 +1,123 @@
+"""Conversations in JSON-lines files as tokens: who said what, and which tokens are to be learnt.
+
+A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Only what an
+assistant says is learnt. The tokenizer's chat template renders a conversation where there is one; else each message is
+`role: content`, an assistant's followed by the end-of-text token, and a new line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.specs.errors import SpecError
+
+ASSISTANT = "assistant"
+
+Message = dict[str, str]
+Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 where it is learnt, else 0
+
+
+def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
+    """Every conversation with the place where it stands. Raises SpecError, naming file and line."""
+    for name in files:
+        found = False
+        with _opened(name) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    found = True
+                    yield f"{name}:{number}", _messages(line, f"{name}:{number}")
+        if not found:
+            raise SpecError("the file is empty", source=name, path="data.chat")
+
+
+def _opened(name: str) -> Any:
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise SpecError(f"the file cannot be read: {error.strerror}", source=name, path="data.chat") from None
+
+
+def _messages(line: bytes, place: str) -> list[Message]:
+    try:
+        said = json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"the line is not JSON: {error}", source=place, path="data.chat") from None
+    messages = said.get("messages") if isinstance(said, dict) else None
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+        raise SpecError("the line is not a conversation", source=place, path="data.chat", got=said, allowed=form)
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise SpecError("nothing to learn: no message of an assistant", source=place, path="data.chat")
+    return messages
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def marked(tokenizer: Any, messages: list[Message], place: str) -> Marked:
+    """The conversation as tokens, marked where the assistant speaks; its end-of-turn marks are learnt too."""
+    if tokenizer.chat_template is None:
+        return _plain(tokenizer, messages)
+    text, spans = _rendered(tokenizer, messages, place)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = [first for first, _ in encoded["offset_mapping"]]
+    return encoded["input_ids"], [int(any(low <= first < high for low, high in spans)) for first in starts]
+
+
+def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
+    tokens: list[int] = []
+    learnt: list[int] = []
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for message in messages:
+        own = message["role"] == ASSISTANT
+        parts = [(f"{message['role']}: ", False), (message["content"], own)]
+        pieces = [(tokenizer(text, add_special_tokens=False)["input_ids"], mark) for text, mark in parts]
+        pieces += [(end, True)] if own else []
+        pieces.append((tokenizer("\n", add_special_tokens=False)["input_ids"], False))
+        for piece, mark in pieces:
+            tokens += piece
+            learnt += [int(mark)] * len(piece)
+    return tokens, learnt
+
+
+def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
+    """The whole conversation through the chat template, and where in it the assistant's turns stand."""
+    whole = _render(tokenizer, messages, place)
+    spans: list[tuple[int, int]] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        content = message["content"].strip()  # many templates strip it
+        before = _render(tokenizer, messages[:turn], place, add_generation_prompt=True) if turn else ""
+        opened = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
+        at = whole.find(content, opened)
+        if at < 0:
+            raise SpecError("the chat template changes what the assistant says", source=place, path="data.chat")
+        alone = _render(tokenizer, messages[: turn + 1], place)
+        closing = alone[alone.rfind(content) + len(content) :]
+        stop = at + len(content)
+        stop += len(closing) if whole.startswith(closing, stop) else 0
+        spans.append((opened if whole.startswith(before) and before else at, stop))
+    return whole, spans
+
+
+def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    except Exception as error:  # jinja2's errors, and whatever a template raises by itself
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SpecError(f"the chat template refuses this: {reason}", source=place, path="data.chat") from None
+
+
+def pairs(tokenizer: Any, messages: list[Message], longest: int) -> Iterator[tuple[list[int], list[int]]]:
+    """For an encoder-decoder, one pair per assistant turn: all that was said before, and the turn; cut at `longest`."""
+    for turn, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            before = "\n".join(each["content"] for each in messages[:turn])
+            texts = ({"text": before}, {"text_target": message["content"]})
+            source, target = (tokenizer(**text, truncation=True, max_length=longest)["input_ids"] for text in texts)
+            yield source, target
