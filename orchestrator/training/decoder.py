@@ -138,6 +138,12 @@ def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe
         layers=tuple(module.layers),
         initialise=functools.partial(_initialise, seed=seed),
         tensor_parallel=TENSOR_PARALLEL,
+        tensor_parallel_sizes={
+            "num_attention_heads": spec.num_attention_heads,
+            "num_key_value_heads": spec.kv_heads,
+            "intermediate_size": spec.intermediate_size,
+            "vocab_size": spec.vocab_size,
+        },
         stages=STAGES,
     )
 

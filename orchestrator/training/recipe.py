@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from orchestrator.specs.errors import SpecError
@@ -58,8 +59,11 @@ class Recipe:
     repeated blocks of the module: what FSDP2 shards, activation checkpointing recomputes and a pipeline cuts. A module
     on the meta device comes with `initialise(name, parameter)`, which fills a parameter by its whole-model name alone,
     so that every layout starts from the same numbers. `tensor_parallel` is the model's own plan: shell patterns of
-    module names -> "colwise", "rowwise", "embedding", "head" or a torch ParallelStyle; what it does not name is
-    repeated. Without it the model runs at tp=1, without `stages` at pp=1.
+    module names -> "colwise", "rowwise", "embedding" (cut by vocabulary), "head" (so too; its forward pass gives the
+    DTensor weight to `linear_cross_entropy`), "headwise" (repeated, but used on this rank's heads: gradients are added
+    up), or a torch ParallelStyle; what it does not name is repeated. `tensor_parallel_sizes` are the sizes, by the
+    names that the user knows, that the degree must divide. Without a plan the model runs at tp=1, without `stages` at
+    pp=1.
 
     A factory may return several recipes (a GAN's two networks), each with a `name` and, if it likes, a `learning_rate`
     of its own: they train in turn within every optimizer step, in that order. The loss of one calls its own module by
@@ -72,27 +76,38 @@ class Recipe:
     layers: Sequence[nn.Module] = ()
     initialise: Callable[[str, Tensor], None] | None = None
     tensor_parallel: Mapping[str, str | ParallelStyle] = field(default_factory=dict)
+    tensor_parallel_sizes: Mapping[str, int] = field(default_factory=dict)
     stages: Stages | None = None
     name: str = ""
     learning_rate: float | None = None  # None: the job's
     then: tuple[Recipe, ...] = ()
 
 
-def materialise(root: nn.Module, part: nn.Module, recipe: Recipe, device: torch.device) -> None:
+def materialise(
+    root: nn.Module,
+    part: nn.Module,
+    recipe: Recipe,
+    device: torch.device,
+    place: Callable[[str, Tensor], Tensor] | None = None,
+) -> None:
     """Give the parameters of `part` that are still on the meta device their memory and first values, in place.
 
-    Shared parameters stay shared. Names are those in `root`, the whole module.
+    Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns what this rank keeps of
+    a parameter, on the meta device before or not; one parameter at a time is whole.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     real: dict[int, nn.Parameter] = {}
     for module in part.modules():
         for key, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
+            if parameter is None or not (parameter.is_meta or (place and not isinstance(parameter, DTensor))):
                 continue
             if id(parameter) not in real:
-                assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
-                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                recipe.initialise(names[id(parameter)], values)
+                name, values = names[id(parameter)], parameter.detach()
+                if parameter.is_meta:
+                    assert recipe.initialise, "a module on the meta device needs Recipe.initialise"
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    recipe.initialise(name, values)
+                values = place(name, values.to(device)) if place else values
                 real[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module._parameters[key] = real[id(parameter)]
 

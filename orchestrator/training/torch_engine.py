@@ -1,4 +1,5 @@
-"""The torch engine: one device mesh; plain, DDP (zero_stage 0) or FSDP2 (2: weights stay gathered; 3), HSDP.
+"""The torch engine: one device mesh; tensor parallel, then plain, DDP (zero_stage 0), FSDP2 (2: weights stay gathered;
+3) or HSDP.
 
 What decides memory, in bytes, for the model of it (P parameters, dp ranks):
 - Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
@@ -9,30 +10,34 @@ What decides memory, in bytes, for the model of it (P parameters, dp ranks):
 - FSDP2 at stage 3 frees a layer after its forward pass and gathers it again; the rest (embedding, norm, head) stays
   gathered. At stage 2 every layer stays gathered until its backward pass. HSDP shards over dp / dp_replicate ranks.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
+- Tensor parallel: 1/tp of what is cut, all of what is repeated (norms); a parameter at a time is whole when it is made.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.training import checkpoint, loss_scale
 from orchestrator.training.freezing import freeze_for
 from orchestrator.training.loss_scale import LossScale
-from orchestrator.training.optimizers import Updates, clip_factor, gradient_norm, scale_gradients
+from orchestrator.training.optimizers import Updates, clip_factor, scale_gradients
 from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
+from orchestrator.training.tensor_parallel import TensorParallel, tensor_parallel
 
 LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
@@ -52,6 +57,7 @@ class TorchEngine:
         self._clip_norm = training.clip_norm
         self._module = recipe.module  # whole-model names
         self._mesh = device_mesh(plan, device)
+        self._counts = plan.layout.tp == 1 or self._mesh["tp"].get_local_rank() == 0  # tensor-parallel ranks agree
         self._randomness = Randomness(recipe, training.seed)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
@@ -59,6 +65,8 @@ class TorchEngine:
         self._model = _model(recipe, plan, self._mesh, device)
         self._updates = Updates(self._module.named_parameters(), training, _state_device(plan, device), step)
         self._updates.allocate()
+        self._trained = list(self._updates.parameters.values())
+        self._by_copies = _by_copies(self._trained, plan)
         if resume_from:
             checkpoint.load(resume_from.path, self._state(known_at=step))
             self._updates.set_steps()
@@ -67,14 +75,14 @@ class TorchEngine:
         plan = self._plan
         factor = self._loss_scale.factor if self._loss_scale else 1.0
         scale = factor * plan.layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
-        first = self._mesh["dp"].get_local_rank() * plan.gradient_accumulation_steps
+        first = dist.get_rank() // plan.layout.tp % plan.layout.dp * plan.gradient_accumulation_steps
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         for turn, batch in enumerate(micro_batches, start=1):
             self._randomness.begin(step, first + turn - 1)
             with self._sync_on_last(is_last=turn == plan.gradient_accumulation_steps):
                 loss += self._forward_backward(batch, scale)
         norm = self._update(step, factor)
-        return StepResult(loss=loss.item() / tokens, grad_norm=norm)
+        return StepResult(loss=loss.item() / tokens if self._counts else 0.0, grad_norm=norm)
 
     def state(self) -> checkpoint.State:
         return self._state()
@@ -94,15 +102,25 @@ class TorchEngine:
 
     def _update(self, step: int, factor: float) -> float:
         """Clip and update; the norm of the gradients, which carry `factor`. Leaves out a fp16 step that overflowed."""
-        trained = self._updates.parameters.values()
-        norm = gradient_norm(trained).item() / factor
+        norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
             self._updates.prepare(step)
-            scale_gradients(trained, clip_factor(norm, self._clip_norm) / factor)
+            scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
             self._updates.optimizer.step()
             self._updates.count()
         self._updates.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _gradient_norm(self) -> float:
+        """The global norm of the gradients, to the bit the same on every rank: it decides whether fp16 steps count."""
+        squared = torch.zeros((), dtype=torch.float32, device=self._device)
+        for copies, parameters in self._by_copies.items():
+            own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            squared += torch.nn.utils.get_total_norm(own).to(self._device) ** 2 / copies
+        if set(self._by_copies) == {self._plan.world_size}:
+            return squared.mul_(self._plan.world_size).sqrt().item()
+        dist.all_reduce(squared)
+        return squared.sqrt().item()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """Low precision where weights stay fp32; FSDP2 casts what it gathers instead."""
@@ -117,11 +135,31 @@ class TorchEngine:
 
 
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
-    """The mesh of a plan, axes pp, dp, tp from the slowest to the fastest rank. Raises IllegalPlan."""
-    layout = plan.layout
-    if layout.tp > 1 or layout.pp > 1:
-        raise IllegalPlan(f"engine=torch does not run tensor or pipeline parallel yet (tp={layout.tp}, pp={layout.pp})")
-    return init_device_mesh(device.type, (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
+    """The mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
+
+    Axes of one rank are left out, but for dp_shard: every one costs a communicator.
+    """
+    layout, copies = plan.layout, plan.dp_replicate
+    degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp // copies, "tp": layout.tp}
+    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "dp_shard"}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list[nn.Parameter]]:
+    """Parameters by the number of ranks that hold the same part of it."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        copies = plan.layout.dp
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            repeated = (axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+            copies = math.prod(mesh.size(axis) for axis in repeated)
+        found.setdefault(copies, []).append(parameter)
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _state_device(plan: Plan, device: torch.device) -> torch.device:
@@ -129,34 +167,46 @@ def _state_device(plan: Plan, device: torch.device) -> torch.device:
 
 
 def _model(recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    return _sharded(recipe, plan, mesh, device) if plan.zero_stage else _replicated(recipe, mesh, device)
+    cut = tensor_parallel(recipe, mesh["tp"]) if plan.layout.tp > 1 else None
+    if plan.zero_stage:
+        return _sharded(recipe, plan, mesh, device, cut)
+    return _replicated(recipe, mesh, device, cut)
 
 
-def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _make(part: nn.Module, recipe: Recipe, device: torch.device, cut: TensorParallel | None) -> None:
+    """Give the parameters of `part` memory and values: this rank's parts of them."""
+    materialise(recipe.module, part, recipe, device, cut.place if cut else None)
+    if cut:
+        cut.finish(part)
+
+
+def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None) -> nn.Module:
     module = recipe.module
-    materialise(module, module, recipe, device)
+    _make(module, recipe, device, cut)
     module.to(device)
-    if mesh["dp"].size() == 1:
+    if mesh["dp_shard"].size() == 1:
         return module
     return DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
-        process_group=mesh["dp"].get_group(),
+        process_group=mesh["dp_shard"].get_group(),
         broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
         gradient_as_bucket_view=True,
         init_sync=recipe.initialise is None,  # else equal on every rank already: no flat copy for a broadcast
     )
 
 
-def _sharded(recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def _sharded(
+    recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+) -> nn.Module:
     low = LOW_PRECISION.get(plan.precision)
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for part in (*recipe.layers, recipe.module):
-        materialise(recipe.module, part, recipe, device)
+        _make(part, recipe, device, cut)
         fully_shard(
             part,
-            mesh=mesh["dp"],
+            mesh=mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"],
             reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not recipe.module,
             mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
