@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.memory.moments import ACTIVATIONS, ADAM_BYTES, FP32_BYTES, Causes, Moment, Passage, passages
+from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages
+from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
@@ -23,7 +24,7 @@ VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False)
 CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True)
 
 
-def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
+def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     """Moments of a rank under the plan's ZeRO stage.
 
     Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11): flat
@@ -31,16 +32,16 @@ def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
     that works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
-    dp, count, stage = plan.layout.dp, profile.parameters, plan.zero_stage
-    width = 2 if plan.precision is Precision.BF16 else FP32_BYTES
+    profile, dp, stage = rank.held, plan.layout.dp, plan.zero_stage
+    count, width = profile.trained_parameters, _width(plan)
     shard = -(-count // dp)
     share = count if stage is ZeroStage.NONE else shard
     on_device = int(plan.offload is Offload.NONE)
-    held = shard if stage is ZeroStage.PARAMETERS else count
+    held = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
     fixed = (
-        ("parameters", 0 if plan.offload is Offload.PARAMETERS else width * held),
+        ("parameters", 0 if plan.offload is Offload.PARAMETERS else held),
         ("master weights", on_device * FP32_BYTES * share if stage is not ZeroStage.NONE else 0),
-        ("optimizer states", on_device * ADAM_BYTES * share),
+        ("optimizer states", on_device * state_bytes(profile, plan, 1 if stage is ZeroStage.NONE else dp)),
         ("workspace", profile.workspace_bytes),
     )
     found: list[Moment] = [
@@ -48,20 +49,19 @@ def moments(profile: ModelProfile, plan: Plan, *, cuda: bool) -> list[Moment]:
             passage.name,
             (*fixed, *_transients(profile, plan, buckets, passage), (ACTIVATIONS, passage.activation_bytes)),
         )
-        for passage in passages(profile, plan, casts=False)
+        for passage in passages(rank, plan, casts=False)
     ]
     found.append(_build(profile, stage, width))
-    largest = max(segment.largest_parameter for segment in profile.segments)
-    temporaries = 0 if cuda else 2 * FP32_BYTES * (largest if stage is ZeroStage.NONE else share)
+    updated = temporaries(plan, profile.largest_parameter if stage is ZeroStage.NONE else share, cuda=cuda)
     if stage is ZeroStage.NONE:
         # gloo's thread may still hold the flat copy that it reduced when the optimizer begins: seen on a busy machine.
         reduced = (("gradients", width * count), ("gradient buckets", width * count))
-        found.append(("optimizer step", (*fixed, *reduced, ("optimizer temporaries", temporaries))))
+        found.append(("optimizer step", (*fixed, *reduced, ("optimizer temporaries", updated))))
         return found
     kept = width * (shard + buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (
         ("gradients", on_device * (kept + FP32_BYTES * shard)),
-        ("optimizer temporaries", on_device * temporaries),
+        ("optimizer temporaries", on_device * updated),
     )
     found.append(("optimizer step", (*fixed, *step)))
     return found
@@ -77,8 +77,7 @@ def _build(profile: ModelProfile, stage: ZeroStage, width: int) -> Moment:
 
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
     """Gradients, buckets and gathered parameters at a point of the forward or backward pass."""
-    width = 2 if plan.precision is Precision.BF16 else FP32_BYTES
-    count, stage = profile.parameters, plan.zero_stage
+    width, count, stage = _width(plan), profile.trained_parameters, plan.zero_stage
     shard = -(-count // plan.layout.dp)
     accumulates = plan.gradient_accumulation_steps > 1
     begun = passage.done + passage.own > 0
@@ -93,10 +92,16 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         bucket = buckets.reduce if begun else 0
         copied = flushed if passage.own == passage.segment.parameters else 0
         return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))
-    gathered = min(count, buckets.live) or min(passage.segment.parameters, passage.segment.largest_parameter)
+    gathered = min(profile.parameters, buckets.live) or min(
+        passage.segment.parameters, passage.segment.largest_parameter
+    )
     bucket = buckets.reduce * (2 if buckets.overlap else 1)
     return (
         ("gradients", width * (shard + own)),
         ("gradient buckets", width * (bucket + 2 * flushed)),
         ("gathered parameters", width * gathered),
     )
+
+
+def _width(plan: Plan) -> int:
+    return FP32_BYTES if plan.precision is Precision.FP32 else 2

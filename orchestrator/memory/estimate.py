@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from orchestrator.memory import deepspeed, torch_engines
-from orchestrator.memory.moments import ACTIVATIONS, Moment, allocated_bytes
+from orchestrator.memory.moments import ACTIVATIONS, Moment, Rank, allocated_bytes
+from orchestrator.memory.pipeline import ranks
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import Engine, Offload, Plan, ZeroStage
+from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, MomentBytes
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
@@ -18,43 +19,58 @@ COMMUNICATOR_BYTES = {1: 0, 2: 544_000_000}
 LARGE_COMMUNICATOR_BYTES = 688_000_000
 # cuBLAS on Hopper keeps 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); cublasLt as much.
 WORKSPACE_BYTES = 64 * 2**20
+# DeepSpeed's defaults: 5 buffers of 1e8 elements for parameters, 4 of the largest tensor with its states for the
+# optimizer (deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/).
+NVME_BUFFER_BYTES = 8_000_000_000
 
 
 def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEstimate:
     """Bytes that the worst rank of `plan` needs on `device` at its worst moment, by cause.
 
-    `profile` is that of the plan's precision and sequence length. On a virtual device only live tensors count, so the
-    three totals are equal; on CUDA the allocator, the context and the communicator come on top.
+    `profile` is that of the plan's precision, sequence length and tensor-parallel degree. On a virtual device only
+    live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
+    top.
     """
-    moments = _moments(profile, plan, device.kind is DeviceKind.CUDA)
+    assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
+    cuda = device.kind is DeviceKind.CUDA
+    of_ranks = {rank: _moments(rank, plan, cuda) for rank in ranks(profile, plan)}
+    rank, moments = max(of_ranks.items(), key=lambda one: max(map(allocated_bytes, one[1])))
     worst = max(moments, key=allocated_bytes)
     allocated = allocated_bytes(worst)
     reserved, total = allocated, allocated
-    if device.kind is DeviceKind.CUDA:
+    if cuda:
         reserved = round((allocated + WORKSPACE_BYTES) * FRAGMENTATION)
-        total = reserved + CONTEXT_BYTES + COMMUNICATOR_BYTES.get(plan.world_size, LARGE_COMMUNICATOR_BYTES)
+        total = reserved + CONTEXT_BYTES + _communicator_bytes(plan)
     return MemoryEstimate(
-        moment=worst[0],
+        moment=worst[0] + rank.name,
         by_cause=tuple((cause, count) for cause, count in worst[1] if count),
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         device_bytes=total,
-        host_bytes=_host_bytes(profile, plan),
+        host_bytes=_host_bytes(rank.held, plan),
         source=profile.source,
-        moments=tuple(_told_apart(moment) for moment in moments),
+        moments=tuple(_told_apart(moment) for each in of_ranks.values() for moment in each),
     )
 
 
-def _moments(profile: ModelProfile, plan: Plan, cuda: bool) -> list[Moment]:
+def _moments(rank: Rank, plan: Plan, cuda: bool) -> list[Moment]:
     if plan.engine is Engine.DEEPSPEED:
-        return deepspeed.moments(profile, plan, cuda=cuda)
+        return deepspeed.moments(rank, plan, cuda=cuda)
     if plan.engine is Engine.TORCH:
-        if plan.zero_stage is ZeroStage.PARAMETERS:
-            return torch_engines.fsdp2_moments(profile, plan)
-        return torch_engines.ddp_moments(profile, plan, bucket_views=True, foreach=False)
+        if plan.zero_stage is not ZeroStage.NONE:
+            return torch_engines.fsdp2_moments(rank, plan, cuda=cuda)
+        return torch_engines.ddp_moments(rank, plan, bucket_views=True, cuda=cuda)
     if plan.zero_stage is not ZeroStage.NONE:
-        return deepspeed.moments(profile, plan, cuda=cuda)
-    return torch_engines.ddp_moments(profile, plan, bucket_views=False, foreach=cuda)
+        return deepspeed.moments(rank, plan, cuda=cuda)
+    return torch_engines.ddp_moments(rank, plan, bucket_views=False, cuda=cuda, foreach=cuda)
+
+
+def _communicator_bytes(plan: Plan) -> int:
+    """One of all ranks, and one along every axis of the mesh that is not the whole of it."""
+    layout, world = plan.layout, plan.world_size
+    axes = [layout.tp, layout.pp, layout.dp // plan.dp_replicate, plan.dp_replicate]
+    groups = [world, *(degree for degree in axes if 1 < degree < world)]
+    return sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
 
 
 def _told_apart(moment: Moment) -> MomentBytes:
@@ -67,9 +83,10 @@ def _host_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Host memory of one rank: fp32 masters, both moments and gradients of its shard; parameters where they live there.
 
     DeepSpeed's own estimate is 16 to 18 bytes per parameter x 1.5 (deepspeed/runtime/zero/stage3.py); users report
-    that less was not enough.
+    that less was not enough. With NVMe only the buffers of its swapping are in host memory.
     """
-    shard = -(-profile.parameters // plan.layout.dp)
     if plan.offload is Offload.NONE:
         return 0
-    return shard * (24 if plan.offload is Offload.OPTIMIZER else 27)
+    shard = -(-profile.parameters // (plan.layout.dp // plan.dp_replicate))
+    whole = shard * (24 if plan.offload is Offload.OPTIMIZER else 27)
+    return whole if plan.offload_target is OffloadTarget.CPU else min(whole, NVME_BUFFER_BYTES)

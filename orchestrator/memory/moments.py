@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from orchestrator.specs.plan import ActivationCheckpointing, Plan
 from orchestrator.specs.profile import ModelProfile, Segment
@@ -12,7 +13,6 @@ Moment = tuple[str, Causes]  # its name, and the bytes of every cause that is li
 
 ACTIVATIONS = "activations"  # the cause whose bytes the profile says; all others follow from counting
 FP32_BYTES = 4
-ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class Passage:
     name: str
     segment: Segment
     activation_bytes: int  # saved and transient
-    done: int  # parameters of the parts that are through their backward pass
-    own: int  # parameters of this part whose gradient exists
+    done: int  # trained parameters of the parts that are through their backward pass
+    own: int  # trained parameters of this part whose gradient exists
     position: int  # of the part in its segment, in backward order: the deepest is 0
     backward: bool
 
@@ -33,44 +33,81 @@ def allocated_bytes(moment: Moment) -> int:
     return sum(count for _, count in moment[1])
 
 
-def passages(profile: ModelProfile, plan: Plan, *, casts: bool) -> list[Passage]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one rank holds of a model; under pipeline parallelism that is some of its layers.
+
+    `stage` is one of its pipeline stages: all of `held` but where stages are interleaved. Every further micro-batch in
+    flight keeps the activations of one more stage.
+    """
+
+    name: str  # of its pipeline stage, "" where there is one for all
+    held: ModelProfile
+    stage: ModelProfile
+    in_flight: int = 1
+
+
+def passages(rank: Rank, plan: Plan, *, casts: bool) -> tuple[Passage, ...]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 
     Between the second and the last part of a segment everything changes linearly, so three parts are enough. `casts`:
     autocast keeps low-precision copies of the weights until the forward pass is over; those that the backward pass
     needs live on.
     """
-    recompute = plan.activation_checkpointing is ActivationCheckpointing.FULL
-    micro = plan.micro_batch_size
+    return _passages(rank, plan.micro_batch_size, plan.activation_checkpointing, casts)
+
+
+@lru_cache(maxsize=8192)
+def _passages(rank: Rank, micro: int, mode: ActivationCheckpointing, casts: bool) -> tuple[Passage, ...]:
+    segments = rank.stage.segments
+    recompute = mode is not ActivationCheckpointing.NONE
     kept = [
-        micro * (segment.checkpointed_bytes if recompute else segment.saved_bytes)
-        + (segment.cast_bytes if casts and not recompute else 0)
-        for segment in profile.segments
+        micro * _kept_bytes(segment, mode) + (segment.cast_bytes if casts and not recompute else 0)
+        for segment in segments
     ]
-    total = sum(segment.count * each for segment, each in zip(profile.segments, kept, strict=True))
-    found = [_forward_end(profile, micro, total, casts=casts and recompute)]
+    total = sum(segment.count * each for segment, each in zip(segments, kept, strict=True))
+    others = (rank.in_flight - 1) * total
+    found = [_forward_end(segments, micro, others + total, casts=casts and recompute)]
     done = 0
-    for segment, each in reversed(list(zip(profile.segments, kept, strict=True))):
+    for segment, each in reversed(list(zip(segments, kept, strict=True))):
         cast = segment.cast_bytes if casts else 0
         for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
-            before = total - (position + 1) * each
-            finished = done + position * segment.parameters
-            found += _backward(profile, segment, position, micro, before + cast, each - cast, finished)
+            before = others + total - (position + 1) * each
+            finished = done + position * segment.trained_parameters
+            part = _Part(segment=segment, position=position, is_loss=segment is segments[-1] and segment.count == 1)
+            found += _backward(part, micro, mode, before + cast, each - cast, finished)
         total -= segment.count * each
-        done += segment.count * segment.parameters
-    return found
+        done += segment.count * segment.trained_parameters
+    return tuple(found)
+
+
+def _kept_bytes(segment: Segment, mode: ActivationCheckpointing) -> int:
+    """Per sample, from forward to backward."""
+    if mode is ActivationCheckpointing.FULL:
+        return segment.checkpointed_bytes
+    if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
+        return segment.selective_bytes
+    return segment.saved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    segment: Segment
+    position: int
+    is_loss: bool
 
 
 def _backward(
-    profile: ModelProfile, segment: Segment, position: int, micro: int, before: int, kept: int, done: int
+    part: _Part, micro: int, mode: ActivationCheckpointing, before: int, kept: int, done: int
 ) -> list[Passage]:
     """Backward pass of one part: its start, its activations at their peak, all of its gradients made.
 
-    In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet; the
-    loss has its peak before the head has any gradient.
+    In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet; a
+    loss that holds all logits has its peak before the head has any gradient, one in chunks has the head's from the
+    forward pass.
     """
-    saved, largest = micro * segment.saved_bytes, min(segment.largest_parameter, segment.parameters)
-    is_loss = segment is profile.segments[-1] and segment.count == 1
+    segment, position = part.segment, part.position
+    saved, largest = micro * segment.saved_bytes, min(segment.largest_parameter, segment.trained_parameters)
     order = (
         "" if segment.count == 1 else "last " if position == 0 else "first " if position == segment.count - 1 else ""
     )
@@ -86,24 +123,31 @@ def _backward(
             backward=True,
         )
 
-    summed = FP32_BYTES * segment.summed_gradients
-    peak = passage("backward", saved + micro * segment.transient_bytes + summed, 0 if is_loss else largest)
-    end = passage("end of backward", micro * min(segment.checkpointed_bytes, segment.saved_bytes), segment.parameters)
-    if is_loss:
-        return [peak, passage("gradient", saved, largest), end]
-    return [passage("start of backward", kept, 0), peak, end]
+    selective = mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None
+    transient = micro * (segment.selective_transient_bytes if selective else segment.transient_bytes)
+    peak_bytes = saved + transient + FP32_BYTES * segment.summed_gradients
+    end_bytes = micro * min(segment.checkpointed_bytes, segment.saved_bytes)
+    end = passage("end of backward", end_bytes, segment.trained_parameters)
+    if part.is_loss and segment.chunks is not None:
+        return [passage("backward", peak_bytes, min(segment.chunks.gradients, segment.trained_parameters)), end]
+    if part.is_loss:
+        return [passage("backward", peak_bytes, 0), passage("gradient", saved, largest), end]
+    return [passage("start of backward", kept, 0), passage("backward", peak_bytes, largest), end]
 
 
-def _forward_end(profile: ModelProfile, micro: int, kept_bytes: int, *, casts: bool) -> Passage:
+def _forward_end(segments: tuple[Segment, ...], micro: int, kept_bytes: int, *, casts: bool) -> Passage:
     """The loss has just been computed; autocast still keeps every weight that it has cast."""
-    last = profile.segments[-1]
-    cast = sum(segment.count * segment.cast_bytes for segment in profile.segments) if casts else 0
+    last = segments[-1]
+    cast = sum(segment.count * segment.cast_bytes for segment in segments) if casts else 0
+    chunks = last.chunks
     return Passage(
         name=f"forward {last.name}",
         segment=last,
-        activation_bytes=kept_bytes + cast + micro * last.transient_bytes // 2,
+        activation_bytes=kept_bytes
+        + cast
+        + (chunks.peak_bytes(micro) if chunks is not None else micro * last.transient_bytes // 2),
         done=0,
-        own=0,
+        own=min(chunks.gradients, last.trained_parameters) if chunks is not None else 0,
         position=0,
         backward=False,
     )

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec
-from orchestrator.specs.plan import Precision
-from orchestrator.specs.profile import ModelProfile, Segment, Source
+from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
+from orchestrator.specs.profile import LossChunks, ModelProfile, Segment, Source
 
-# Activations of a user's model in bf16 over those in fp32: norms, residuals and losses stay fp32 under autocast.
-# From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
-BF16_SHARE = 0.65
+# Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
+# autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
+LOW_SHARE = 0.65
+CHUNK_TOKENS = 1024  # of training/cross_entropy.py (a test compares the two)
 
 
-def profile_of(spec: JobSpec, *, precision: Precision, sequence_length: int | None) -> ModelProfile | None:
-    """What the job's model costs at this precision and these tokens per sample (None: its own).
+def autocasts(plan: Plan) -> bool:
+    """Whether the plan computes in low precision with weights that stay fp32; else it casts the weights themselves."""
+    return (
+        plan.precision is not Precision.FP32
+        and plan.zero_stage is ZeroStage.NONE
+        and plan.engine is not Engine.DEEPSPEED
+    )
+
+
+def profile_of(
+    spec: JobSpec,
+    *,
+    precision: Precision,
+    sequence_length: int | None,
+    tensor_parallel: int = 1,
+    autocast: bool = False,
+) -> ModelProfile | None:
+    """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
     The declared profile where there is one, else the closed form of `model.decoder`; None where neither is said.
+    `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
         stretch = sequence_length / own_length if sequence_length and own_length else 1.0
-        share = BF16_SHARE if (spec.precision, precision) == (Precision.FP32, Precision.BF16) else 1.0
-        return _declared(spec.profile, spec.family_name, precision, stretch=stretch, share=share)
+        lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
+        share = LOW_SHARE if lower else 1.0
+        return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
     if spec.model is not None and spec.model.decoder is not None:
-        return _decoder(spec.model.decoder, spec.family_name, precision, sequence_length or spec.data.sequence_length)
+        length = sequence_length or spec.data.sequence_length
+        return _decoder(spec.model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
     return None
 
 
@@ -35,13 +56,18 @@ def _script_length(spec: JobSpec) -> int | None:
 
 
 def _declared(
-    declared: DeclaredProfile, family: str, precision: Precision, *, stretch: float, share: float
+    declared: DeclaredProfile, family: str, precision: Precision, tp: int, *, stretch: float, share: float
 ) -> ModelProfile:
-    """`layers` equal parts, and one for what does not divide by them."""
-    kept = declared.checkpointed_per_sample
-    saved_bytes = round(declared.activations_per_sample * stretch * share)
+    """`layers` equal parts, and one for what does not divide by them.
+
+    Of what a transformer layer saves, 24 of 34 parts are cut by tensor parallelism (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.1); what a layer hands on is not.
+    """
+    kept, chosen = declared.checkpointed_per_sample, declared.selective_per_sample
+    saved_bytes = round(declared.activations_per_sample * stretch * share * (10 + 24 / tp) / 34)
     checkpointed_bytes = min(saved_bytes, saved_bytes if kept is None else round(kept * stretch * share))
-    layers = declared.layers
+    selective_bytes = None if chosen is None else min(saved_bytes, round(chosen * stretch * share))
+    layers, parameters = declared.layers, -(-declared.parameters // tp)
 
     def part(name: str, count: int, parameters: int, saved: int, checkpointed: int, flops: float) -> Segment:
         return Segment(
@@ -53,85 +79,125 @@ def _declared(
             transient_bytes=0,
             forward_flops=flops,
             largest_parameter=parameters,
+            selective_bytes=None if selective_bytes is None else selective_bytes // layers,
         )
 
-    rest = part("rest", 1, declared.parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0)
+    rest = part("rest", 1, parameters % layers, saved_bytes % layers, checkpointed_bytes % layers, 0.0)
     layer = part(
         "layer",
         layers,
-        declared.parameters // layers,
+        parameters // layers,
         saved_bytes // layers,
         checkpointed_bytes // layers,
-        (declared.forward_flops_per_sample or 2.0 * declared.parameters) * stretch / layers,
+        (declared.forward_flops_per_sample or 2.0 * declared.parameters) * stretch / layers / tp,
     )
     return ModelProfile(
         family=family,
         precision=precision,
         source=Source.DECLARED,
-        segments=(rest, layer),
+        segments=(replace(rest, selective_bytes=rest.saved_bytes), layer),
         workspace_bytes=declared.workspace,
+        tensor_parallel=tp,
     )
 
 
-@lru_cache(maxsize=256)
-def _decoder(spec: DecoderSpec, family: str, precision: Precision, sequence_length: int) -> ModelProfile:
-    """The closed form of `training/decoder.py` with `loss_sum`, per sample of `sequence_length` tokens.
+@lru_cache(maxsize=1024)
+def _decoder(
+    spec: DecoderSpec, family: str, precision: Precision, sequence_length: int, tp: int, autocast: bool
+) -> ModelProfile:
+    """The closed form of `training/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 
-    Coefficients follow from the tensors that autograd saves; they were checked by counting live storages of CPU
-    ranks (torch 2.13.0, 2026-11) and agree with Korthikanti et al. 2022 (arXiv:2205.05198) for flash attention. In
-    fp32 a layer keeps the inputs of its seven projections, norms with their intermediates, both factors of the gate,
-    queries, keys, values, output and log-sum-exp of the attention. Under bf16 autocast the residual stream and the
-    norms stay fp32, and every weight matrix is kept once more in bf16 (`cast_bytes`).
+    Coefficients follow from the tensors that autograd saves; each was measured as a slope, by counting live storages
+    of one layer on a CPU (torch 2.13.0, 2026-11), and they agree with Korthikanti et al. 2022 (arXiv:2205.05198) for
+    flash attention. In fp32 a layer keeps the inputs of its seven projections, norms with their intermediates, both
+    factors of the gate, queries, keys, values, output and log-sum-exp of the attention. Under autocast the residual
+    stream and the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`); where
+    the weights themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and
+    vocabulary; norms and residual stream are repeated (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
-    s, h, f, v = sequence_length, spec.hidden_size, spec.intermediate_size, spec.vocab_size
-    n, d = spec.num_attention_heads, spec.head_dim
-    q, kv = n * d, spec.kv_heads * d
-    bf16 = precision is Precision.BF16
+    s, h, d = sequence_length, spec.hidden_size, spec.head_dim
+    f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
+    q, kv = n * d, spec.kv_heads * d // tp
+    low = precision is not Precision.FP32
+    width = 2 if low else 4  # of what matrix products return
+    stream = 2 if low and not autocast else 4  # of the residual stream
     matrices = 2 * h * q + 2 * h * kv + 3 * h * f
-    if bf16:
-        saved = 26 * h + 4 * q + 4 * kv + 4 * n + 8 + 8 * f
-        recomputed, head_saved = max(4 * f - 2 * h, 0), 6 * h + 4 + 4 * v
-    else:
-        saved = 24 * h + 8 * q + 8 * kv + 4 * n + 8 + 16 * f
-        recomputed, head_saved = 8 * f, 8 * h + 4 + 4 * v
+    norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]  # and the inputs of projections behind them
+    saved = norms * h + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8
+    selective = stream * h + width * (2 * h + 2 * q + 2 * kv + 2 * f) + 4 * n
+    if spec.dropout:
+        saved += 2 * width * h  # masks in the type of the input on CPU; one byte each on CUDA
+    embedded = stream * h + 16  # and tokens and labels
     tied = spec.tie_word_embeddings
     embedding = Segment(
         name="embedding",
         count=1,
         parameters=0 if tied else v * h,
-        saved_bytes=s * (4 * h + 16),
-        checkpointed_bytes=s * (4 * h + 16),
-        transient_bytes=s * 4 * h,
+        saved_bytes=s * embedded,
+        checkpointed_bytes=s * embedded,
+        selective_bytes=s * embedded,
+        selective_transient_bytes=s * stream * h,
+        transient_bytes=s * stream * h,
         forward_flops=0.0,
         largest_parameter=v * h,
         summed_gradients=3 * v * h if tied else 0,  # of head and embedding, and their sum
+        factored=0 if tied else v + h,
     )
+    recomputed = 2 * width * f
     layer = Segment(
         name="layer",
         count=spec.num_hidden_layers,
         parameters=matrices + 2 * h,
         saved_bytes=s * saved,
-        checkpointed_bytes=s * 4 * h,
+        checkpointed_bytes=s * stream * h,
+        selective_bytes=s * selective,
+        selective_transient_bytes=s * (recomputed + (2 if low and autocast else 4) * h),
         transient_bytes=s * recomputed,
         forward_flops=s * (2.0 * matrices + 2.0 * s * q),  # causal attention: half of 4 s^2 q
-        cast_bytes=(2 * matrices + 8 * s * d) if bf16 else 0,
+        cast_bytes=(2 * matrices + 8 * s * d) if low and autocast else 0,
         largest_parameter=h * max(f, q),
-    )
-    head = Segment(
-        name="head",
-        count=1,
-        parameters=h + v * h,  # a shared weight has its gradient from here on
-        saved_bytes=s * head_saved,
-        checkpointed_bytes=s * head_saved,
-        transient_bytes=s * max(8 * v, 12 * h - 4 * v),
-        forward_flops=2.0 * s * v * h,
-        cast_bytes=2 * v * h if bf16 else 0,
-        largest_parameter=v * h,
+        factored=2 * (q + h) + 2 * (kv + h) + 3 * (f + h) + 2 * h,
     )
     return ModelProfile(
         family=family,
         precision=precision,
         source=Source.CLOSED_FORM,
-        segments=(embedding, layer, head),
+        segments=(embedding, layer, _head(s, h, v, low=low, stream=stream)),
         workspace_bytes=8 * s * d,  # rotary tables
+        tensor_parallel=tp,
+    )
+
+
+def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
+    """Norm and chunked loss, measured as slopes like a layer.
+
+    The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. In low precision
+    the loss has logits twice for a moment, and the product that is added to the gradient beside it.
+    """
+    saved = (10 if stream == 2 else 8) * h + 4
+    if not low:
+        peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
+    elif stream == 4:
+        peaks = ((6 * v + 2 * h + 8, 2 * v * h), (2 * v + 2 * h, 4 * v * h))
+    else:
+        peaks = ((6 * v + 8, 2 * v * h), (2 * v, 4 * v * h))
+    return Segment(
+        name="head",
+        count=1,
+        parameters=h + v * h,  # a shared weight has its gradient from here on
+        saved_bytes=s * saved,
+        checkpointed_bytes=s * saved,
+        selective_bytes=s * saved,
+        selective_transient_bytes=s * (14 if stream == 2 else 12) * h,
+        transient_bytes=s * (14 if stream == 2 else 12) * h,
+        forward_flops=2.0 * s * v * h,
+        largest_parameter=v * h,
+        factored=v + 2 * h,
+        chunks=LossChunks(
+            chunk_tokens=CHUNK_TOKENS,
+            sample_tokens=s,
+            per_sample_bytes=s * stream * h,
+            peaks=peaks,
+            gradients=v * h,
+        ),
     )

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import ACTIVATIONS, ADAM_BYTES, FP32_BYTES, Causes, Moment, Passage, passages
-from orchestrator.specs.plan import Offload, Plan, Precision
+from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages
+from orchestrator.memory.updates import state_bytes, temporaries
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
 
-def ddp_moments(profile: ModelProfile, plan: Plan, *, bucket_views: bool, foreach: bool) -> list[Moment]:
-    """Moments of a rank that holds the whole model (Li et al. 2020, arXiv:2006.15704).
+def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, foreach: bool = False) -> list[Moment]:
+    """Moments of a rank that holds its part of the model whole (Li et al. 2020, arXiv:2006.15704).
 
-    With several ranks there are buckets for all gradients from the start. Under `bucket_views` they are the gradients,
-    but for accumulation: what micro-batches without synchronisation leave lies beside them until the last one. A
-    single rank has no buckets, and its gradients appear as the backward pass goes on.
+    With several data-parallel ranks there are buckets for all gradients from the start. Under `bucket_views` they are
+    the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them until the
+    last one. A single rank has no buckets, and its gradients appear as the backward pass goes on.
     """
-    count = profile.parameters
+    profile, count = rank.held, rank.held.trained_parameters
     accumulates = plan.gradient_accumulation_steps > 1
     buckets = FP32_BYTES * count if plan.layout.dp > 1 else 0
     fixed = (
-        ("parameters", FP32_BYTES * count),
-        ("optimizer states", ADAM_BYTES * count),
+        ("parameters", profile.weight_bytes(FP32_BYTES)),
+        ("optimizer states", state_bytes(profile, plan, 1)),
         ("gradient buckets", buckets),
         ("workspace", profile.workspace_bytes),
     )
@@ -33,89 +34,134 @@ def ddp_moments(profile: ModelProfile, plan: Plan, *, bucket_views: bool, foreac
 
     found: list[Moment] = [
         (passage.name, (*fixed, ("gradients", gradients(passage)), (ACTIVATIONS, passage.activation_bytes)))
-        for passage in passages(profile, plan, casts=True)
+        for passage in passages(rank, plan, casts=True)
     ]
     own = 0 if buckets and bucket_views else FP32_BYTES * count
-    temporary = FP32_BYTES * (count if foreach else 2 * max(segment.largest_parameter for segment in profile.segments))
+    temporary = FP32_BYTES * count if foreach else temporaries(plan, profile.largest_parameter, cuda=cuda)
     found.append(("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
 
 
-def fsdp2_moments(profile: ModelProfile, plan: Plan) -> list[Moment]:
+def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
     Repeated parts are units of their own, everything else is the root unit, which stays gathered from forward to the
     end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
-    ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter;
-    when its backward starts that flat buffer is still there, and so is a copy of gloo.
+    ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
+    At stage 2 every part stays
+    gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks.
     """
-    dp, count = plan.layout.dp, profile.parameters
-    compute = 2 if plan.precision is Precision.BF16 else FP32_BYTES
-    shard = -(-count // dp)
+    profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
+    trained = profile.trained_parameters
+    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
     device = 0 if plan.offload is Offload.PARAMETERS else 1  # what the host holds does not count
     fixed = (
-        ("parameters", device * FP32_BYTES * shard),
-        ("optimizer states", device * ADAM_BYTES * shard),
+        ("parameters", device * -(-profile.weight_bytes(FP32_BYTES) // shards)),
+        ("optimizer states", device * state_bytes(profile, plan, shards)),
         ("workspace", profile.workspace_bytes),
     )
-    root = sum(segment.parameters for segment in profile.segments if segment.count == 1)
     found: list[Moment] = []
-    for passage in passages(profile, plan, casts=False):
-        gathered, whole, reducing = root, 0, 0
-        is_unit = passage.segment.count > 1
-        if is_unit and passage.backward:
-            unit = passage.segment.parameters
-            starts, is_first = passage.own == 0, passage.position == passage.segment.count - 1
-            gathered += unit if is_first and not starts else 2 * unit
-            reducing = (2 * unit if starts else unit) if passage.position > 0 else 0
-        if passage.backward:
-            behind = _root_behind(profile, passage)
-            whole = behind + passage.own
-        reduced = (
-            count if plan.gradient_accumulation_steps > 1 else max(0, passage.done - _root_behind(profile, passage))
+    for passage in passages(rank, plan, casts=False):
+        if plan.layout.pp > 1:
+            transients = _pipelined(rank, passage, compute)
+        else:
+            transients = _unit(rank, plan, passage, compute, gloo=not cuda)
+        reduced = _reduced(rank, plan, passage)
+        causes = (
+            *fixed,
+            ("gradients", device * FP32_BYTES * -(-reduced // shards)),
+            *transients,
+            (ACTIVATIONS, passage.activation_bytes),
         )
-        found.append(
-            (
-                passage.name,
-                (
-                    *fixed,
-                    ("gradients", device * FP32_BYTES * -(-reduced // dp)),
-                    ("gathered parameters", compute * gathered),
-                    ("whole gradients", compute * whole + FP32_BYTES * reducing),
-                    (ACTIVATIONS, passage.activation_bytes),
-                ),
-            )
-        )
-    found.append(("gradient reduction of the root", (*fixed, *_root_reduction(plan, count, root, device))))
+        found.append((passage.name, causes))
+    found.append(("gradient reduction of the root", (*fixed, *_root_reduction(profile, plan, shards, device))))
     if device:
-        temporary = 2 * FP32_BYTES * -(-max(segment.largest_parameter for segment in profile.segments) // dp)
-        step = (("gradients", FP32_BYTES * shard), ("optimizer temporaries", temporary))
+        step = (
+            ("gradients", FP32_BYTES * -(-trained // shards)),
+            ("optimizer temporaries", temporaries(plan, -(-profile.largest_parameter // shards), cuda=cuda)),
+        )
         found.append(("optimizer step", (*fixed, *step)))
     return found
 
 
-def _root_reduction(plan: Plan, count: int, root: int, device: int) -> Causes:
+def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool) -> Causes:
+    """What is gathered and not yet reduced where every unit comes and goes by itself.
+
+    gloo's thread may hold its own copy of what it reduces for a while: seen on a busy machine.
+    """
+    profile, segment = rank.held, passage.segment
+    gathered, whole, reducing = _root(profile), passage.own, 0
+    keeps = plan.zero_stage is ZeroStage.GRADIENTS
+    if keeps:
+        gathered = profile.parameters - (_units_behind(profile, passage) if passage.backward else 0)
+    if segment.count > 1 and passage.backward:
+        unit, starts = segment.parameters, passage.own == 0
+        if not keeps:
+            is_first = passage.position == segment.count - 1
+            gathered += unit if is_first and not starts else 2 * unit
+        reducing = (2 if gloo else 1) * segment.trained_parameters if passage.position > 0 else 0
+    if passage.backward:
+        whole += _root_behind(profile, passage)
+    return (
+        ("gathered parameters", compute * gathered),
+        ("whole gradients", compute * whole + FP32_BYTES * reducing),
+    )
+
+
+def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
+    """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
+    whole = FP32_BYTES * rank.held.trained_parameters
+    fresh = compute * min(passage.own, passage.segment.largest_parameter)
+    return (("gathered parameters", compute * rank.held.parameters), ("whole gradients", whole + fresh))
+
+
+def _reduced(rank: Rank, plan: Plan, passage: Passage) -> int:
+    """Parameters whose reduced gradients the rank has a shard of."""
+    if plan.layout.pp > 1:
+        return 0
+    if plan.gradient_accumulation_steps > 1:
+        return rank.held.trained_parameters
+    return max(0, passage.done - _root_behind(rank.held, passage))
+
+
+def _root_reduction(profile: ModelProfile, plan: Plan, shards: int, device: int) -> Causes:
     """What is live when the root unit, which goes last, is reduced: its gradients and their flat fp32 copy meet.
 
     One shard of it in the compute type more is there than these explain (measured on two gloo ranks with a vocabulary
     of 2,048, torch 2.13.0+cpu, 2026-11).
     """
-    dp = plan.layout.dp
-    compute = 2 if plan.precision is Precision.BF16 else FP32_BYTES
-    reduced = count if plan.gradient_accumulation_steps > 1 else count - root
-    shard = -(-root // dp)
+    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
+    count, root = profile.trained_parameters, _root(profile)
+    trained = sum(segment.trained_parameters for segment in profile.segments if segment.count == 1)
+    reduced = count if plan.gradient_accumulation_steps > 1 else count - trained
+    shard = -(-root // shards)
+    whole = (FP32_BYTES if plan.layout.pp > 1 else compute) * trained
     return (
-        ("gradients", device * FP32_BYTES * -(-reduced // dp)),
+        ("gradients", device * FP32_BYTES * -(-reduced // shards)),
         ("gathered parameters", compute * (root + shard)),
-        ("whole gradients", (compute + FP32_BYTES) * root + FP32_BYTES * shard),
+        ("whole gradients", whole + FP32_BYTES * trained + FP32_BYTES * -(-trained // shards)),
     )
 
 
+def _root(profile: ModelProfile) -> int:
+    return sum(segment.parameters for segment in profile.segments if segment.count == 1)
+
+
+def _units_behind(profile: ModelProfile, passage: Passage) -> int:
+    """Parameters of the repeated parts that are through their backward pass, and so cut again."""
+    behind = 0
+    for segment in reversed(profile.segments):
+        if segment is passage.segment:
+            return behind + (passage.position * segment.parameters if segment.count > 1 else 0)
+        behind += segment.count * segment.parameters if segment.count > 1 else 0
+    return behind
+
+
 def _root_behind(profile: ModelProfile, passage: Passage) -> int:
-    """Parameters of the root unit whose gradients already exist, whole, when the passage begins."""
+    """Trained parameters of the root unit whose gradients already exist, whole, when the passage begins."""
     behind = 0
     for segment in reversed(profile.segments):
         if segment is passage.segment:
             return behind
-        behind += segment.parameters if segment.count == 1 else 0
+        behind += segment.trained_parameters if segment.count == 1 else 0
     return behind

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, pareto
 from orchestrator.specs.cluster import DeviceKind
@@ -64,7 +64,13 @@ def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
 
 def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
     """The job's profile at the plan's precision and sequence length, or the assumed one of an unknown script."""
-    known = profile_of(spec, precision=plan.precision, sequence_length=plan.sequence_length)
+    known = profile_of(
+        spec,
+        precision=plan.precision,
+        sequence_length=plan.sequence_length,
+        tensor_parallel=plan.layout.tp,
+        autocast=autocasts(plan),
+    )
     return known or assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
 
 

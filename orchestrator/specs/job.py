@@ -127,6 +127,9 @@ class DeclaredProfile(Noun):
     layers: int = Field(default=1, ge=1)
     activations_per_sample: Bytes
     checkpointed_per_sample: Bytes | None = None  # None: checkpointing would save nothing
+    selective_per_sample: Bytes | None = None  # kept under selective checkpointing; None: the model cannot
+    tensor_parallel: tuple[int, ...] = ()  # degrees above 1 by which the model's own plan can cut it
+    pipeline: bool = False  # whether the model can be cut between its layers
     workspace: Bytes = 0  # held besides parameters, gradients, optimizer states and activations
     forward_flops_per_sample: float | None = Field(default=None, gt=0)  # None: 2 x parameters
 

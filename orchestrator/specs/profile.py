@@ -19,6 +19,7 @@ class LossChunks:
     gradients: int  # elements of the weight whose gradient it makes in the forward pass already
 
     def peak_bytes(self, micro_batch_size: int) -> int:
+        """Bytes at the worst moment of its forward pass."""
         tokens = min(self.chunk_tokens, micro_batch_size * self.sample_tokens)
         largest = max(per_token * tokens + fixed for per_token, fixed in self.peaks)
         return micro_batch_size * self.per_sample_bytes + largest
@@ -49,6 +50,11 @@ class Segment:
     def trained_parameters(self) -> int:
         return self.parameters if self.trained is None else self.trained
 
+    def weight_bytes(self, width: int) -> int:
+        """Bytes of its weights at `width` bytes each, but for those that are frozen in a form of their own."""
+        frozen = self.parameters - self.trained_parameters
+        return width * self.trained_parameters + (self.frozen_bytes or width * frozen)
+
 
 class Source(StrEnum):
     """Where a profile comes from: how far it can be trusted."""
@@ -76,6 +82,15 @@ class ModelProfile:
     @property
     def trained_parameters(self) -> int:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
+
+    @property
+    def largest_parameter(self) -> int:
+        """Elements of the largest tensor."""
+        return max(segment.largest_parameter for segment in self.segments)
+
+    def weight_bytes(self, width: int) -> int:
+        """Bytes of all weights at `width` bytes each, but for those that are frozen in a form of their own."""
+        return sum(segment.count * segment.weight_bytes(width) for segment in self.segments)
 
     @property
     def boundary_bytes(self) -> int:

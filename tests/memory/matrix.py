@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.profiles import profile_of
+from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job import JobSpec
@@ -30,7 +30,7 @@ DEEP = DecoderSpec(
 )
 WIDE = DecoderSpec(vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
 STAGES = {
-    Engine.TORCH: (ZeroStage.NONE, ZeroStage.PARAMETERS),
+    Engine.TORCH: (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS),
     Engine.DEEPSPEED: tuple(ZeroStage),
 }
 DEVICE = DeviceSpec(
@@ -99,7 +99,13 @@ def rows(decoder: DecoderSpec, tried: Sequence[Plan], folder: Path) -> list[Row]
 
 
 def _predicted(spec: JobSpec, plan: Plan) -> int:
-    profile = profile_of(spec, precision=plan.precision, sequence_length=plan.sequence_length)
+    profile = profile_of(
+        spec,
+        precision=plan.precision,
+        sequence_length=plan.sequence_length,
+        tensor_parallel=plan.layout.tp,
+        autocast=autocasts(plan),
+    )
     assert profile is not None
     return estimate(profile, plan, DEVICE).allocated_bytes
 
@@ -117,7 +123,7 @@ def table(found: Sequence[Row]) -> str:
     """The rows as text, for a failing test and for people."""
     lines = [
         f"{row.plan.engine:9} ZeRO-{int(row.plan.zero_stage)} micro {row.plan.micro_batch_size} x "
-        f"{row.plan.gradient_accumulation_steps} {row.plan.activation_checkpointing:4} {row.plan.precision}: "
+        f"{row.plan.gradient_accumulation_steps} {row.plan.activation_checkpointing:9} {row.plan.precision}: "
         f"predicted {row.predicted_bytes / 2**20:7.2f} MiB, measured {row.measured_bytes / 2**20:7.2f} MiB, "
         f"{100 * row.error:+5.1f} %"
         for row in found
