@@ -13,6 +13,9 @@ states: hyperparameters and seeds come from the job, not from the checkpoint.
 from __future__ import annotations
 
 import contextlib
+import io
+import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from orchestrator.training import loss_scale
+from orchestrator.specs.errors import SpecError
+from orchestrator.training import checkpoint_folder, loss_scale
 from orchestrator.training.fragment import FragmentLoadPlanner, FragmentSavePlanner
 
 State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
@@ -47,24 +52,50 @@ class Saved:
     cursor: Cursor
 
 
-def save(folder: Path, state: State, cursor: Cursor) -> None:
-    """Write the state to `folder`; every rank calls it. Nothing is gathered: each rank writes what it holds."""
+def save(
+    folder: Path, state: State, cursor: Cursor, group: dist.ProcessGroup | None = None
+) -> dict[str, checkpoint_folder.Written]:
+    """Write the state to `folder` and have it on the disk; every rank of `group` calls it. The files this rank wrote.
+
+    Nothing is gathered: each rank writes what it holds; of values that several hold, one of them does.
+    """
     tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
+    writer.fs = files = _ChecksummedFiles()
     with _own_out_of_memory():
-        state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner())
+        state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner(), process_group=group)
+    return files.written
 
 
 def load(folder: Path, state: State) -> None:
     """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it.
 
-    A loss scale stays as it is where the checkpoint, of another precision, has none.
+    A loss scale stays as it is where the checkpoint, of another precision, has none. Raises SpecError where the
+    checkpoint lacks any other name, or has it in another shape.
     """
     reader = FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
     wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
+    for name, value in wanted.items():
+        _check(folder, name, tuple(value.size()), known.get(name))
     with _own_out_of_memory():
         state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
+
+
+def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> None:
+    """Raise SpecError where the checkpoint has no tensor of this shape."""
+    hint = "give the job the model, optimizer and training.freeze that the checkpoint was written with, or a new name"
+    if not isinstance(found, TensorStorageMetadata):
+        raise SpecError(f"the checkpoint has no {name}", source=str(folder), path=name, hint=hint)
+    if tuple(found.size) != wanted:
+        raise SpecError(
+            "the checkpoint has another shape",
+            source=str(folder),
+            path=name,
+            got=tuple(found.size),
+            allowed=f"{wanted}, the model's",
+            hint=hint,
+        )
 
 
 def opened(folder: Path) -> Saved:
@@ -95,6 +126,48 @@ def of_recipe(recipe: str, state: State) -> State:
 def _named(recipe: str, name: str) -> str:
     kind = next((kind for kind in ("model.", "optim.state.") if name.startswith(kind)), None)
     return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
+
+
+class _ChecksummedFiles(FileSystem):
+    """Files as torch.distributed.checkpoint writes them, with the checksum of what went into each."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, checkpoint_folder.Written] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as raw:
+            stream = _Checksummed(raw)
+            yield stream
+            self.written[Path(path).name] = checkpoint_folder.written(stream.size_bytes, stream.crc)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Checksummed(io.RawIOBase):
+    """A file that is written from its beginning to its end, and what was."""
+
+    def __init__(self, raw: io.IOBase) -> None:
+        self._raw, self.size_bytes, self.crc = raw, 0, 0
+
+    def write(self, data: Any) -> int:
+        count: int = self._raw.write(data)  # type: ignore[attr-defined]
+        assert count == memoryview(data).nbytes, count
+        self.crc = zlib.crc32(data, self.crc)
+        self.size_bytes += count
+        return count
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def fileno(self) -> int:
+        self._raw.flush()
+        return self._raw.fileno()
+
+    def writable(self) -> bool:
+        return True
 
 
 @contextlib.contextmanager

@@ -1,18 +1,43 @@
 """Names of checkpoints on disk, and which of them count. Standard library only: the service asks here too.
 
 step-<8 digits>/                   complete: renamed into place by rank 0 after every rank had written
+step-<8 digits>/manifest           size and CRC-32 of every other file, written last; begins with a CRC-32 of itself
 .writing-<epoch>-step-<8 digits>/  being written by the attempt with that epoch, or left by it
+.removing-step-<8 digits>/         on its way out
+damaged-step-<8 digits>/           found damaged when it was to be loaded; kept to be looked at
+
+CRC-32 because it is the fastest checksum of the standard library that notices every burst of wrong bits up to 32 long:
+3.3 GiB/s on one core (SHA-1 2.2, BLAKE2b 1.4; Adler-32's 4.1 is weak; measured 2026-11). It guards against disks and
+crashes, not against forgery.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+MANIFEST = "manifest"
+DAMAGED_KEPT = 2
 
 _COMPLETE = re.compile(r"step-(\d{8})")
 _WRITING = re.compile(r"\.writing-(\d+)-step-\d{8}")
-_METADATA = ".metadata"  # written last by torch.distributed.checkpoint
+_REMOVING = re.compile(r"\.removing-step-\d{8}")
+_DAMAGED = re.compile(r"damaged-step-\d{8}")
+_READ_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a file of a checkpoint was when it was written."""
+
+    size_bytes: int
+    crc32: str  # 8 hexadecimal digits
 
 
 def complete_path(checkpoints: Path, step: int) -> Path:
@@ -32,17 +57,56 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def published(checkpoints: Path) -> list[Path]:
+    """Every checkpoint with the name of a complete one, whatever became of its files, oldest first."""
+    return sorted(_named(checkpoints, _COMPLETE))
+
+
 def complete(checkpoints: Path) -> list[Path]:
-    """Every complete checkpoint, oldest first; empty where the folder does not exist."""
-    if not checkpoints.is_dir():
-        return []
-    found = (path for path in checkpoints.iterdir() if _COMPLETE.fullmatch(path.name))
-    return sorted(path for path in found if (path / _METADATA).is_file())
+    """Every complete checkpoint as far as the sizes of its files tell, oldest first."""
+    return [path for path in published(checkpoints) if not damage(path, read=False)]
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the most steps, or None; unfinished ones are never returned."""
-    return max(complete(checkpoints), key=step_of, default=None)
+    """The complete checkpoint with the most steps, or None; unfinished and truncated ones are never returned."""
+    return next((path for path in reversed(published(checkpoints)) if not damage(path, read=False)), None)
+
+
+def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the files of a published checkpoint, a sentence each; empty where all is as it was written.
+
+    Without `read` only their sizes are looked at. With `parts`, every part of the ranks looks at its own files.
+    """
+    try:
+        files = read_manifest(checkpoint)
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST}: {_reason(error)}"]
+    mine = sorted(files)[part::parts]
+    return [said for name in mine for said in _file_damage(checkpoint / name, files[name], read)]
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Written]:
+    """Every file of a checkpoint by name. Raises OSError or ValueError where the manifest is not as it was written."""
+    crc, _, text = (checkpoint / MANIFEST).read_text().partition("\n")
+    if crc != _hexadecimal(zlib.crc32(text.encode())):
+        raise ValueError("its content is not what was written")
+    return {name: Written(**written) for name, written in json.loads(text).items()}
+
+
+def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
+    """Write the manifest of a checkpoint whose files are on the disk, and have it there too."""
+    entries = {name: {"size_bytes": file.size_bytes, "crc32": file.crc32} for name, file in files.items()}
+    text = json.dumps(entries, indent=1, sort_keys=True)
+    with (folder / MANIFEST).open("w") as manifest:
+        manifest.write(f"{_hexadecimal(zlib.crc32(text.encode()))}\n{text}")
+        manifest.flush()
+        os.fsync(manifest.fileno())
+    _sync_folder(folder)
+
+
+def written(size_bytes: int, crc: int) -> Written:
+    """The record of a file with this size and zlib.crc32."""
+    return Written(size_bytes=size_bytes, crc32=_hexadecimal(crc))
 
 
 def is_stale(epoch_file: Path, epoch: int) -> bool:
@@ -51,20 +115,91 @@ def is_stale(epoch_file: Path, epoch: int) -> bool:
 
 
 def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
-    """Give a fully written checkpoint its name, then remove all but the newest `keep`."""
+    """Give a checkpoint with its manifest its name; once it is seen to stand there whole, remove all but `keep`.
+
+    Raises OSError where it is not whole; then the older ones stay.
+    """
     target = complete_path(checkpoints, step)
-    if target.exists():  # an unreadable one from before: the new one has the same content
-        shutil.rmtree(target)
+    if target.exists():  # left by an attempt that trained on from an older one: the new one has the same content
+        _remove(target)
     writing_path(checkpoints, epoch, step).rename(target)
-    for old in complete(checkpoints)[:-keep]:
+    _sync_folder(checkpoints)
+    wrong = damage(target, read=False)
+    if wrong:
+        raise OSError(f"{target} was written and is damaged: {'; '.join(wrong)}")
+    kept = complete(checkpoints)[-keep:]
+    for old in published(checkpoints):
+        if step_of(old) < step_of(kept[0]):
+            _remove(old)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Move a damaged checkpoint out of the way, keeping the newest DAMAGED_KEPT of those; where it is now."""
+    target = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    checkpoint.rename(target)
+    for old in sorted(_named(checkpoint.parent, _DAMAGED))[:-DAMAGED_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
+    return target
 
 
 def remove_unfinished(checkpoints: Path, epoch: int) -> None:
-    """Remove what attempts up to `epoch` began to write and did not finish."""
-    if not checkpoints.is_dir():
-        return
-    for path in checkpoints.iterdir():
+    """Remove what attempts up to `epoch` began to write, or to remove, and did not finish."""
+    for path in _named(checkpoints, _WRITING):
         match = _WRITING.fullmatch(path.name)
         if match and int(match[1]) <= epoch:
             shutil.rmtree(path, ignore_errors=True)
+    for path in _named(checkpoints, _REMOVING):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _named(checkpoints: Path, pattern: re.Pattern[str]) -> Iterable[Path]:
+    if not checkpoints.is_dir():
+        return []
+    return [path for path in checkpoints.iterdir() if pattern.fullmatch(path.name)]
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; at no moment does half of one keep its name."""
+    going = checkpoint.with_name(f".removing-{checkpoint.name}")
+    shutil.rmtree(going, ignore_errors=True)
+    checkpoint.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def _file_damage(path: Path, expected: Written, read: bool) -> list[str]:
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != expected.size_bytes:
+            return [f"{path.name}: {size_bytes} bytes instead of {expected.size_bytes}"]
+        if read and _crc32(path) != expected.crc32:
+            return [f"{path.name}: its content is not what was written (CRC-32)"]
+    except OSError as error:
+        return [f"{path.name}: {_reason(error)}"]
+    return []
+
+
+def _crc32(path: Path) -> str:
+    crc, buffer = 0, bytearray(_READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(memoryview(buffer)[:count], crc)
+    return _hexadecimal(crc)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "it is missing"
+    return str(error.strerror if isinstance(error, OSError) else error)
+
+
+def _hexadecimal(crc: int) -> str:
+    return f"{crc:08x}"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,9 +7,8 @@ its own memory in place, and nothing is gathered.
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 Shape = tuple[int, ...]
 
@@ -47,18 +47,11 @@ def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
         start = end
 
 
-class Fragment:
-    """`flat`, the memory of the elements from `start` on of a tensor of `shape`, as the checkpoint wants to see it."""
+class Chunks:
+    """Rectangles of a tensor of `shape` that a rank holds, by where they begin, as the checkpoint wants to see them."""
 
-    def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
-        assert flat.dim() == 1, flat.shape
-        self._shape = shape
-        self._views: dict[Shape, Tensor] = {}
-        position = 0
-        for part in rectangles(tuple(shape), start, start + flat.numel()):
-            count = math.prod(part.sizes)
-            self._views[part.offsets] = flat.narrow(0, position, count).view(part.sizes)
-            position += count
+    def __init__(self, held: Mapping[Shape, Tensor], shape: torch.Size) -> None:
+        self.held, self._shape = held, shape
 
     def size(self) -> torch.Size:
         return self._shape
@@ -69,55 +62,67 @@ class Fragment:
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties.create_from_tensor(view), size=self._shape
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(part), size=self._shape
                 ),
             )
-            for chunk, view in zip(self.__create_chunk_list__(), self._views.values(), strict=True)
+            for chunk, part in zip(self.__create_chunk_list__(), self.held.values(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.shape) for offsets, view in self._views.items()
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape) for offsets, part in self.held.items()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None, index
-        return self._views[tuple(index.offset)]
+        return self.held[tuple(index.offset)]
+
+
+class Fragment(Chunks):
+    """`flat`, the memory of the elements from `start` on of a tensor of `shape`."""
+
+    def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
+        assert flat.dim() == 1, flat.shape
+        held: dict[Shape, Tensor] = {}
+        position = 0
+        for part in rectangles(tuple(shape), start, start + flat.numel()):
+            count = math.prod(part.sizes)
+            held[part.offsets] = flat.narrow(0, position, count).view(part.sizes)
+            position += count
+        super().__init__(held, shape)
+
+
+def chunks_of(value: Tensor | Chunks) -> Chunks:
+    """What this rank holds of a value in a state, sharing its memory: of a cut tensor (DTensor) its own part."""
+    if isinstance(value, Chunks):
+        return value
+    if not isinstance(value, DTensor):
+        return Chunks({(0,) * value.dim(): value}, value.size())
+    if value.device_mesh.get_coordinate() is None:  # other ranks have it
+        return Chunks({}, value.size())
+    (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local, offsets = value.to_local(), tuple(chunk.offsets)
+    return Chunks({offsets: local} if local.numel() or not value.numel() else {}, value.size())
 
 
 class FragmentSavePlanner(DefaultSavePlanner):
-    """The default planner, which also finds fragments. Its writer must ask for one item at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copy: Tensor | None = None
+    """The default planner, which also finds chunks."""
 
     def lookup_object(self, index: MetadataIndex) -> object:
         value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Fragment) else super().lookup_object(index)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The item's data; of a fragment's, a copy with a storage of its own, which lasts until the next item."""
-        if self._copy is not None:  # torch.save leaves a cycle that would keep every copy until it is collected
-            self._copy.untyped_storage().resize_(0)
-            self._copy = None
-        data = super().resolve_data(write_item)
-        if isinstance(self.state_dict[write_item.index.fqn], Fragment):
-            assert isinstance(data, Tensor), write_item
-            self._copy = data = data.to("cpu", copy=True)
-        return data
+        return value.__get_tensor_shard__(index) if isinstance(value, Chunks) else super().lookup_object(index)
 
 
 class FragmentLoadPlanner(DefaultLoadPlanner):
-    """The default planner, which also finds fragments."""
+    """The default planner, which also finds chunks."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        tensors = {name: value for name, value in state_dict.items() if not isinstance(value, Fragment)}
+        tensors = {name: value for name, value in state_dict.items() if not isinstance(value, Chunks)}
         super().set_up_planner(tensors, metadata, is_coordinator)  # replaces what it does not know by None
         self.state_dict = {**state_dict, **self.state_dict}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, Fragment) else super().lookup_tensor(index)
+        return value.__get_tensor_shard__(index) if isinstance(value, Chunks) else super().lookup_tensor(index)

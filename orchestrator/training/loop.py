@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
@@ -19,10 +20,10 @@ from orchestrator.training.checkpoint import Cursor, Saved
 from orchestrator.training.dataset import global_batch, micro_batches
 from orchestrator.training.engine import Engine, build_engine, build_recipe
 from orchestrator.training.recipe import Recipe
+from orchestrator.training.resume import newest_intact
+from orchestrator.training.saver import Saver
 
-
-class StaleAttempt(Exception):
-    """A newer attempt of the job exists: this one may publish nothing."""
+SAVING_TIMEOUT = timedelta(hours=1)  # a rank may have that much more to write; a dead one is noticed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Ranks:
 
 
 def train(run: TrainingRun, ranks: Ranks) -> bool:
-    """Run to the last step, from the newest complete checkpoint; False where SIGTERM ended it early (and it was saved).
+    """Run to the last step, from the newest intact checkpoint; False where SIGTERM ended it early (and it was saved).
 
     Raises StaleAttempt on every rank where a newer attempt exists when a checkpoint is to be published.
     """
@@ -45,32 +46,31 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     if ranks.rank == 0:
         checkpoints.mkdir(parents=True, exist_ok=True)
         checkpoint_folder.remove_unfinished(checkpoints, run.epoch)
-    newest = _agree_on_newest(checkpoints, ranks)
+    background = dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
+    saver = Saver(run, ranks.device, background)
+    newest = newest_intact(checkpoints, background)
     saved = checkpoint.opened(newest) if newest else None
-    cursor = saved.cursor if saved else Cursor()
-    while cursor.step < run.training.max_steps:
-        saved, stopped = _phase(run, ranks, checkpoints, saved, stop)
-        cursor = saved.cursor
-        if stopped:
-            return cursor.step == run.training.max_steps
+    cursor, stopped = saved.cursor if saved else Cursor(), False
+    while cursor.step < run.training.max_steps and not stopped:
+        cursor, stopped = _phase(run, ranks, saver, saved, stop)
+        saved = Saved(path=checkpoint_folder.complete_path(checkpoints, cursor.step), cursor=cursor)
         gc.collect()  # engines hold themselves in cycles: the next one needs their memory
-    return True
+    return cursor.step >= run.training.max_steps
 
 
-def _phase(
-    run: TrainingRun, ranks: Ranks, checkpoints: Path, saved: Saved | None, stop: list[int]
-) -> tuple[Saved, bool]:
-    """Train up to where more parameters thaw, or to the end: the checkpoint there, and whether a rank was to stop."""
-    cursor = saved.cursor if saved else Cursor()
+def _phase(run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]) -> tuple[Cursor, bool]:
+    """Train up to where more parameters thaw, or to the end, and save there; whether any rank was asked to stop."""
+    cursor, stopping = saved.cursor if saved else Cursor(), False
     last = min(freezing.next_thaw(cursor.step, run.training.freeze) or run.training.max_steps, run.training.max_steps)
     recipe = build_recipe(run)
     engine = build_engine(run, recipe, ranks.device, saved)
-    stopping = False
+    saver.prepare(engine.state())
     while cursor.step < last and not stopping:
-        cursor, stopping = _step(run, ranks, recipe, engine, cursor, stop)
+        cursor, stopping = _step(run, ranks, recipe, engine, saver, cursor, stop)
         if stopping or cursor.step == last or cursor.step % run.training.checkpoint_every_steps == 0:
-            _checkpoint(run, ranks, checkpoints, engine, cursor)
-    return Saved(path=checkpoint_folder.complete_path(checkpoints, cursor.step), cursor=cursor), stopping
+            saver.save(engine.state(), cursor)
+    saver.release()
+    return cursor, stopping
 
 
 def _listen_for_stop() -> list[int]:
@@ -84,18 +84,13 @@ def _listen_for_stop() -> list[int]:
     return received
 
 
-def _agree_on_newest(checkpoints: Path, ranks: Ranks) -> Path | None:
-    """Rank 0's answer, on every rank."""
-    newest = checkpoint_folder.latest_complete(checkpoints) if ranks.rank == 0 else None
-    step = torch.tensor(checkpoint_folder.step_of(newest) if newest else -1, device=ranks.device)
-    dist.broadcast(step, src=0)
-    return checkpoint_folder.complete_path(checkpoints, int(step)) if int(step) >= 0 else None
-
-
 def _step(
-    run: TrainingRun, ranks: Ranks, recipe: Recipe, engine: Engine, cursor: Cursor, stop: list[int]
+    run: TrainingRun, ranks: Ranks, recipe: Recipe, engine: Engine, saver: Saver, cursor: Cursor, stop: list[int]
 ) -> tuple[Cursor, bool]:
-    """One optimizer step: where the training is after it, and whether any rank was asked to stop."""
+    """One optimizer step: where the training is after it, and whether any rank was asked to stop.
+
+    Raises on every rank where a checkpoint could not be saved on any.
+    """
     began_s = time.monotonic()
     plan, dataset = run.plan, recipe.dataset
     samples = global_batch(cursor.samples, plan.global_batch_size, len(dataset), run.training.seed)
@@ -103,9 +98,13 @@ def _step(
     dp_rank = ranks.rank // plan.layout.tp % plan.layout.dp  # of mesh axes pp, dp, tp
     mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps)
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
-    shared = torch.tensor([result.loss, float(bool(stop))], dtype=torch.float64, device=ranks.device)
+    own = [result.loss, float(bool(stop)), float(saver.failed)]
+    shared = torch.tensor(own, dtype=torch.float64, device=ranks.device)
     dist.all_reduce(shared)
-    loss, stopping = shared.tolist()
+    loss, stopping, failed = shared.tolist()
+    if failed:
+        saver.wait()
+        raise RuntimeError("another rank could not save its part of a checkpoint")
     cursor = Cursor(step=cursor.step + 1, samples=cursor.samples + plan.global_batch_size)
     if ranks.rank == 0:
         line = {
@@ -119,18 +118,3 @@ def _step(
             metrics.write(json.dumps(line) + "\n")
     progress.step_completed(cursor.step, loss)
     return cursor, stopping > 0
-
-
-def _checkpoint(run: TrainingRun, ranks: Ranks, checkpoints: Path, engine: Engine, cursor: Cursor) -> None:
-    """Write and publish the checkpoint of this step; no rank returns before it is in place. Raises StaleAttempt."""
-    checkpoint.save(checkpoint_folder.writing_path(checkpoints, run.epoch, cursor.step), engine.state(), cursor)
-    dist.barrier()
-    stale = torch.tensor(0, device=ranks.device)
-    if ranks.rank == 0:
-        if checkpoint_folder.is_stale(Path(run.job_folder) / "epoch", run.epoch):
-            stale += 1
-        else:
-            checkpoint_folder.publish(checkpoints, run.epoch, cursor.step, run.training.keep_checkpoints)
-    dist.broadcast(stale, src=0)
-    if stale.item():
-        raise StaleAttempt

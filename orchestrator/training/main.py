@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, training_run_from_json
-from orchestrator.training import checkpoint_folder, loop
+from orchestrator.training import loop
+from orchestrator.training.saver import StaleAttempt
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; this bounds a silent one
 
@@ -24,23 +25,16 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; th
 def main(arguments: list[str]) -> int:
     """The exit code of this rank: 0 finished, STALE_EXIT_CODE; after SIGTERM it ends by that signal instead."""
     run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
-    if _is_finished(run):
-        return 0
     ranks = _join(run)
     try:
         finished = loop.train(run, ranks)
-    except loop.StaleAttempt:
+    except StaleAttempt:
         print(f"attempt {run.epoch} is stale: a newer one exists; nothing was published", file=sys.stderr)
         return STALE_EXIT_CODE
     if not finished:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     return 0  # the process group ends with the process: tearing gloo down may abort (see guard._leave)
-
-
-def _is_finished(run: TrainingRun) -> bool:
-    newest = checkpoint_folder.latest_complete(Path(run.job_folder) / "checkpoints")
-    return newest is not None and checkpoint_folder.step_of(newest) >= run.training.max_steps
 
 
 def _join(run: TrainingRun) -> loop.Ranks:

@@ -15,6 +15,7 @@ from orchestrator.specs.run import TrainingRun, training_run_from_json
 from orchestrator.training import checkpoint
 from orchestrator.training.checkpoint import Cursor, Saved
 from orchestrator.training.engine import build_engine, build_recipe
+from orchestrator.training.host_copy import HostCopy
 from orchestrator.training.virtual_device import VirtualDevice
 from tests.training.gang import COLLECTIVE_TIMEOUT
 
@@ -45,7 +46,9 @@ def _fresh(run: TrainingRun, saved: Saved) -> dict[str, int]:
             engine.step(0, batches, tokens=100)
         trained = device.recent_peak_bytes
         device.reset_recent_peak()
-        checkpoint.save(saved.path, engine.state(), saved.cursor)
+        copy = HostCopy(engine.state(), torch.device("cpu"), dist.group.WORLD)
+        copy.take(engine.state())
+        checkpoint.save(saved.path, copy.state, saved.cursor)
         return {"build": built, "train": trained, "save": device.recent_peak_bytes}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,9 @@ def test_only_complete_checkpoints_are_ever_the_latest(tmp_path: Path) -> None:
     assert checkpoint_folder.latest_complete(tmp_path / "nothing") is None
     _complete(tmp_path, 3)
     _complete(tmp_path, 12)
-    checkpoint_folder.complete_path(tmp_path, 99).mkdir()  # no metadata
+    _complete(tmp_path, 13)
+    os.truncate(tmp_path / "step-00000013" / "data", 99)
+    checkpoint_folder.complete_path(tmp_path, 99).mkdir()  # no manifest
     _written(tmp_path, epoch=1, step=40)
     (tmp_path / "step-00000050.partial").mkdir()
     assert checkpoint_folder.latest_complete(tmp_path) == tmp_path / "step-00000012"
@@ -135,7 +139,8 @@ def test_neither_saving_nor_resuming_needs_more_memory_than_training(tmp_path: P
 def _written(checkpoints: Path, *, epoch: int, step: int) -> Path:
     path = checkpoint_folder.writing_path(checkpoints, epoch, step)
     path.mkdir(parents=True)
-    (path / ".metadata").touch()
+    (path / "data").write_bytes(bytes(range(100)))
+    checkpoint_folder.write_manifest(path, {"data": checkpoint_folder.written(100, zlib.crc32(bytes(range(100))))})
     return path
 
 

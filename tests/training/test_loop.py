@@ -18,12 +18,12 @@ from orchestrator.training import checkpoint, checkpoint_folder
 from tests.training import gang
 
 ENDLESS = dataclasses.replace(gang.TRAINING, max_steps=10**6, checkpoint_every_steps=10**6)
+TWO_RANKS = Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2), micro_batch_size=gang.GLOBAL_BATCH // 2)
 DEADLINE_S = 120
 
 
 def test_sigterm_to_one_rank_saves_once_and_ends_all_by_that_signal(tmp_path: Path) -> None:
-    plan = Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=2), micro_batch_size=gang.GLOBAL_BATCH // 2)
-    run = gang.training_run(tmp_path, "job", plan, gang.ragged_text(tmp_path), training=ENDLESS)
+    run = gang.training_run(tmp_path, "job", TWO_RANKS, gang.ragged_text(tmp_path), training=ENDLESS)
     ranks = gang.spawn(run)
     try:
         _wait_for_steps(AttemptFolder(run.attempt_folder), 3)
@@ -36,12 +36,13 @@ def test_sigterm_to_one_rank_saves_once_and_ends_all_by_that_signal(tmp_path: Pa
     assert checkpoint_folder.step_of(latest) == gang.metrics(run)[-1]["step"]
 
 
-def test_a_stale_attempt_publishes_nothing(tmp_path: Path) -> None:
-    run = gang.training_run(tmp_path, "job", gang.torch_plan(), gang.ragged_text(tmp_path))
+def test_a_stale_attempt_publishes_nothing_and_ends_on_all_ranks(tmp_path: Path) -> None:
+    training = dataclasses.replace(ENDLESS, checkpoint_every_steps=4)
+    run = gang.training_run(tmp_path, "job", TWO_RANKS, gang.ragged_text(tmp_path), training=training)
     (JobFolder(tmp_path, "job").epoch).write_text("2")
-    assert gang.finish(gang.spawn(run)) == [STALE_EXIT_CODE]
-    assert checkpoint_folder.latest_complete(JobFolder(tmp_path, "job").checkpoints) is None
-    assert len(gang.metrics(run)) == gang.TRAINING.checkpoint_every_steps  # it learned so when it wanted to publish
+    assert gang.finish(gang.spawn(run), DEADLINE_S) == [STALE_EXIT_CODE] * 2
+    assert checkpoint_folder.published(JobFolder(tmp_path, "job").checkpoints) == []
+    assert len(gang.metrics(run)) >= training.checkpoint_every_steps  # it learned so when it wanted to publish
 
 
 def test_a_finished_training_ends_at_once_when_launched_again(tmp_path: Path) -> None:
