@@ -112,7 +112,7 @@ def _said_config(said: dict[str, Any]) -> PreTrainedConfig:
         default = AutoConfig.for_model(model_type)
     except ValueError:
         raise SpecError("no such family in transformers", path="model.hf.model_type", got=model_type) from None
-    known = {*default.to_dict(), *default.attribute_map}
+    known = {*default.to_dict(), *default.attribute_map, "decoder_start_token_id"}  # no class says that one
     for key in values:
         if key not in known:
             allowed = closest(key, known) or f"what {type(default).__name__} takes"

@@ -1,0 +1,261 @@
+"""Laws of transformers models: our loss is theirs, and every layout trains them as one process would."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.run import JobFolder, TrainingRun
+from orchestrator.training.dataset import global_batch
+from orchestrator.training.engine import build_recipe
+from orchestrator.training.recipe import IGNORED_LABEL, Recipe, materialise
+from tests.training import gang, tiny_hf
+
+TOLERANCE = 2e-6
+STEPS = 4
+TRAINED = ("llama", "qwen2", "gpt2", "t5")
+TRAINING = dataclasses.replace(gang.TRAINING, max_steps=STEPS, checkpoint_every_steps=100)
+LORA = LoraSpec(rank=4, alpha=8.0)
+HOPS = ("ddp", "fsdp2", "zero 2", "ddp")  # one step each
+
+
+def plan(engine: Engine, stage: int, accumulation: int = 1, **fields: Any) -> Plan:
+    return Plan(
+        engine=engine,
+        zero_stage=ZeroStage(stage),
+        layout=ParallelLayout(dp=2),
+        micro_batch_size=gang.GLOBAL_BATCH // 2 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        **fields,
+    )
+
+
+ON_TWO_RANKS = {
+    "ddp": plan(Engine.TORCH, 0),
+    "fsdp2": plan(Engine.TORCH, 3, 2),
+    "zero 2": plan(Engine.DEEPSPEED, 2, 2),
+    "zero 3": plan(Engine.DEEPSPEED, 3),
+}
+TP = gang.torch_plan(layout=ParallelLayout(tp=2))
+PP = gang.torch_plan(gang.GLOBAL_BATCH // 4, layout=ParallelLayout(pp=2), gradient_accumulation_steps=4)
+
+
+class World:
+    """Folders of tiny models and data, and runs on them."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        text = home / "text.txt"
+        text.write_text(tiny_hf.text())
+        self.text = DataSpec(text=(str(text),), sequence_length=gang.SEQUENCE_LENGTH)
+        chat = tiny_hf.chat_file(home / "chat.jsonl")
+        self.chat = DataSpec(chat=(str(chat),), sequence_length=gang.SEQUENCE_LENGTH)
+
+    def run(self, job: str, family: str, plan: Plan, lora: LoraSpec | None = None, **changes: Any) -> TrainingRun:
+        folder = self.home / family
+        if not folder.is_dir():
+            tiny_hf.folder(self.home, family)
+        data = self.chat if family in ("t5", "bart") else self.text
+        fields = {"model": ModelSpec(hf=str(folder), lora=lora), "data": data, "training": TRAINING, **changes}
+        return gang.training_run(self.home, job, plan, (), **fields)
+
+
+def real(recipe: Recipe) -> Recipe:
+    materialise(recipe.module, recipe.module, recipe, torch.device("cpu"))
+    return recipe
+
+
+def own_loss_sum(model: Any, batch: Any) -> torch.Tensor:
+    """What transformers itself makes of a batch, summed over its labels."""
+    tokens, labels = batch
+    if model.config.is_encoder_decoder:
+        mask = tokens != model.config.pad_token_id
+        return model(input_ids=tokens, attention_mask=mask, labels=labels).loss * (labels != IGNORED_LABEL).sum()
+    return model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=1).loss
+
+
+@pytest.mark.parametrize("family", tiny_hf.FAMILIES)
+def test_our_loss_and_gradients_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    run = World(tmp_path).run("job", family, gang.torch_plan())
+    recipe, theirs = real(build_recipe(run)), tiny_hf.model(family).train()
+    assert len(recipe.layers) == (4 if theirs.config.is_encoder_decoder else 2)
+    batch = recipe.dataset.batch(range(4))
+    ours = recipe.loss_sum(recipe.module, batch)
+    expected = own_loss_sum(theirs, batch)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
+    ours.backward()
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in recipe.module.named_parameters()}
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", "t5"])
+def test_random_weights_have_the_familys_own_distribution_and_follow_from_name_and_seed(
+    tmp_path: Path, family: str
+) -> None:
+    world = World(tmp_path)
+    config = {"model_type": family, **tiny_hf.FAMILIES[family]}
+    data = dataclasses.replace(world.chat if family == "t5" else world.text, tokenizer=str(tmp_path / "tokenizer"))
+    tiny_hf.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    model = ModelSpec(hf=config)
+    recipe, again, other = (
+        real(build_recipe(world.run(f"job-{n}", family, gang.torch_plan(), model=model, data=data, training=training)))
+        for n, training in enumerate((TRAINING, TRAINING, dataclasses.replace(TRAINING, seed=1)))
+    )
+    equal = dict(again.module.named_parameters())
+    differs = dict(other.module.named_parameters())
+    theirs = dict(tiny_hf.model(family).named_parameters())
+    for name, parameter in recipe.module.named_parameters():
+        assert torch.equal(parameter, equal[name]), name
+        own = theirs[name]
+        if own.numel() >= 1000:
+            assert not torch.equal(parameter, differs[name]), name
+            assert parameter.std().item() == pytest.approx(own.std().item(), rel=0.1), name
+        elif own.dim() == 1:
+            assert torch.equal(parameter, own), name
+
+
+def by_hand(run: TrainingRun, family: str) -> dict[int, float]:
+    """The losses of a plain loop around the model of transformers."""
+    dataset, training = build_recipe(run).dataset, run.training
+    model = tiny_hf.model(family).train()
+    betas = (training.beta1, training.beta2)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.learning_rate, betas=betas, weight_decay=training.weight_decay
+    )
+    found = {}
+    for step in range(STEPS):
+        samples = global_batch(step * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), training.seed)
+        batch = dataset.batch(samples)
+        loss = own_loss_sum(model, batch) / (batch[1] != IGNORED_LABEL).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        optimizer.step()
+        found[step + 1] = loss.item()
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Loss by step of what was trained, by name."""
+
+    home: Path
+    one: dict[str, dict[int, float]]
+    two: dict[str, dict[int, float]]
+    hand: dict[str, dict[int, float]]
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    world = World(tmp_path_factory.mktemp("home"))
+    one = {family: world.run(f"one-{family}", family, gang.torch_plan()) for family in TRAINED}
+    one["lora"] = world.run("one-lora", "llama", gang.torch_plan(), LORA)
+    two = {f"llama {name}": world.run(f"two-{n}", "llama", p) for n, (name, p) in enumerate(ON_TWO_RANKS.items())}
+    two |= {f"{family} fsdp2": world.run(f"two-{family}", family, ON_TWO_RANKS["fsdp2"]) for family in ("qwen2", "t5")}
+    two |= {
+        f"lora {name}": world.run(f"lora-{n}", "llama", p, LORA) for n, (name, p) in enumerate(ON_TWO_RANKS.items())
+    }
+    hops = [
+        world.run("hops", "llama", ON_TWO_RANKS[name], LORA, training=dataclasses.replace(TRAINING, max_steps=n))
+        for n, name in enumerate(HOPS, start=1)
+    ]
+    gang.launch([gang.Part(run=run) for run in one.values()])
+    gang.launch([gang.Part(run=run) for run in [*two.values(), *hops]])
+    return Curves(
+        home=world.home,
+        one={name: gang.losses(run) for name, run in one.items()},
+        two={name: gang.losses(run) for name, run in two.items()}
+        | {"lora hops": {step: loss for run in hops for step, loss in gang.losses(run).items()}},
+        hand={family: by_hand(one[family], family) for family in TRAINED},
+    )
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: str) -> None:
+    assert curves.one[family] == pytest.approx(curves.hand[family], abs=TOLERANCE, rel=0)
+    assert len(curves.one[family]) == STEPS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{kind} {layout}" for kind in ("llama", "lora") for layout in ON_TWO_RANKS),
+        *("qwen2 fsdp2", "t5 fsdp2", "lora hops"),
+    ],
+)
+def test_every_layout_trains_as_one_process(curves: Curves, name: str) -> None:
+    assert curves.two[name] == pytest.approx(curves.one[name.split()[0]], abs=TOLERANCE, rel=0)
+
+
+def test_adapters_learn_and_their_checkpoint_holds_nothing_else(curves: Curves) -> None:
+    assert curves.one["lora"][STEPS] < curves.one["lora"][1] - 0.01
+    for job in ("one-lora", "lora-0", "lora-1", "lora-2", "lora-3"):
+        saved = JobFolder(curves.home, job).checkpoints / f"step-{STEPS:08d}"
+        names = FileSystemReader(saved).read_metadata().state_dict_metadata
+        parameters = [name for name in names if name.startswith("model.")]
+        assert len(parameters) == 2 * 7 * 2, job  # A and B of 7 projections in 2 layers
+        assert all("lora_" in name for name in parameters), job
+
+
+def test_a_base_in_low_precision_gives_the_losses_of_one_in_fp32(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    low = real(build_recipe(world.run("low", "llama", gang.torch_plan(precision=Precision.BF16), LORA)))
+    whole = real(build_recipe(world.run("whole", "llama", gang.torch_plan(), LORA)))
+    dtypes = {name: parameter.dtype for name, parameter in low.module.named_parameters()}
+    assert dtypes["model.layers.0.mlp.up_proj.base_layer.weight"] is torch.bfloat16
+    assert dtypes["model.embed_tokens.weight"] is torch.float32
+    assert all(dtype is torch.float32 for name, dtype in dtypes.items() if "lora_" in name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [recipe.loss_sum(recipe.module, recipe.dataset.batch([0])) for recipe in (low, whole)]
+    assert losses[0].item() == losses[1].item()
+
+
+REFUSED = {
+    "tp": ({"plan": TP}, "data parallel only"),
+    "pp": ({"plan": PP}, "data parallel only"),
+    "target": ({"lora": LoraSpec(target_modules=("nothing",))}, "q_proj"),
+    "quantise": ({"lora": LoraSpec(quantise_base=True)}, "CUDA"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(tmp_path: Path, name: str) -> None:
+    changes, said = REFUSED[name]
+    fields: dict[str, Any] = {"plan": gang.torch_plan(), "lora": LORA} | changes
+    run = World(tmp_path).run("job", "llama", fields["plan"], fields["lora"])
+    with pytest.raises(SpecError, match=said):
+        build_recipe(run)
+
+
+@pytest.mark.parametrize(
+    ("hf", "said"),
+    [
+        ("/nowhere/at/all", "no such transformers model"),
+        ({"model_type": "lama"}, "no such family"),
+        ({"model_type": "llama", "hiden_size": 4}, "hidden_size"),
+        ({"model_type": "vit"}, "no language model"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_said_at_once(tmp_path: Path, hf: Any, said: str) -> None:
+    run = World(tmp_path).run("job", "llama", gang.torch_plan(), model=ModelSpec(hf=hf))
+    with pytest.raises(SpecError, match=said):
+        build_recipe(run)
+
+
+def test_missing_weights_are_said_with_a_name(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    run = world.run("job", "llama", gang.torch_plan())
+    for shard in (tmp_path / "llama").glob("*.safetensors*"):
+        shard.unlink()
+    with pytest.raises(SpecError, match="weights"):
+        build_recipe(run)
