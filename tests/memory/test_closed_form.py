@@ -11,7 +11,7 @@ import pytest
 from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.plan import Engine, Precision
-from orchestrator.training import deepspeed_engine as engine
+from orchestrator.training import deepspeed_settings as engine
 from tests.memory.matrix import DEEP, STAGES, WIDE, Row, full, plans, rows, table
 
 MEAN_ERROR_MAX = 0.05

@@ -1,0 +1,71 @@
+"""Where DeepSpeed keeps the fp32 masters, and which part of each parameter is this rank's; private to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from orchestrator.specs.plan import ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one rank holds of a parameter's master: `count` elements from `start` on, at `offset` of a flat tensor."""
+
+    name: str
+    flat: Tensor
+    offset: int
+    start: int
+    count: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The same place in the flat master or in one of its moments, sharing memory."""
+        return flat.detach().narrow(0, self.offset, self.count)
+
+
+def masters(zero: Any, stage: ZeroStage, groups: int) -> list[list[Tensor]]:
+    """Per group of parameters, this rank's flat masters under the ZeRO optimizer of stage 1, 2 or 3."""
+    if stage is not ZeroStage.PARAMETERS:
+        return [[flat] for flat in zero.single_partition_of_fp32_groups]
+    found: list[list[Tensor]] = [[] for _ in range(groups)]
+    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        found[zero.sub_group_to_group_id[index]].append(flat)
+    return found
+
+
+def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> Iterator[Piece]:
+    """This rank's pieces of the masters of the trained parameters, under stage 1, 2 or 3."""
+    locate = _locate_partitioned if stage is ZeroStage.PARAMETERS else _locate_flat
+    for name, parameter in trained.items():
+        piece = locate(zero, name, parameter)
+        if piece:
+            yield piece
+
+
+def own_run(elements: int) -> tuple[int, int]:
+    """Where this rank's run of a parameter begins and how long it is, cut into equal runs as stage 3 does."""
+    run = -(-elements // dist.get_world_size())
+    start = min(dist.get_rank() * run, elements)
+    return start, min(run, elements - start)
+
+
+def _locate_flat(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
+    """Stages 1 and 2 cut the chain of a group's parameters into equal flat masters."""
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is None:  # all of it is another rank's
+        return None
+    flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
+    master, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+    return Piece(name=name, flat=flat, offset=master.start, start=whole.start, count=whole.numel)
+
+
+def _locate_partitioned(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
+    """Stage 3 cuts every parameter into equal runs, the last ones padded."""
+    group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+    start, count = own_run(parameter.ds_numel)  # type: ignore[attr-defined]
+    flat = zero.fp32_partitioned_groups_flat[group]
+    return Piece(name=name, flat=flat, offset=offset, start=start, count=count) if count else None
