@@ -22,7 +22,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.cross_entropy import linear_cross_entropy
 from orchestrator.training.hf_adapters import adapt, quantised
-from orchestrator.training.hf_parallel import stages_of, tensor_parallel_of
+from orchestrator.training.hf_parallel import keep_own_heads, stages_of, tensor_parallel_of, tensor_parallel_sizes_of
 from orchestrator.training.hf_weights import FirstValues, fill, stored_weights, without_memory
 from orchestrator.training.recipe import IGNORED_LABEL, Batch, Recipe
 from orchestrator.training.tokenised import dataset_of
@@ -43,6 +43,7 @@ def hf_recipe(run: TrainingRun) -> Recipe:
     module: Any = built.module
     dataset = dataset_of(run, vocabulary=module.get_input_embeddings().num_embeddings, padding=_padding(module))
     _set_loss(module)
+    keep_own_heads(module, run.plan.layout.tp)
     adapted = run.model.lora is not None
     return Recipe(
         module=module,
@@ -50,7 +51,8 @@ def hf_recipe(run: TrainingRun) -> Recipe:
         dataset=dataset,
         layers=tuple(repeated_blocks(module)),
         initialise=built.initialise,
-        tensor_parallel={} if adapted else tensor_parallel_of(module, run.plan.layout.tp),
+        tensor_parallel={} if adapted else tensor_parallel_of(module),
+        tensor_parallel_sizes=tensor_parallel_sizes_of(module),
         stages=None if adapted else stages_of(module),
     )
 

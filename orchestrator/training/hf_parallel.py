@@ -1,7 +1,7 @@
 """How the layers of a transformers model are cut: tensor-parallel plans and pipeline stages, by family.
 
 Every rank has attention heads of its own and columns of its own in the feed-forward (arXiv:1909.08053, section 3). The
-attention modules of transformers count their heads from what the projections return, so they need no other change.
+attention modules of transformers count their heads from what the projections return.
 """
 
 from __future__ import annotations
@@ -10,51 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
-from orchestrator.specs.errors import SpecError
 from orchestrator.training.recipe import Stages
 
-
-class HeadNorm(ParallelStyle):
-    """A norm over the width of each head [B, T, heads, width]: a rank has part of the heads and all of the weight."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def to_cut(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            return (DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False),)
-
-        return distribute_module(module, device_mesh, None, to_cut, _to_local)  # type: ignore[arg-type]
-
-
-class HeadBias(ParallelStyle):
-    """T5's relative attention bias, an embedding [distance, heads]: a rank has the columns of its heads."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            weight = distribute_tensor(part.weight.data, mesh, [Shard(1)])  # type: ignore[arg-type,union-attr]
-            part.register_parameter("weight", nn.Parameter(weight))
-
-        def to_whole(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-            return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),)
-
-        return distribute_module(module, device_mesh, cut, to_whole, _to_local)  # type: ignore[arg-type]
-
-
-class OwnHeads(ParallelStyle):
-    """T5's attention makes a bias of zeros for as many heads as it has: those of one rank. It holds no parameters."""
-
-    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        module.n_heads //= device_mesh.size()
-        return module
-
-
-def _to_local(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Any:
-    return output.to_local() if isinstance(output, DTensor) else output
-
-
-LLAMA_PLAN: dict[str, str | ParallelStyle] = {
+LLAMA_PLAN = {
     "model.embed_tokens": "embedding",
     "model.layers.*.self_attn.[qkv]_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
@@ -63,11 +22,10 @@ LLAMA_PLAN: dict[str, str | ParallelStyle] = {
     "model.layers.*.mlp.down_proj": "rowwise",
     "lm_head": "head",
 }
-T5_PLAN: dict[str, str | ParallelStyle] = {
-    "*Attention": OwnHeads(),
+T5_PLAN = {
     "*Attention.[qkv]": "colwise",
     "*Attention.o": "rowwise",
-    "*Attention.relative_attention_bias": HeadBias(),
+    "*Attention.relative_attention_bias": "colwise",  # a column per head
     "*DenseReluDense.wi*": "colwise",
     "*DenseReluDense.wo": "rowwise",
 }
@@ -75,21 +33,29 @@ PLANS = {
     "llama": LLAMA_PLAN,
     "mistral": LLAMA_PLAN,
     "qwen2": LLAMA_PLAN,
-    "qwen3": LLAMA_PLAN | {"model.layers.*.self_attn.[qk]_norm": HeadNorm()},
+    "qwen3": LLAMA_PLAN | {"model.layers.*.self_attn.[qk]_norm": "headwise"},
     "gemma": LLAMA_PLAN,
     "t5": T5_PLAN,
 }
 STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 
 
-def tensor_parallel_of(module: Any, tp: int) -> Mapping[str, str | ParallelStyle]:
-    """The family's tensor-parallel plan; empty where it has none. Raises SpecError where `tp` does not divide heads."""
-    config = module.config
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None) or tp
-        if config.model_type in PLANS and heads % tp:
-            raise SpecError(f"tp={tp} does not divide the heads", path=f"model.hf.{name}", got=heads)
-    return PLANS.get(config.model_type, {})
+def tensor_parallel_of(module: Any) -> Mapping[str, str]:
+    """The family's tensor-parallel plan; empty where it has none."""
+    return PLANS.get(module.config.model_type, {})
+
+
+def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
+    """What a tensor-parallel degree has to divide, by name."""
+    found = {name: getattr(module.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return {name: size for name, size in found.items() if size is not None}
+
+
+def keep_own_heads(module: Any, tp: int) -> None:
+    """Let T5's attention make its bias of zeros for the heads of one of `tp` ranks, in place."""
+    for attention in module.modules():
+        if module.config.model_type == "t5" and hasattr(attention, "n_heads"):
+            attention.n_heads //= tp
 
 
 def stages_of(module: Any) -> Stages | None:

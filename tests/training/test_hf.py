@@ -21,7 +21,8 @@ from tests.training import gang, tiny_hf
 
 TOLERANCE = 2e-6
 STEPS = 4
-TRAINED = ("llama", "qwen2", "gpt2", "t5")
+TRAINED = ("llama", "qwen2", "gpt2", "t5", "qwen3")
+TENSOR_PARALLEL = ("llama", "qwen2", "qwen3", "t5")
 TRAINING = dataclasses.replace(gang.TRAINING, max_steps=STEPS, checkpoint_every_steps=100)
 LORA = LoraSpec(rank=4, alpha=8.0)
 HOPS = ("ddp", "fsdp2", "zero 2", "ddp")  # one step each
@@ -162,6 +163,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     one["lora"] = world.run("one-lora", "llama", gang.torch_plan(), LORA)
     two = {f"llama {name}": world.run(f"two-{n}", "llama", p) for n, (name, p) in enumerate(ON_TWO_RANKS.items())}
     two |= {f"{family} fsdp2": world.run(f"two-{family}", family, ON_TWO_RANKS["fsdp2"]) for family in ("qwen2", "t5")}
+    two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
     two |= {
         f"lora {name}": world.run(f"lora-{n}", "llama", p, LORA) for n, (name, p) in enumerate(ON_TWO_RANKS.items())
     }
@@ -190,6 +192,7 @@ def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: st
     "name",
     [
         *(f"{kind} {layout}" for kind in ("llama", "lora") for layout in ON_TWO_RANKS),
+        *(f"{family} tp" for family in TENSOR_PARALLEL),
         *("qwen2 fsdp2", "t5 fsdp2", "lora hops"),
     ],
 )
@@ -250,6 +253,10 @@ def test_a_model_that_cannot_be_built_is_said_at_once(tmp_path: Path, hf: Any, s
     run = World(tmp_path).run("job", "llama", gang.torch_plan(), model=ModelSpec(hf=hf))
     with pytest.raises(SpecError, match=said):
         build_recipe(run)
+
+
+def test_a_family_without_a_plan_brings_none(tmp_path: Path) -> None:
+    assert not build_recipe(World(tmp_path).run("job", "gpt2", gang.torch_plan())).tensor_parallel
 
 
 def test_missing_weights_are_said_with_a_name(tmp_path: Path) -> None:
