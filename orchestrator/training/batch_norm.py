@@ -70,15 +70,15 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
 
 @contextlib.contextmanager
 def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Within, forward passes leave the running statistics alone: the recomputation of what has counted already."""
-    tracking = [layer for layer in layers if layer.track_running_stats]
-    for layer in tracking:
-        layer.track_running_stats = False
+    """Within, forward passes change copies of the running statistics: they recompute what has counted already."""
+    originals = [(layer, dict(layer._buffers)) for layer in layers]
+    for layer, buffers in originals:
+        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
     try:
         yield
     finally:
-        for layer in tracking:
-            layer.track_running_stats = True
+        for layer, buffers in originals:
+            layer._buffers.update(buffers)
 
 
 class RunningStatistics:

@@ -125,9 +125,15 @@ def global_batch(first_position: int, count: int, size: int, seed: int) -> list[
     return [sample_at(first_position + offset, size, seed) for offset in range(count)]
 
 
-def micro_batches(samples: Sequence[int], rank: int, micro_batch_size: int, accumulation: int) -> list[Sequence[int]]:
-    """Data-parallel rank `rank`'s consecutive slice of a global batch, cut into micro-batches."""
-    first = rank * accumulation * micro_batch_size
-    return [
-        samples[first + turn * micro_batch_size : first + (turn + 1) * micro_batch_size] for turn in range(accumulation)
-    ]
+def micro_batches(
+    samples: Sequence[int], rank: int, micro_batch_size: int, accumulation: int, *, together: int = 1
+) -> list[Sequence[int]]:
+    """Data-parallel rank `rank`'s consecutive slice of a global batch, cut into micro-batches.
+
+    Where `together` ranks normalise over what they have at a time, those are its consecutive samples instead.
+    """
+    firsts = (
+        ((rank // together * accumulation + turn) * together + rank % together) * micro_batch_size
+        for turn in range(accumulation)
+    )
+    return [samples[first : first + micro_batch_size] for first in firsts]

@@ -96,7 +96,8 @@ def _step(
     samples = global_batch(cursor.samples, plan.global_batch_size, len(dataset), run.training.seed)
     tokens = sum(dataset.token_count(sample) for sample in samples)
     dp_rank = ranks.rank // plan.layout.tp % plan.layout.dp  # of mesh axes pp, dp, tp
-    mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps)
+    together = plan.layout.dp if run.training.sync_batch_norm else 1
+    mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps, together=together)
     result = engine.step(cursor.step, (dataset.batch(indices) for indices in mine), tokens)
     own = [result.loss, float(bool(stop)), float(saver.failed)]
     shared = torch.tensor(own, dtype=torch.float64, device=ranks.device)

@@ -48,7 +48,7 @@ def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[A
 
 @contextlib.contextmanager
 def _again(selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]) -> Iterator[None]:
-    with selective, counted_once(norms):
+    with counted_once(norms), selective:
         yield
 
 

@@ -40,6 +40,15 @@ def test_every_layout_takes_the_same_samples(dp: int, micro: int, accumulation: 
     assert [sample for share in shares for batch in share for sample in batch] == samples
 
 
+@given(dp=st.integers(1, 6), micro=st.integers(1, 4), accumulation=st.integers(1, 5))
+def test_ranks_that_normalise_together_take_consecutive_samples_at_a_time(
+    dp: int, micro: int, accumulation: int
+) -> None:
+    samples = list(range(dp * micro * accumulation))
+    shares = [micro_batches(samples, rank, micro, accumulation, together=dp) for rank in range(dp)]
+    assert [sample for turn in zip(*shares, strict=True) for batch in turn for sample in batch] == samples
+
+
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), length=st.integers(2, 9))
 def test_every_byte_but_the_first_of_a_file_is_a_label_exactly_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], length: int
