@@ -39,6 +39,7 @@ class Updates:
                 groups.setdefault(thaw, {})[name] = parameter
         self.groups = dict(sorted(groups.items()))
         self.steps = torch.tensor([float(max(0, step - thaw)) for thaw in self._thaws])
+        self._thawed = torch.tensor([thaw <= step for thaw in self._thaws])  # a pipeline stage may have none of a group
         self.optimizer = _optimizer(self.groups, training, device)
 
     @property
@@ -83,8 +84,7 @@ class Updates:
 
     def count(self) -> None:
         """One more update was made."""
-        for thaw in self.groups:
-            self.steps[self._thaws.index(thaw)] += 1
+        self.steps[self._thawed] += 1
 
 
 def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ def clip_factor(norm: float, clip_norm: float) -> float:
 
 def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device) -> Any:
     """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries of all."""
-    chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()]
+    chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [{"params": []}]
     decay, betas, fused = training.weight_decay, (training.beta1, training.beta2), device.type == "cuda"
     if training.optimizer is Optimizer.SGD:
         momentum = training.momentum

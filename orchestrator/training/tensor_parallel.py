@@ -38,7 +38,7 @@ class TensorParallel:
 
     mesh: DeviceMesh
     axes: Mapping[str, int | None]  # by every whole-model name of a parameter, shared ones by all of theirs
-    styles: Mapping[int, ParallelStyle]  # by the id of the module that brings one
+    styles: dict[int, ParallelStyle]  # still to be applied, by the id of the module
 
     def place(self, name: str, values: Tensor) -> Tensor:
         """This rank's part of a whole parameter, with a memory of its own, as a DTensor."""
@@ -54,9 +54,9 @@ class TensorParallel:
 
     def finish(self, part: nn.Module) -> None:
         """Apply the torch styles in `part`, whose parameters are made by now, in place."""
-        for module in part.modules():
-            style = self.styles.get(id(module))
-            if style is not None and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        for module in list(part.modules()):
+            style = self.styles.pop(id(module), None)
+            if style:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
 
@@ -74,8 +74,7 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
         if isinstance(word, ParallelStyle):
-            styles[id(module)] = word
-        if isinstance(word, ParallelStyle) or any(id(outer) in styles for outer in _around(recipe.module, name)):
+            styles[id(module)] = word  # for the module's own parameters; what is inside of it has words of its own
             continue
         own = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
         if word and "weight" not in own:
@@ -118,12 +117,6 @@ def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
         for name in names
         if any(fnmatchcase(name, pattern) for pattern in recipe.tensor_parallel)
     }
-
-
-def _around(root: nn.Module, name: str) -> list[nn.Module]:
-    """The modules that contain the module `name`."""
-    parts = name.split(".")
-    return [root.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))] if name else []
 
 
 def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:

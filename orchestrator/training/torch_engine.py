@@ -30,10 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
-from orchestrator.training import checkpoint, loss_scale
+from orchestrator.training import checkpoint, loss_scale, pipeline
 from orchestrator.training.freezing import freeze_for
 from orchestrator.training.loss_scale import LossScale
 from orchestrator.training.optimizers import Updates, clip_factor, scale_gradients
+from orchestrator.training.pipeline import Pipeline, Share, Stage
 from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
@@ -55,41 +56,71 @@ class TorchEngine:
     ) -> None:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._clip_norm = training.clip_norm
-        self._module = recipe.module  # whole-model names
         self._mesh = device_mesh(plan, device)
-        self._counts = plan.layout.tp == 1 or self._mesh["tp"].get_local_rank() == 0  # tensor-parallel ranks agree
         self._randomness = Randomness(recipe, training.seed)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
-        self._model = _model(recipe, plan, self._mesh, device)
-        self._updates = Updates(self._module.named_parameters(), training, _state_device(plan, device), step)
+        self._build()
+        self._named = _named(recipe.module, self._share)
+        self._updates = Updates(self._named.items(), training, _state_device(plan, device), step)
         self._updates.allocate()
         self._trained = list(self._updates.parameters.values())
-        self._by_copies = _by_copies(self._trained, plan)
+        shared = self._share.shared if self._share else ()
+        self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
+        counted = self._updates.parameters.items()
+        again = shared if self._pipeline and self._pipeline.is_last else ()  # the first stage counts them
+        self._by_copies = _by_copies([parameter for name, parameter in counted if name not in again], plan)
         if resume_from:
             checkpoint.load(resume_from.path, self._state(known_at=step))
             self._updates.set_steps()
 
+    def _build(self) -> None:
+        """The model as steps call it: whole, or the rank's stages of a pipeline."""
+        recipe, plan, mesh = self._recipe, self._plan, self._mesh
+        self._model: nn.Module = recipe.module
+        self._share: Share | None = None
+        self._pipeline: Pipeline | None = None
+        cut = tensor_parallel(recipe, mesh["tp"]) if plan.layout.tp > 1 else None
+        if plan.layout.pp == 1:
+            self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut)
+            return
+        rank = mesh["pp"].get_local_rank()
+        self._share = pipeline.cut(recipe, plan, rank)
+        roots = []
+        for turn, stage in enumerate(self._share.stages, start=1):
+            is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
+            root = Stage(stage, self._randomness, self._autocast, is_last=is_last)
+            roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
+        self._pipeline = Pipeline(roots, plan, mesh["pp"], self._device)
+
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
-        plan = self._plan
+        layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
         factor = self._loss_scale.factor if self._loss_scale else 1.0
-        scale = factor * plan.layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
-        first = dist.get_rank() // plan.layout.tp % plan.layout.dp * plan.gradient_accumulation_steps
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        for turn, batch in enumerate(micro_batches, start=1):
-            self._randomness.begin(step, first + turn - 1)
-            with self._sync_on_last(is_last=turn == plan.gradient_accumulation_steps):
-                loss += self._forward_backward(batch, scale)
+        scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
+        first = dist.get_rank() // layout.tp % layout.dp * turns
+        if self._pipeline:
+            positions = torch.tensor([(step, first + turn) for turn in range(turns)])
+            loss = self._pipeline.step(micro_batches, positions, scale)
+            self._pipeline.add_up(parameter.grad for parameter in self._shared if parameter.grad is not None)
+        else:
+            loss = torch.zeros((), dtype=torch.float64, device=self._device)
+            for turn, batch in enumerate(micro_batches):
+                self._randomness.begin(step, first + turn)
+                with self._sync_on_last(is_last=turn == turns - 1):
+                    loss += self._forward_backward(batch, scale)
         norm = self._update(step, factor)
-        return StepResult(loss=loss.item() / tokens if self._counts else 0.0, grad_norm=norm)
+        counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks know the same loss
+        return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
 
     def state(self) -> checkpoint.State:
         return self._state()
 
     def _state(self, known_at: int | None = None) -> checkpoint.State:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
-        model = checkpoint.model_state(self._module, self._changing)
+        model = checkpoint.model_state(self._recipe.module, self._changing)
+        if self._share:  # where the last stage shares a parameter, its own name is not the first one
+            model |= {f"model.{name}": self._named[name].detach() for name in self._changing & self._named.keys()}
         state = model | self._updates.state(known_at=known_at) | scale
         return checkpoint.of_recipe(self._recipe.name, state)
 
@@ -102,6 +133,8 @@ class TorchEngine:
 
     def _update(self, step: int, factor: float) -> float:
         """Clip and update; the norm of the gradients, which carry `factor`. Leaves out a fp16 step that overflowed."""
+        if self._plan.layout.tp > 1:
+            _settle(self._trained)
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
             self._updates.prepare(step)
@@ -158,6 +191,14 @@ def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list
     return found
 
 
+def _settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Let every gradient lie on the ranks as its parameter does, in place: a torch style may leave parts of sums."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -166,11 +207,18 @@ def _state_device(plan: Plan, device: torch.device) -> torch.device:
     return device if plan.offload is Offload.NONE else torch.device("cpu")
 
 
-def _model(recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    cut = tensor_parallel(recipe, mesh["tp"]) if plan.layout.tp > 1 else None
+def _named(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the names that the checkpoint knows."""
+    return {share.names[name] if share else name: parameter for name, parameter in module.named_parameters()}
+
+
+def _wrapped(
+    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+) -> nn.Module:
+    """`root`, which is called and contains the recipe's module, with its parameters made and kept as the plan says."""
     if plan.zero_stage:
-        return _sharded(recipe, plan, mesh, device, cut)
-    return _replicated(recipe, mesh, device, cut)
+        return _sharded(recipe, root, plan, mesh, device, cut)
+    return _replicated(recipe, root, mesh, device, cut)
 
 
 def _make(part: nn.Module, recipe: Recipe, device: torch.device, cut: TensorParallel | None) -> None:
@@ -180,14 +228,16 @@ def _make(part: nn.Module, recipe: Recipe, device: torch.device, cut: TensorPara
         cut.finish(part)
 
 
-def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None) -> nn.Module:
-    module = recipe.module
-    _make(module, recipe, device, cut)
-    module.to(device)
-    if mesh["dp_shard"].size() == 1:
-        return module
+def _replicated(
+    recipe: Recipe, root: nn.Module, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+) -> nn.Module:
+    _make(recipe.module, recipe, device, cut)
+    root.to(device)
+    trains = any(parameter.requires_grad for parameter in root.parameters())
+    if mesh["dp_shard"].size() == 1 or not trains:
+        return root
     return DistributedDataParallel(
-        module,
+        root,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh["dp_shard"].get_group(),
         broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
@@ -197,18 +247,18 @@ def _replicated(recipe: Recipe, mesh: DeviceMesh, device: torch.device, cut: Ten
 
 
 def _sharded(
-    recipe: Recipe, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
 ) -> nn.Module:
     low = LOW_PRECISION.get(plan.precision)
     mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for part in (*recipe.layers, recipe.module):
+    for part in (*recipe.layers, root):
         _make(part, recipe, device, cut)
         fully_shard(
             part,
             mesh=mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"],
-            reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not recipe.module,
+            reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not root,
             mp_policy=mixed,
             offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
         )
-    return recipe.module
+    return root
