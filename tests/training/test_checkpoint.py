@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import AttemptFolder
-from orchestrator.training import checkpoint, checkpoint_folder
+from orchestrator.training import checkpoint, checkpoint_folder, loss_scale
 from orchestrator.training.checkpoint import Cursor
 from orchestrator.training.fragment import Fragment, rectangles
+from orchestrator.training.host_copy import shares
 from orchestrator.training.virtual_device import VirtualDevice
 from tests.training import gang
 
@@ -67,6 +71,53 @@ def test_what_is_saved_whole_or_in_fragments_loads_either_way(
     assert checkpoint.opened(folder).cursor == Cursor(step=3, samples=24)
 
 
+@settings(deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, 9), st.just(0), max_size=8).map(sorted), min_size=1, max_size=5))
+def test_every_part_is_written_once_by_a_holder_and_what_all_hold_is_spread(held: list[list[int]]) -> None:
+    everyone = [[(f"n{part}", (part,), 1 + part) for part in parts] for parts in held]
+    found = shares(everyone)
+    written = [part for share in found for part in share]
+    assert sorted(written) == sorted({part for parts in everyone for part in parts})
+    assert all(set(share) <= set(parts) for share, parts in zip(found, everyone, strict=True))
+    loads = [sum(size for *_, size in share) for share in shares([everyone[0]] * len(everyone))]
+    assert max(loads) - min(loads) <= max((size for *_, size in everyone[0]), default=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"model.other": torch.zeros(3)}, r"the checkpoint has no model.other"),
+        ({"model.w": torch.zeros(3), "optim.state.w.exp_avg": torch.zeros(3)}, r"has no optim.state.w.exp_avg"),
+        ({"model.w": torch.zeros(4)}, r"another shape\n  given:   \(3,\)\n  allowed: \(4,\)"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path, state: dict[str, Any], said: str) -> None:
+    checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
+    with pytest.raises(SpecError) as error:
+        checkpoint.load(tmp_path / "a", state)
+    assert re.search(said, str(error.value))
+    assert str(tmp_path / "a") in str(error.value)
+    assert "to do:" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it loads without a process group
+def test_a_loss_scale_stays_as_it_is_where_the_checkpoint_has_none(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
+    weight, scale = torch.zeros(3), torch.tensor([7.0, 2.0])
+    checkpoint.load(tmp_path / "a", {"model.w": weight, loss_scale.STATE: scale})
+    assert (weight.tolist(), scale.tolist()) == ([1.0] * 3, [7.0, 2.0])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
+def test_what_is_on_the_disk_is_what_its_checksums_say(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    files = checkpoint.save(folder, {"model.w": torch.rand(1000)}, Cursor())
+    checkpoint_folder.write_manifest(folder, files)
+    assert set(files) == {path.name for path in folder.iterdir()} - {checkpoint_folder.MANIFEST}
+    assert checkpoint_folder.damage(folder) == []
+
+
 def test_only_complete_checkpoints_are_ever_the_latest(tmp_path: Path) -> None:
     assert checkpoint_folder.latest_complete(tmp_path / "nothing") is None
     _complete(tmp_path, 3)
@@ -87,6 +138,31 @@ def test_publishing_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
+def test_nothing_is_removed_where_the_new_one_is_not_whole(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _complete(tmp_path, step)
+    os.truncate(_written(tmp_path, epoch=1, step=3) / "data", 99)
+    with pytest.raises(OSError, match="data: 99 bytes instead of 100"):
+        checkpoint_folder.publish(tmp_path, 1, 3, keep=1)
+    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [1, 2]
+
+
+def test_damaged_ones_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _complete(tmp_path, step)
+    (tmp_path / "step-00000003" / "data").unlink()
+    _written(tmp_path, epoch=1, step=4)
+    checkpoint_folder.publish(tmp_path, 1, 4, keep=2)
+    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [2, 4]
+
+
+def test_only_the_newest_damaged_ones_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 3):
+        _complete(tmp_path, step)
+        checkpoint_folder.set_aside(checkpoint_folder.complete_path(tmp_path, step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000002", "damaged-step-00000003"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     _complete(tmp_path, 5)
     (_written(tmp_path, epoch=2, step=5) / "new").touch()
@@ -98,6 +174,7 @@ def test_only_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
     _written(tmp_path, epoch=1, step=5)
     newer = _written(tmp_path, epoch=3, step=5)
     _complete(tmp_path, 4)
+    (tmp_path / ".removing-step-00000001").mkdir()
     checkpoint_folder.remove_unfinished(tmp_path, epoch=2)
     assert sorted(tmp_path.iterdir()) == sorted([newer, tmp_path / "step-00000004"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from orchestrator.specs.model import Freeze
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
-from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder
+from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder, TrainingRun
 from orchestrator.training import checkpoint, checkpoint_folder
 from tests.training import gang
 
@@ -31,9 +32,35 @@ def test_sigterm_to_one_rank_saves_once_and_ends_all_by_that_signal(tmp_path: Pa
     finally:
         codes = gang.finish(ranks, DEADLINE_S)
     assert codes == [-signal.SIGTERM] * 2
-    latest = checkpoint_folder.latest_complete(JobFolder(tmp_path, "job").checkpoints)
-    assert latest is not None
-    assert checkpoint_folder.step_of(latest) == gang.metrics(run)[-1]["step"]
+    assert [checkpoint_folder.step_of(path) for path in checkpoints_of(run)] == [gang.metrics(run)[-1]["step"]]
+
+
+def test_sigterm_in_the_middle_of_a_save_still_saves_the_last_step(tmp_path: Path) -> None:
+    training = dataclasses.replace(ENDLESS, checkpoint_every_steps=3)
+    run = gang.training_run(tmp_path, "job", TWO_RANKS, gang.ragged_text(tmp_path), training=training)
+    checkpoints = JobFolder(tmp_path, "job").checkpoints
+    ranks = gang.spawn(run)
+    try:
+        _wait_until(lambda: checkpoints.is_dir() and any(checkpoints.glob(".writing-*")))
+        ranks[1].terminate()
+    finally:
+        codes = gang.finish(ranks, DEADLINE_S)
+    assert codes == [-signal.SIGTERM] * 2
+    assert checkpoint_folder.step_of(checkpoints_of(run)[-1]) == gang.metrics(run)[-1]["step"]
+    assert not list(checkpoints.glob(".*"))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_attempt_and_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = dataclasses.replace(ENDLESS, checkpoint_every_steps=2)
+    run = gang.training_run(tmp_path, "job", TWO_RANKS, gang.ragged_text(tmp_path), training=training)
+    in_the_way = checkpoint_folder.writing_path(JobFolder(tmp_path, "job").checkpoints, run.epoch, 4)
+    in_the_way.parent.mkdir()
+    in_the_way.touch()
+    assert gang.finish(gang.spawn(run), DEADLINE_S) == [1, 1]
+    assert [checkpoint_folder.step_of(path) for path in checkpoints_of(run)] == [2]
+    assert f"File exists: '{in_the_way}'" in capfd.readouterr().err
 
 
 def test_a_stale_attempt_publishes_nothing_and_ends_on_all_ranks(tmp_path: Path) -> None:
@@ -41,7 +68,7 @@ def test_a_stale_attempt_publishes_nothing_and_ends_on_all_ranks(tmp_path: Path)
     run = gang.training_run(tmp_path, "job", TWO_RANKS, gang.ragged_text(tmp_path), training=training)
     (JobFolder(tmp_path, "job").epoch).write_text("2")
     assert gang.finish(gang.spawn(run), DEADLINE_S) == [STALE_EXIT_CODE] * 2
-    assert checkpoint_folder.published(JobFolder(tmp_path, "job").checkpoints) == []
+    assert checkpoints_of(run) == []
     assert len(gang.metrics(run)) >= training.checkpoint_every_steps  # it learned so when it wanted to publish
 
 
@@ -96,9 +123,20 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
     return {".".join(name.split(".")[:2]) if name.startswith("layers") else name.split(".")[0] for name in names}
 
 
+def checkpoints_of(run: TrainingRun) -> list[Path]:
+    """What was published, oldest first; all of it complete."""
+    published = checkpoint_folder.published(Path(run.job_folder) / "checkpoints")
+    assert not any(checkpoint_folder.damage(path) for path in published)
+    return published
+
+
 def _wait_for_steps(attempt: AttemptFolder, count: int) -> None:
+    _wait_until(lambda: attempt.metrics.exists() and attempt.metrics.read_text().count("\n") >= count)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
-    while not attempt.metrics.exists() or attempt.metrics.read_text().count("\n") < count:
+    while not holds():
         if time.monotonic() > deadline_s:
-            pytest.fail(f"no {count} steps within {DEADLINE_S} s")
-        time.sleep(0.05)
+            pytest.fail(f"not within {DEADLINE_S} s")
+        time.sleep(0.005)

@@ -1,0 +1,229 @@
+"""Laws of survival: whatever rank dies at whatever moment, and whatever happens to a file, the curve stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training import checkpoint_folder
+from tests.training import gang
+
+TOLERANCE = 2e-6
+TRAINING = dataclasses.replace(gang.TRAINING, max_steps=16, checkpoint_every_steps=2, keep_checkpoints=2)
+KILLED_AFTER_STEPS_MAX = 4  # of one life: so a training takes about five
+STARTUP_S = 6.0
+SEED = 20
+DEADLINE_S = 120
+POLL_S = 0.001
+
+
+def two_ranks(engine: Engine, stage: int, accumulation: int = 1) -> Plan:
+    return Plan(
+        engine=engine,
+        zero_stage=ZeroStage(stage),
+        layout=ParallelLayout(dp=2),
+        micro_batch_size=gang.GLOBAL_BATCH // 2 // accumulation,
+        gradient_accumulation_steps=accumulation,
+    )
+
+
+PLANS = (
+    *(two_ranks(Engine.TORCH, stage, accumulation) for stage in (0, 3) for accumulation in (1, 2)),
+    *(two_ranks(Engine.DEEPSPEED, stage, accumulation) for stage in (1, 2, 3) for accumulation in (1, 4)),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """When a rank is killed: so long after the start, or after so many steps, in the middle of a checkpoint or not."""
+
+    rank: int
+    steps: int
+    while_writing: bool
+    delay_s: float
+
+
+def deaths(seed: int, count: int) -> list[tuple[Plan, Death]]:
+    """Every second one hits the writing of a checkpoint; of the rest one in three the start."""
+    drawn = random.Random(seed)
+    found = []
+    for number in range(count):
+        writing, at_start = number % 2 == 0, number % 6 == 5
+        death = Death(
+            rank=drawn.randrange(2),
+            steps=0 if at_start else drawn.randint(1, KILLED_AFTER_STEPS_MAX),
+            while_writing=writing,
+            delay_s=drawn.uniform(0, STARTUP_S if at_start else 0.02),
+        )
+        found.append((drawn.choice(PLANS), death))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kills", [4, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(1800)])], ids="{} kills".format
+)
+def test_killed_ranks_lose_no_step_beyond_the_last_checkpoint_and_change_no_loss(tmp_path: Path, kills: int) -> None:
+    text = gang.ragged_text(tmp_path)
+    reference = gang.training_run(tmp_path, "reference", gang.torch_plan(), text, training=TRAINING)
+    gang.launch([gang.Part(run=reference)])
+    expected = gang.losses(reference)
+    waiting, job, hits = deaths(SEED, kills), 0, 0
+    for life in range(2 * kills):  # a life that reaches the end before its death is not counted
+        if not waiting:
+            break
+        plan, death = waiting[0]
+        said = f"seed {SEED}, life {life}, job {job}: {death} under {plan}"
+        run = gang.training_run(tmp_path, f"job{job}", plan, text, training=TRAINING)
+        found, was_writing = _live(run, death, expected, said)
+        job += found
+        if not found:
+            waiting.pop(0)
+            hits += was_writing
+    assert not waiting, f"only {kills - len(waiting)} of {kills} deaths came about"
+    assert 3 * hits >= kills, f"{hits} of {kills} deaths hit the writing of a checkpoint"
+    run = gang.training_run(tmp_path, f"job{job}", two_ranks(Engine.TORCH, 0), text, training=TRAINING)
+    began_at = _newest_step(run)
+    _check_life(run, gang.finish(gang.spawn(run), DEADLINE_S), expected, began_at, f"seed {SEED}, the last life")
+    assert _newest_step(run) == TRAINING.max_steps
+
+
+def alter(path: Path) -> None:
+    """Change one byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", checkpoint_folder.MANIFEST)
+DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
+    (alter, "its content is not what was written"),
+    (truncate, "bytes instead of|its content is not what was written"),  # of the manifest
+    (Path.unlink, "it is missing"),
+)
+
+
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, until_6 = gang.ragged_text(tmp_path), dataclasses.replace(TRAINING, max_steps=6)
+    base = gang.training_run(tmp_path, "base", PLANS[2], text, training=until_6)
+    gang.launch([gang.Part(run=base)])
+    until_8 = dataclasses.replace(TRAINING, max_steps=8)
+    cases = [(file, harm, said) for file in FILES for harm, said in DAMAGES]
+    runs = [gang.training_run(tmp_path, f"job{n}", PLANS[0], text, training=until_8) for n in range(len(cases))]
+    for run, (file, harm, _) in zip(runs, cases, strict=True):
+        shutil.copytree(_checkpoints(base), _checkpoints(run))
+        harm(_checkpoints(run) / "step-00000006" / file)
+    lost = gang.training_run(tmp_path, "lost", PLANS[0], text, training=until_8)
+    shutil.copytree(_checkpoints(base), _checkpoints(lost))
+    for path in checkpoint_folder.published(_checkpoints(lost)):
+        alter(path / FILES[0])
+    whole = gang.training_run(tmp_path, "whole", PLANS[0], text, training=until_8)
+    capfd.readouterr()
+    gang.launch([gang.Part(run=run) for run in (whole, lost, *runs)])
+    errors, expected = capfd.readouterr().err, gang.losses(whole)
+    for run, (file, _, said) in zip(runs, cases, strict=True):
+        assert gang.losses(run) == pytest.approx({s: expected[s] for s in range(5, 9)}, abs=TOLERANCE, rel=0), file
+        path = _checkpoints(run) / "step-00000006"
+        assert re.search(rf"{re.escape(str(path))} is damaged.*\n  {re.escape(file)}: .*({said})", errors), (file, said)
+        assert (_checkpoints(run) / "damaged-step-00000006").is_dir()
+    assert gang.losses(lost) == pytest.approx(expected, abs=TOLERANCE, rel=0)
+    assert "no intact checkpoint is left: training starts from the beginning" in errors
+
+
+def _live(run: TrainingRun, death: Death, expected: dict[int, float], said: str) -> tuple[bool, bool]:
+    """One life, which must keep the laws: whether it reached its end, and whether it died writing a checkpoint."""
+    began_at = _newest_step(run)
+    ranks = gang.spawn(run)
+    try:
+        was_writing = _kill(run, ranks, death)
+    finally:
+        codes = gang.finish(ranks, DEADLINE_S)  # survivors get SIGKILL, as from a launcher
+    _check_life(run, codes, expected, began_at, said)
+    return was_writing is None, bool(was_writing)
+
+
+def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], began_at: int, said: str) -> None:
+    found = gang.losses(run)
+    if found:
+        assert min(found) == began_at + 1, said
+        assert max(found) <= _newest_step(run) + 2 * TRAINING.checkpoint_every_steps, said  # one save is in flight
+        assert found == pytest.approx({step: expected[step] for step in found}, abs=TOLERANCE, rel=0), said
+    assert set(codes) <= {0, -signal.SIGKILL}, f"{said}: {codes}"
+    for path in checkpoint_folder.published(_checkpoints(run)):
+        assert checkpoint_folder.damage(path) == [], said
+    assert not list(_checkpoints(run).glob("damaged-*")), said
+
+
+def _kill(run: TrainingRun, ranks: list[subprocess.Popen[bytes]], death: Death) -> bool | None:
+    """Kill as told: whether that was in the middle of writing a checkpoint; None where training had ended before."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    if death.steps == 0:
+        time.sleep(death.delay_s)
+    while death.steps and len(gang.losses(run)) < death.steps:
+        if _ended(ranks, deadline_s):
+            return None
+    while death.while_writing:
+        if _ended(ranks, deadline_s):
+            return None
+        if not _is_writing(run):
+            continue
+        time.sleep(death.delay_s / 4)
+        _signal(ranks, signal.SIGSTOP)
+        if _is_writing(run):
+            break
+        _signal(ranks, signal.SIGCONT)  # too late: it has its name
+    if death.steps and not death.while_writing:
+        time.sleep(death.delay_s)
+    writing = _is_writing(run)
+    if ranks[death.rank].poll() is not None:
+        return None
+    ranks[death.rank].kill()
+    _signal([rank for rank in ranks if rank is not ranks[death.rank]], signal.SIGCONT)
+    time.sleep(death.delay_s if death.steps else 0)  # until a launcher notices
+    _signal(ranks, signal.SIGKILL)
+    return writing
+
+
+def _ended(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> bool:
+    if time.monotonic() > deadline_s:
+        pytest.fail("nothing happened")
+    time.sleep(POLL_S)
+    return any(rank.poll() is not None for rank in ranks)
+
+
+def _signal(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            rank.send_signal(number)
+
+
+def _is_writing(run: TrainingRun) -> bool:
+    checkpoints = _checkpoints(run)
+    return checkpoints.is_dir() and any(path.name.startswith(".writing-") for path in checkpoints.iterdir())
+
+
+def _newest_step(run: TrainingRun) -> int:
+    newest = checkpoint_folder.latest_complete(_checkpoints(run))
+    return checkpoint_folder.step_of(newest) if newest else 0
+
+
+def _checkpoints(run: TrainingRun) -> Path:
+    return Path(run.job_folder) / "checkpoints"
