@@ -81,7 +81,7 @@ def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dat
         )
     if data.tokens:
         return _token_files(run, length, vocabulary)
-    source = _tokenizer_source(run)
+    source = tokenizer_source(run)
     if source is None:
         return _bytes(data, length, vocabulary)
     folder = Path(run.job_folder) / "data"
@@ -103,7 +103,7 @@ def _some(dataset: Dataset, data: DataSpec) -> Dataset:
     return dataset
 
 
-def _tokenizer_source(run: TrainingRun) -> str | None:
+def tokenizer_source(run: TrainingRun) -> str | None:
     """The folder or name of the tokenizer; None where neither job nor model has one."""
     return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
 
@@ -179,7 +179,7 @@ def _write_about(folder: Path, largest: int, count: int) -> None:
 
 
 def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> None:
-    tokenizer = _tokenizer(source)
+    tokenizer = read_tokenizer(source)
     largest = count = 0
     with (into / "tokens.bin").open("wb") as tokens, (into / "learnt.bin").open("wb") as learnt:
         bounds = []
@@ -242,7 +242,8 @@ def _pieces(name: str) -> Iterator[str]:
         yield "".join(held)
 
 
-def _tokenizer(source: str) -> Any:
+def read_tokenizer(source: str) -> Any:
+    """The tokenizer in a folder, or of a name on the hub. Raises SpecError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=Path(source).is_dir(), trust_remote_code=False
