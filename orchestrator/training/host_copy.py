@@ -70,7 +70,7 @@ class HostCopy:
         Not torch's pinned allocator, which rounds up to powers of two.
         """
         sizes = [-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, _, part in parts]
-        memory = mmap.mmap(-1, max(sum(sizes), mmap.PAGESIZE))
+        memory = mmap.mmap(-1, max(sum(sizes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # the pages are there from now on
         if self._copied:
             _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
@@ -91,7 +91,8 @@ def _cudart() -> Any:
 
 
 def _check(result: Any) -> None:
-    torch.cuda.check_error(int(result))
+    if int(result):
+        raise RuntimeError(f"host memory for checkpoints cannot be pinned: CUDA error {int(result)}")
 
 
 def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
