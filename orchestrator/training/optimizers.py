@@ -106,8 +106,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply every gradient by `factor`, in place."""
-    if factor != 1.0:
-        torch._foreach_mul_([parameter.grad for parameter in parameters if parameter.grad is not None], factor)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
