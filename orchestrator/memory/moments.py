@@ -41,10 +41,18 @@ class Rank:
     flight keeps the activations of one more stage.
     """
 
-    name: str  # of its pipeline stage, "" where there is one for all
+    name: str  # where it stands in the pipeline, "" where there is none
     held: ModelProfile
     stage: ModelProfile
+    has_loss: bool = True
     in_flight: int = 1
+    accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
+    received: float = 0.0  # messages that it keeps of every micro-batch: hidden states, or their gradients
+
+    def buffer_bytes(self, plan: Plan) -> int:
+        """What it keeps of the messages of a step (torch/distributed/pipelining/stage.py)."""
+        samples = plan.micro_batch_size * plan.gradient_accumulation_steps
+        return int(self.received * samples * self.held.boundary_bytes)
 
 
 def passages(rank: Rank, plan: Plan, *, casts: bool) -> tuple[Passage, ...]:
@@ -74,7 +82,11 @@ def _passages(rank: Rank, micro: int, mode: ActivationCheckpointing, casts: bool
         for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
             before = others + total - (position + 1) * each
             finished = done + position * segment.trained_parameters
-            part = _Part(segment=segment, position=position, is_loss=segment is segments[-1] and segment.count == 1)
+            part = _Part(
+                segment=segment,
+                position=position,
+                is_loss=rank.has_loss and segment is segments[-1] and segment.count == 1,
+            )
             found += _backward(part, micro, mode, before + cast, each - cast, finished)
         total -= segment.count * each
         done += segment.count * segment.trained_parameters

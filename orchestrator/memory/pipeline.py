@@ -15,33 +15,47 @@ def ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
 
     The first stage has the embedding and the most micro-batches in flight, the last has the loss. The repeated segment
     is cut as evenly as it goes; what stands before it belongs to the first stage, what stands behind it to the last.
+    Where as many micro-batches are in flight as a step has, no gradient exists then; a rank is listed twice.
     """
     if plan.layout.pp == 1:
-        return (_whole(profile),)
+        return _whole(profile, plan.gradient_accumulation_steps > 1)
     return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, plan.gradient_accumulation_steps)
 
 
 @lru_cache(maxsize=1024)
-def _whole(profile: ModelProfile) -> Rank:
-    return Rank(name="", held=profile, stage=profile)
+def _whole(profile: ModelProfile, accumulates: bool) -> tuple[Rank, ...]:
+    return (Rank(name="", held=profile, stage=profile, accumulates=accumulates),)
 
 
 @lru_cache(maxsize=4096)
 def _stages(profile: ModelProfile, pp: int, per_rank: int, micro_batches: int) -> tuple[Rank, ...]:
-    layers = _repeated(profile).count
-    counts = [
-        sum(layers_of(layers, stage, pp * per_rank) for stage in range(rank, pp * per_rank, pp)) for rank in range(pp)
-    ]
-    worst = sorted({0, counts.index(max(counts)), pp - 1})
-    return tuple(
-        Rank(
+    layers, count = _repeated(profile).count, pp * per_rank
+    held = [sum(layers_of(layers, stage, count) for stage in range(rank, count, pp)) for rank in range(pp)]
+    found = []
+    for rank in sorted({0, held.index(max(held)), pp - 1}):
+        most, passes = in_flight(rank, pp, per_rank, micro_batches), micro_batches * per_rank
+        alone = Rank(
             name=f" in pipeline rank {rank}",
-            held=_part(profile, counts[rank], first=rank == 0, last=rank == pp - 1),
-            stage=_part(profile, -(-counts[rank] // per_rank), first=rank == 0, last=rank == pp - 1),
-            in_flight=in_flight(rank, pp, per_rank, micro_batches),
+            held=_part(profile, held[rank], first=rank == 0, last=rank == pp - 1),
+            stage=_part(profile, -(-held[rank] // per_rank), first=rank == 0, last=rank == pp - 1),
+            has_loss=rank == pp - 1,
+            in_flight=most,
+            received=_messages(rank, pp, per_rank, most / passes),
         )
-        for rank in worst
-    )
+        if most == passes:
+            found.append(alone)
+        found.append(replace(alone, in_flight=min(most, passes - 1), accumulates=True))
+    return tuple(found)
+
+
+def _messages(rank: int, pp: int, per_rank: int, waiting: float) -> float:
+    """Messages that a rank keeps of a micro-batch.
+
+    All that it receives has a buffer. Interleaved schedules wait at the end of a step for what they sent, which counts
+    beside the activations once its own backward pass is over.
+    """
+    neighbours = 2 * per_rank - (rank in (0, pp - 1))
+    return neighbours * (1.0 if per_rank == 1 else 2.0 - waiting)
 
 
 def layers_of(layers: int, stage: int, stages: int) -> int:
@@ -65,8 +79,15 @@ def _repeated(profile: ModelProfile) -> Segment:
 
 
 def _part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
+    """The profile of a rank with so many layers. A weight shared by both ends is held by both."""
     repeated = _repeated(profile)
     at = profile.segments.index(repeated)
-    cut = (replace(repeated, count=layers),) if layers else ()
-    before, behind = profile.segments[:at], profile.segments[at + 1 :]
-    return replace(profile, segments=(*(before if first else ()), *cut, *(behind if last else ())))
+    before = tuple(_with_shared(segment) for segment in profile.segments[:at]) if first else ()
+    behind = profile.segments[at + 1 :] if last else ()
+    return replace(profile, segments=(*before, replace(repeated, count=layers), *behind))
+
+
+def _with_shared(segment: Segment) -> Segment:
+    if not segment.summed_gradients:
+        return segment
+    return replace(segment, parameters=segment.largest_parameter, summed_gradients=0)

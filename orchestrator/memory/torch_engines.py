@@ -16,19 +16,19 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
     last one. A single rank has no buckets, and its gradients appear as the backward pass goes on.
     """
     profile, count = rank.held, rank.held.trained_parameters
-    accumulates = plan.gradient_accumulation_steps > 1
     buckets = FP32_BYTES * count if plan.layout.dp > 1 else 0
     fixed = (
         ("parameters", profile.weight_bytes(FP32_BYTES)),
         ("optimizer states", state_bytes(profile, plan, 1)),
         ("gradient buckets", buckets),
         ("workspace", profile.workspace_bytes),
+        ("pipeline buffers", rank.buffer_bytes(plan)),
     )
 
     def gradients(passage: Passage) -> int:
-        if accumulates:
+        if rank.accumulates:
             return FP32_BYTES * (count + min(passage.own, passage.segment.largest_parameter))
-        if buckets and bucket_views:
+        if buckets and bucket_views and plan.layout.pp == 1:
             return FP32_BYTES * min(passage.own, passage.segment.largest_parameter)
         return FP32_BYTES * (passage.done + passage.own)
 
@@ -59,6 +59,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("parameters", device * -(-profile.weight_bytes(FP32_BYTES) // shards)),
         ("optimizer states", device * state_bytes(profile, plan, shards)),
         ("workspace", profile.workspace_bytes),
+        ("pipeline buffers", rank.buffer_bytes(plan)),
     )
     found: list[Moment] = []
     for passage in passages(rank, plan, casts=False):
@@ -87,7 +88,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
 def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool) -> Causes:
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
-    gloo's thread may hold its own copy of what it reduces for a while: seen on a busy machine.
+    When the backward pass of a unit starts, the flat buffer of the one behind it is still there, and so are a copy of
+    gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added.
     """
     profile, segment = rank.held, passage.segment
     gathered, whole, reducing = _root(profile), passage.own, 0
@@ -99,7 +101,11 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
         if not keeps:
             is_first = passage.position == segment.count - 1
             gathered += unit if is_first and not starts else 2 * unit
-        reducing = (2 if gloo else 1) * segment.trained_parameters if passage.position > 0 else 0
+        if passage.position > 0:
+            gathered += unit if keeps and starts else 0
+            reducing = segment.trained_parameters * (2 if starts and gloo else 1)
+            if starts and rank.accumulates:
+                reducing += segment.trained_parameters * plan.dp_replicate // plan.layout.dp
     if passage.backward:
         whole += _root_behind(profile, passage)
     return (
@@ -110,16 +116,19 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
 
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
-    whole = FP32_BYTES * rank.held.trained_parameters
-    fresh = compute * min(passage.own, passage.segment.largest_parameter)
-    return (("gathered parameters", compute * rank.held.parameters), ("whole gradients", whole + fresh))
+    if rank.accumulates:
+        fresh = compute * min(passage.own, passage.segment.largest_parameter)
+        whole = FP32_BYTES * rank.held.trained_parameters + fresh
+    else:
+        whole = FP32_BYTES * (passage.done + passage.own)
+    return (("gathered parameters", compute * rank.held.parameters), ("whole gradients", whole))
 
 
 def _reduced(rank: Rank, plan: Plan, passage: Passage) -> int:
     """Parameters whose reduced gradients the rank has a shard of."""
     if plan.layout.pp > 1:
         return 0
-    if plan.gradient_accumulation_steps > 1:
+    if rank.accumulates:
         return rank.held.trained_parameters
     return max(0, passage.done - _root_behind(rank.held, passage))
 

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, pareto
+from orchestrator.planning.layouts import layouts
+from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs.cluster import DeviceKind
-from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job import JobSpec, Retries
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,
-    Engine,
-    Offload,
-    ParallelLayout,
     Plan,
     Precision,
-    ZeroStage,
 )
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
@@ -52,7 +51,10 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
 
 @lru_cache(maxsize=512)
 def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
-    return pareto(_candidates(spec, hardware))
+    found = pareto(_candidates(spec, hardware))
+    if not found.candidates:
+        raise why_no_strategy(spec, hardware)
+    return found
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
@@ -63,7 +65,7 @@ def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
 
 
 def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
-    """The job's profile at the plan's precision and sequence length, or the assumed one of an unknown script."""
+    """What one rank of the plan has of the job's model, or the assumed profile of an unknown script."""
     known = profile_of(
         spec,
         precision=plan.precision,
@@ -109,39 +111,6 @@ def assumed_profile(
     )
 
 
-def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
-    """Every parallel layout that the job may take: dp that divides the global batch, whole nodes beyond one node.
-
-    Tensor and pipeline degrees are 1; this function is the one that will offer others. Raises SpecError where no
-    allowed number of devices divides the global batch.
-    """
-    per_node, most = hardware.devices_per_node, min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
-    degrees = [
-        dp
-        for dp in _divisors(spec.global_batch_size)
-        if spec.gpus.min <= dp <= most and (dp <= per_node or dp % per_node == 0)
-    ]
-    if _micro_is_unknown(spec):
-        degrees = [dp for dp in degrees if dp == spec.gpus.min]
-    if not degrees:
-        raise _no_layout(spec, hardware)
-    return tuple(ParallelLayout(dp=dp) for dp in degrees)
-
-
-def _no_layout(spec: JobSpec, hardware: Hardware) -> SpecError:
-    low, per_node = spec.gpus.min, hardware.devices_per_node
-    nearest = max((dp for dp in _divisors(spec.global_batch_size) if dp <= max(low, 1)), default=1)
-    step = low if low <= per_node else per_node * -(-low // per_node)
-    rounded = step * max(1, round(spec.global_batch_size / step))
-    return SpecError(
-        "the global batch cannot be cut evenly over the devices that the job allows",
-        path="global_batch_size",
-        got=f"{spec.global_batch_size} samples over {spec.gpus.min} to {spec.gpus.max} devices",
-        allowed=f"a number of devices that divides the global batch, in whole nodes of {per_node} beyond one node",
-        hint=f"say global_batch_size: {rounded}, or gpus: {{min: {nearest}, max: {max(spec.gpus.max, nearest)}}}",
-    )
-
-
 def _variants(spec: JobSpec) -> list[_Variant]:
     """What the user asked for, and what `degrade` allows besides."""
     limit, knobs = spec.degrade.limit, spec.knobs
@@ -168,10 +137,9 @@ def _default_length(spec: JobSpec) -> int | None:
 def _candidates(spec: JobSpec, hardware: Hardware) -> Iterator[Candidate]:
     """Legal plans with their costs. Of the plans that differ in micro-batch only, one beyond the device is kept."""
     for variant in _variants(spec):
-        profile = profile_of(spec, precision=variant.precision, sequence_length=variant.sequence_length)
-        profile = profile or assumed_profile(spec, hardware, variant.precision, variant.sequence_length)
         for family in _families(spec, hardware, variant):
             for plan in family:
+                profile = profile_for(spec, hardware, plan)
                 needed = estimate(profile, plan, hardware.device)
                 yield Candidate(
                     plan=plan,
@@ -186,17 +154,14 @@ def _candidates(spec: JobSpec, hardware: Hardware) -> Iterator[Candidate]:
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[Iterator[Plan]]:
     """Plans that differ in micro-batch only, smallest first."""
     for layout in layouts(spec, hardware):
-        cuts = _batch_cuts(spec, layout.dp)
-        for engine, stage, offload in _sharding(spec, hardware, layout.dp):
-            for recompute in _checkpointing(spec):
-                yield _family(engine, layout, stage, offload, recompute, variant, cuts)
+        cuts = batch_cuts(spec, layout.dp)
+        for strategy, recompute in product(strategies(spec, hardware, layout), checkpointing(spec)):
+            yield _family(spec, strategy, recompute, variant, cuts)
 
 
 def _family(
-    engine: Engine,
-    layout: ParallelLayout,
-    stage: ZeroStage,
-    offload: Offload,
+    spec: JobSpec,
+    strategy: Strategy,
     recompute: ActivationCheckpointing,
     variant: _Variant,
     cuts: tuple[tuple[int, int], ...],
@@ -204,77 +169,19 @@ def _family(
     for micro, accumulation in cuts:
         try:
             yield Plan(
-                engine=engine,
-                layout=layout,
-                zero_stage=stage,
-                offload=offload,
+                engine=strategy.engine,
+                layout=strategy.layout,
+                dp_replicate=strategy.dp_replicate,
+                pipeline_stages_per_rank=strategy.pipeline_stages_per_rank,
+                zero_stage=strategy.zero_stage,
+                offload=strategy.offload,
+                offload_target=strategy.offload_target,
                 micro_batch_size=micro,
                 gradient_accumulation_steps=accumulation,
                 activation_checkpointing=recompute,
                 precision=variant.precision,
+                optimizer=spec.training.optimizer,
                 sequence_length=variant.sequence_length,
             )
         except IllegalPlan:  # which combinations are legal is said once, in specs.plan
-            return
-
-
-def _sharding(spec: JobSpec, hardware: Hardware, dp: int) -> Iterator[tuple[Engine, ZeroStage, Offload]]:
-    """Engines with what they can shard and offload. Host memory is no other memory on a virtual device."""
-    engines: list[tuple[Engine, ZeroStage]]
-    offloads = tuple(Offload) if hardware.device.kind is DeviceKind.CUDA else (Offload.NONE,)
-    if spec.is_script:
-        yield Engine.SCRIPT, ZeroStage.NONE, Offload.NONE
-        if spec.knobs.deepspeed_config is None:
-            return
-        engines = [(Engine.SCRIPT, stage) for stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)]
-    else:
-        engines = [(Engine.TORCH, ZeroStage.NONE), (Engine.TORCH, ZeroStage.PARAMETERS)]
-        engines += [(Engine.DEEPSPEED, stage) for stage in ZeroStage]
-    for engine, stage in engines:
-        for offload in offloads:
-            if dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE:  # one rank has nobody to share with
-                yield engine, stage, offload
-
-
-def _checkpointing(spec: JobSpec) -> tuple[ActivationCheckpointing, ...]:
-    if spec.is_script and spec.knobs.activation_checkpointing is None:
-        return (ActivationCheckpointing.NONE,)
-    return tuple(ActivationCheckpointing)
-
-
-def _batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, accumulation) pairs whose product is one rank's share, as far as the script's knobs can turn."""
-    share = spec.global_batch_size // dp
-    if not spec.is_script:
-        return tuple((micro, share // micro) for micro in _divisors(share))
-    knobs = spec.knobs
-    accumulation = knobs.gradient_accumulation_steps
-    fixed = int(accumulation.default) if accumulation is not None and accumulation.default is not None else 1
-    if knobs.micro_batch_size is None:
-        return _exact_cut(share, fixed)
-    if accumulation is None:
-        return ((share, 1),)
-    return tuple((micro, share // micro) for micro in _divisors(share))
-
-
-def _exact_cut(share: int, accumulation: int) -> tuple[tuple[int, int], ...]:
-    if share % accumulation:
-        raise SpecError(
-            "the script's own accumulation does not divide what one rank gets of the global batch",
-            path="knobs.gradient_accumulation_steps.default",
-            got=f"{accumulation} steps for {share} samples",
-            allowed=f"a divisor of {share}",
-            hint="declare knobs.micro_batch_size, or say the global_batch_size that the script really uses",
-        )
-    return ((share // accumulation, accumulation),)
-
-
-def _micro_is_unknown(spec: JobSpec) -> bool:
-    """A script that takes no micro-batch keeps its own, so another number of ranks would be another global batch."""
-    return spec.is_script and spec.knobs.micro_batch_size is None
-
-
-@lru_cache(maxsize=1024)
-def _divisors(number: int) -> tuple[int, ...]:
-    low = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return tuple(sorted({*low, *(number // divisor for divisor in low)}))
+            continue

@@ -89,7 +89,7 @@ def _peak_bytes(request: dict[str, Any], plan: Plan) -> int:
     run = TrainingRun(
         model=ModelSpec(decoder=DecoderSpec(**request["decoder"])),
         data=DataSpec(text=(request["text"],), sequence_length=request["sequence_length"]),
-        training=TrainingSpec(max_steps=STEPS),
+        training=TrainingSpec(max_steps=STEPS, optimizer=plan.optimizer),
         plan=plan,
         job_folder="",
         attempt_folder="",
@@ -102,7 +102,8 @@ def _peak_bytes(request: dict[str, Any], plan: Plan) -> int:
         for step in range(STEPS):
             samples = global_batch(step * plan.global_batch_size, plan.global_batch_size, len(recipe.dataset), 0)
             tokens = sum(recipe.dataset.token_count(sample) for sample in samples)
-            mine = micro_batches(samples, dist.get_rank(), plan.micro_batch_size, plan.gradient_accumulation_steps)
+            dp_rank = dist.get_rank() // plan.layout.tp % plan.layout.dp  # of mesh axes pp, dp, tp
+            mine = micro_batches(samples, dp_rank, plan.micro_batch_size, plan.gradient_accumulation_steps)
             engine.step(step, (recipe.dataset.batch(indices) for indices in mine), tokens)
         del engine, recipe
         peak = device.peak_bytes

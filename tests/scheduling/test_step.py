@@ -124,8 +124,11 @@ def test_refuses_before_anything_starts_what_no_plan_fits() -> None:
 HUGE = {"parameters": 10**9, "activations_per_sample": "1GiB"}
 
 
+SMALL = {"parameters": 10**6, "activations_per_sample": "1KiB"}  # and nothing to cut it by but its batch
+
+
 def test_refuses_a_batch_that_cannot_be_cut() -> None:
-    state, _ = run(NODES, submitted(decoder_spec(global_batch_size=3, gpus=2)))
+    state, _ = run(NODES, submitted(decoder_spec(global_batch_size=3, gpus=2, profile=SMALL)))
     assert only_job(state).status is JobStatus.REFUSED
     assert "global_batch_size" in only_job(state).reason
 

@@ -1,0 +1,82 @@
+"""Over how many devices, and along which axes, can a job be cut?"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from orchestrator.planning.cost import Hardware
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import ParallelLayout
+
+
+def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
+    """Every parallel layout that the job may take, in whole nodes beyond one node.
+
+    dp divides the global batch; tp stays inside a node, where the all-reduces of every layer go; pp leaves every rank a
+    layer. Raises SpecError where no allowed number of devices divides the global batch.
+    """
+    per_node, most = hardware.devices_per_node, min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
+    allowed = {world for world in range(spec.gpus.min, most + 1) if world <= per_node or world % per_node == 0}
+    if _micro_is_unknown(spec):
+        allowed &= {spec.gpus.min}
+    found = [
+        ParallelLayout(dp=dp, tp=tp, pp=pp)
+        for dp in divisors(spec.global_batch_size)
+        for tp in tensor_parallel_degrees(spec, hardware)
+        for pp in pipeline_degrees(spec)
+        if dp * tp * pp in allowed and pp <= spec.global_batch_size // dp
+    ]
+    if not found:
+        raise _no_layout(spec, hardware)
+    return tuple(found)
+
+
+def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
+    """1, and the powers of two that divide a node and all that is cut: heads, feed-forward and vocabulary."""
+    per_node = hardware.devices_per_node
+    powers = [1 << power for power in range(1, per_node.bit_length()) if per_node % (1 << power) == 0]
+    if spec.profile is not None and spec.model is not None:
+        return (1, *(degree for degree in spec.profile.tensor_parallel if per_node % degree == 0))
+    if spec.model is None or spec.model.decoder is None:
+        return (1,)
+    decoder = spec.model.decoder
+    cut = (decoder.num_attention_heads, decoder.kv_heads, decoder.intermediate_size, decoder.vocab_size)
+    return (1, *(degree for degree in powers if all(size % degree == 0 for size in cut)))
+
+
+def pipeline_degrees(spec: JobSpec) -> tuple[int, ...]:
+    """1, and the powers of two and divisors of the number of layers up to it."""
+    if spec.profile is not None and spec.model is not None:
+        layers = spec.profile.layers if spec.profile.pipeline else 1
+    else:
+        decoder = spec.model.decoder if spec.model is not None else None
+        layers = decoder.num_hidden_layers if decoder is not None else 1
+    return tuple(sorted({*divisors(layers), *(1 << power for power in range(layers.bit_length()))}))
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """Every divisor, ascending."""
+    low = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return tuple(sorted({*low, *(number // divisor for divisor in low)}))
+
+
+def _no_layout(spec: JobSpec, hardware: Hardware) -> SpecError:
+    low, per_node = spec.gpus.min, hardware.devices_per_node
+    nearest = max((dp for dp in divisors(spec.global_batch_size) if dp <= max(low, 1)), default=1)
+    step = low if low <= per_node else per_node * -(-low // per_node)
+    rounded = step * max(1, round(spec.global_batch_size / step))
+    return SpecError(
+        "the global batch cannot be cut evenly over the devices that the job allows",
+        path="global_batch_size",
+        got=f"{spec.global_batch_size} samples over {spec.gpus.min} to {spec.gpus.max} devices",
+        allowed="a number of devices that divides the global batch, also after what the model can be cut by "
+        f"(tensor and pipeline parallel); whole nodes of {per_node} beyond one node",
+        hint=f"say global_batch_size: {rounded}, or gpus: {{min: {nearest}, max: {max(spec.gpus.max, nearest)}}}",
+    )
+
+
+def _micro_is_unknown(spec: JobSpec) -> bool:
+    """A script that takes no micro-batch keeps its own, so another number of ranks would be another global batch."""
+    return spec.is_script and spec.knobs.micro_batch_size is None

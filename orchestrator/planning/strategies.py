@@ -1,0 +1,183 @@
+"""How can a job be run on a layout? Engines with what they shard, offload and recompute, and the cuts of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.layouts import divisors
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    OffloadTarget,
+    Optimizer,
+    ParallelLayout,
+    ZeroStage,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """Everything of a plan but its arithmetic, checkpointing and the cut of its batch."""
+
+    engine: Engine
+    layout: ParallelLayout
+    zero_stage: ZeroStage = ZeroStage.NONE
+    dp_replicate: int = 1
+    pipeline_stages_per_rank: int = 1
+    offload: Offload = Offload.NONE
+    offload_target: OffloadTarget = OffloadTarget.CPU
+
+
+def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+    """Every engine and sharding that the job, the layout and the hardware have room for.
+
+    One rank has nobody to share with; host memory is no other memory on a virtual device.
+    """
+    if spec.is_script:
+        yield Strategy(engine=Engine.SCRIPT, layout=layout)
+        if spec.knobs.deepspeed_config is not None:
+            for stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS):
+                yield from _deepspeed(Engine.SCRIPT, hardware, layout, stage)
+        return
+    if hardware.device.kind is not DeviceKind.CUDA and _needs_cuda(spec):
+        return
+    yield from _torch(spec, hardware, layout)
+    if layout.tp == layout.pp == 1 and not _quantised(spec):
+        for stage in ZeroStage:
+            yield from _deepspeed(Engine.DEEPSPEED, hardware, layout, stage)
+
+
+def checkpointing(spec: JobSpec) -> tuple[ActivationCheckpointing, ...]:
+    """What may be recomputed: of a script what its knob can say, of a model what is known of its memory."""
+    knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
+    if spec.is_script:
+        if knob is None:
+            return (ActivationCheckpointing.NONE,)
+        told = dict(knob.values)
+        return tuple(m for m in ActivationCheckpointing if m is not ActivationCheckpointing.SELECTIVE or m in told)
+    if spec.profile is not None and spec.profile.selective_per_sample is None:
+        return (ActivationCheckpointing.NONE, all_of_it)
+    return tuple(ActivationCheckpointing)
+
+
+def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
+    """(micro-batch, accumulation) pairs whose product is one rank's share, smallest micro-batch first.
+
+    As far as the script's knobs can turn; where BatchNorm takes its statistics over a number of samples, only pairs
+    that keep it: another one would be another training.
+    """
+    share = spec.global_batch_size // dp
+    knobs, accumulation = spec.knobs, spec.knobs.gradient_accumulation_steps
+    if spec.is_script and knobs.micro_batch_size is None:
+        fixed = int(accumulation.default) if accumulation is not None and accumulation.default is not None else 1
+        return _exact_cut(share, fixed)
+    if spec.is_script and accumulation is None:
+        return ((share, 1),)
+    cuts = ((micro, share // micro) for micro in divisors(share))
+    samples = None if spec.is_script else spec.training.batch_norm_samples
+    if samples is None:
+        return tuple(cuts)
+    ranks = dp if spec.training.sync_batch_norm else 1
+    return tuple((micro, steps) for micro, steps in cuts if micro * ranks == samples)
+
+
+def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
+    """The reason why no legal plan is left, as the error that says so."""
+    training = spec.training
+    if training.batch_norm_samples is not None:
+        together = " over all data-parallel ranks" if training.sync_batch_norm else " of one rank"
+        return SpecError(
+            "no plan keeps the samples over which BatchNorm takes its statistics",
+            path="training.batch_norm_samples",
+            got=f"{training.batch_norm_samples} of {spec.global_batch_size} samples, on {spec.gpus.min} to "
+            f"{spec.gpus.max} devices",
+            allowed=f"the micro-batch{together}: a divisor of what they get of the global batch",
+            hint="statistics over another number of samples would be another training",
+        )
+    if hardware.device.kind is not DeviceKind.CUDA and _needs_cuda(spec):
+        got = "adamw_8bit" if training.optimizer is Optimizer.ADAMW_8BIT else "4-bit base weights"
+        return SpecError("needs CUDA devices", path="training", got=got, allowed="on virtual devices: neither of them")
+    return SpecError(
+        "no engine can run this job on any layout that it allows",
+        path="gpus",
+        got=f"{spec.gpus.min} to {spec.gpus.max} devices with optimizer {training.optimizer} in {spec.precision}",
+        allowed="a number of devices, optimizer and precision that some engine combines",
+        hint="try gpus: {min: 1}",
+    )
+
+
+def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
+    """Plain or DDP, FSDP2 at stages 2 and 3 and hybrid sharding, each under a pipeline where it goes."""
+    per_rank = (1, 2) if layout.pp > 1 and 2 * layout.pp <= _layers(spec) else (1,)
+    for stages_per_rank in per_rank:
+        yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
+        if _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT:
+            continue
+        stages = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS) if layout.dp > 1 else ()
+        for stage, copies in product(stages, _copies(hardware, layout)):
+            yield Strategy(
+                engine=Engine.TORCH,
+                layout=layout,
+                zero_stage=stage,
+                dp_replicate=copies,
+                pipeline_stages_per_rank=stages_per_rank,
+            )
+    if _offloads(hardware) and layout.tp == layout.pp == 1 and not _quantised(spec):
+        yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
+
+
+def _deepspeed(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage) -> Iterator[Strategy]:
+    offloads = tuple(Offload) if _offloads(hardware) else (Offload.NONE,)
+    targets = (
+        tuple(OffloadTarget) if hardware.device.nvme_folder and engine is Engine.DEEPSPEED else (OffloadTarget.CPU,)
+    )
+    for offload, target in product(offloads, targets):
+        shared = layout.dp > 1 or offload is not Offload.NONE or stage is ZeroStage.NONE
+        if shared and (offload is not Offload.NONE or target is OffloadTarget.CPU):
+            yield Strategy(engine=engine, layout=layout, zero_stage=stage, offload=offload, offload_target=target)
+
+
+def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
+    """How often the shards of a pipeline stage may be repeated: once, or on each of the nodes that it spans."""
+    nodes, rest = divmod(layout.dp * layout.tp, hardware.devices_per_node)
+    return (1,) if rest or nodes < 2 or layout.dp == nodes else (1, nodes)
+
+
+def _offloads(hardware: Hardware) -> bool:
+    return hardware.device.kind is DeviceKind.CUDA
+
+
+def _layers(spec: JobSpec) -> int:
+    if spec.profile is not None:
+        return spec.profile.layers
+    assert spec.model is not None, "a script is not cut into stages"
+    assert spec.model.decoder is not None, "only a model whose layers are known is cut into stages"
+    return spec.model.decoder.num_hidden_layers
+
+
+def _quantised(spec: JobSpec) -> bool:
+    lora = spec.model.lora if spec.model is not None else None
+    return lora is not None and lora.quantise_base
+
+
+def _needs_cuda(spec: JobSpec) -> bool:
+    return _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT
+
+
+def _exact_cut(share: int, accumulation: int) -> tuple[tuple[int, int], ...]:
+    if share % accumulation:
+        raise SpecError(
+            "the script's own accumulation does not divide what one rank gets of the global batch",
+            path="knobs.gradient_accumulation_steps.default",
+            got=f"{accumulation} steps for {share} samples",
+            allowed=f"a divisor of {share}",
+            hint="declare knobs.micro_batch_size, or say the global_batch_size that the script really uses",
+        )
+    return ((share // accumulation, accumulation),)
