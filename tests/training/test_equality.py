@@ -1,0 +1,288 @@
+"""The law of the whole project: whatever the plan, and wherever it changes, the training is the same training.
+
+The matrix is what the planner really emits. A curve is eight losses of a decoder with tied embeddings on ragged text,
+with clipping that bites; all are compared with one plain process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.planning.search import Hardware, plans
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DataSpec, DecoderSpec, Freeze, ModelSpec, Schedule, TrainingSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    OffloadTarget,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+    in_short,
+)
+from orchestrator.specs.run import TrainingRun
+from tests.training import gang
+from tests.training.gang import Part
+
+GLOBAL_BATCH = 8
+SEQUENCE_LENGTH = 32
+DECODER = DecoderSpec(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    tie_word_embeddings=True,
+)
+TRAINING = TrainingSpec(
+    max_steps=8,
+    learning_rate=1e-3,
+    schedule=Schedule.COSINE,
+    warmup_steps=2,
+    clip_norm=0.5,
+    checkpoint_every_steps=100,
+    keep_checkpoints=1,
+)
+HOPPING = dataclasses.replace(TRAINING, schedule=Schedule.CONSTANT)
+STAGED = dataclasses.replace(
+    HOPPING,
+    max_steps=12,
+    freeze=(Freeze(parameters="layers.0.*", until_step=3), Freeze(parameters="*embed_tokens*", until_step=7)),
+)
+TOLERANCE = {Precision.FP32: 2e-6, Precision.BF16: 2e-3, Precision.FP16: 2e-3}
+
+TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
+SELECTIVE, FULL = ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FULL
+
+
+def plan(engine: Engine, stage: int, *, dp: int = 1, tp: int = 1, pp: int = 1, cuts: int = 1, **fields: Any) -> Plan:
+    """A plan of the global batch, whose rank's share is cut into `cuts` micro-batches."""
+    return Plan(
+        engine=engine,
+        zero_stage=ZeroStage(stage),
+        layout=ParallelLayout(dp=dp, tp=tp, pp=pp),
+        micro_batch_size=GLOBAL_BATCH // dp // cuts,
+        gradient_accumulation_steps=cuts,
+        sequence_length=SEQUENCE_LENGTH,
+        **fields,
+    )
+
+
+ONE_PROCESS = plan(TORCH, 0)
+
+# One of every kind, at two and four ranks; the rest are long.
+COVERING = (
+    plan(TORCH, 0, dp=2, cuts=2, activation_checkpointing=SELECTIVE),
+    plan(TORCH, 2, dp=2, cuts=2),
+    plan(TORCH, 3, dp=2, cuts=4, activation_checkpointing=FULL),
+    plan(TORCH, 0, tp=2, cuts=2),
+    plan(TORCH, 0, pp=2, cuts=4),
+    plan(TORCH, 0, pp=2, cuts=4, pipeline_stages_per_rank=2, activation_checkpointing=FULL),
+    plan(DEEPSPEED, 1, dp=2, cuts=2),
+    plan(DEEPSPEED, 3, dp=2, cuts=2, activation_checkpointing=SELECTIVE),
+    plan(TORCH, 3, dp=2, cuts=2, precision=Precision.BF16),
+    plan(TORCH, 0, tp=2, precision=Precision.BF16),
+    plan(TORCH, 0, dp=2, precision=Precision.FP16),
+    plan(DEEPSPEED, 2, dp=2, precision=Precision.FP16),
+    plan(TORCH, 3, dp=4, dp_replicate=2),
+    plan(TORCH, 3, dp=2, tp=2),
+    plan(TORCH, 2, dp=2, pp=2, cuts=2),
+    plan(TORCH, 0, dp=2, pp=2, cuts=4, precision=Precision.BF16),
+    plan(TORCH, 0, tp=2, pp=2, cuts=4, activation_checkpointing=FULL),
+)
+
+
+def test_every_kind_of_plan_gives_the_losses_of_one_process(tmp_path: Path) -> None:
+    curves = losses(tmp_path, [ONE_PROCESS, *COVERING])
+    expected = curves.pop(ONE_PROCESS)
+    assert expected[TRAINING.max_steps] < expected[1] - 0.2  # else equal curves would say little
+    check(curves, expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_path: Path, ranks: int) -> None:
+    emitted = [plan for precision in Precision for plan in emitted_plans(ranks, precision)]
+    assert len(emitted) == len(set(emitted)) > 20
+    curves = losses(tmp_path, [ONE_PROCESS, *emitted], timeout_s=3500)
+    expected = curves.pop(ONE_PROCESS)
+    check(curves, expected)
+
+
+WITH_DROPOUT = (
+    plan(TORCH, 0, dp=2, cuts=2),
+    plan(TORCH, 3, dp=2, cuts=2, activation_checkpointing=FULL),
+    plan(TORCH, 0, pp=2, cuts=4),
+    plan(TORCH, 2, dp=2, pp=2, cuts=2),
+    plan(DEEPSPEED, 2, dp=4),
+    plan(DEEPSPEED, 3, dp=2, cuts=2, activation_checkpointing=SELECTIVE),
+)
+
+
+def test_dropout_is_the_same_wherever_the_micro_batch_has_the_same_size(tmp_path: Path) -> None:
+    reference = plan(TORCH, 0, cuts=4)
+    assert {each.micro_batch_size for each in (reference, *WITH_DROPOUT)} == {2}
+    decoder = dataclasses.replace(DECODER, dropout=0.2)
+    curves = losses(tmp_path, [reference, *WITH_DROPOUT, ONE_PROCESS], decoder=decoder)
+    expected = curves.pop(reference)
+    other = curves.pop(ONE_PROCESS)
+    check(curves, expected)
+    assert other != pytest.approx(expected, abs=1e-4)  # whole batches draw other masks: dropout is really on
+
+
+# Every strategy, at 1, 2, 4 and 8 ranks; legs at the same number of ranks share a launch.
+CHAIN = (
+    plan(TORCH, 0),
+    plan(DEEPSPEED, 3, offload=Offload.PARAMETERS),
+    plan(TORCH, 0, dp=2, cuts=2),
+    plan(DEEPSPEED, 0, dp=2),
+    plan(DEEPSPEED, 1, dp=2, offload=Offload.OPTIMIZER),
+    plan(TORCH, 0, tp=2),
+    plan(TORCH, 0, pp=2, cuts=4),
+    plan(TORCH, 3, dp=4, dp_replicate=2),
+    plan(TORCH, 0, tp=2, pp=2, cuts=4),
+    plan(DEEPSPEED, 2, dp=4, cuts=2),
+    plan(TORCH, 2, dp=2, pp=2, cuts=4),
+    plan(TORCH, 3, dp=2, tp=2),
+    plan(TORCH, 2, dp=2, tp=2, pp=2, cuts=2),
+    plan(TORCH, 0, pp=4, dp=2, cuts=4),
+    plan(DEEPSPEED, 3, dp=8),
+    plan(TORCH, 3, dp=4, tp=2, dp_replicate=2),
+    plan(DEEPSPEED, 2, dp=4, offload=Offload.OPTIMIZER),
+    plan(TORCH, 0, pp=2, tp=2, cuts=8, pipeline_stages_per_rank=4),
+    plan(TORCH, 3, dp=2, offload=Offload.PARAMETERS),
+    plan(DEEPSPEED, 1, dp=2, cuts=4),
+    plan(DEEPSPEED, 3, dp=2),
+    plan(TORCH, 0, dp=2),
+)
+SHORT_CHAIN = (
+    plan(TORCH, 0, dp=2, cuts=2),
+    plan(DEEPSPEED, 3, dp=2),
+    plan(TORCH, 0, tp=2),
+    plan(TORCH, 0, pp=2, cuts=4),
+    plan(DEEPSPEED, 2, dp=2, cuts=2),
+    plan(TORCH, 3, dp=2),
+    plan(TORCH, 0, pp=2, cuts=4, pipeline_stages_per_rank=2),
+    plan(DEEPSPEED, 1, dp=2),
+)
+
+
+def test_a_training_hops_over_the_engines_of_two_ranks_and_its_curve_stays_the_same(tmp_path: Path) -> None:
+    chain, expected = hop(tmp_path, SHORT_CHAIN, HOPPING)
+    assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_training_hops_over_every_strategy_at_1_2_4_and_8_ranks_and_its_curve_stays_the_same(tmp_path: Path) -> None:
+    assert {leg.world_size for leg in CHAIN} == {1, 2, 4, 8}
+    chain, expected = hop(tmp_path, CHAIN, HOPPING)
+    assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_staged_training_hops_over_every_strategy_and_its_curve_stays_the_same(tmp_path: Path) -> None:
+    chain, expected = hop(tmp_path, CHAIN[2:14], STAGED)
+    assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
+    plain = hop(tmp_path / "plain", CHAIN[:1], dataclasses.replace(STAGED, freeze=()))[1]
+    assert plain != pytest.approx(expected, abs=1e-3)  # freezing is another training
+
+
+def emitted_plans(ranks: int, precision: Precision) -> Iterable[Plan]:
+    """What the planner emits for the decoder on one node of that many devices, offload to host memory included."""
+    device = DeviceSpec(
+        name="any",
+        kind=DeviceKind.CUDA,
+        memory="80GiB",  # type: ignore[arg-type]
+        bf16_tflops=1,
+        fp32_tflops=1,
+        memory_bandwidth="1GB/s",  # type: ignore[arg-type]
+        link_bandwidth="1GB/s",  # type: ignore[arg-type]
+    )
+    hardware = Hardware(device=device, devices_per_node=ranks, nodes=1, network_bandwidth=10**9)
+    spec = JobSpec(
+        name="matrix",
+        gpus=ranks,  # type: ignore[arg-type]
+        global_batch_size=GLOBAL_BATCH,
+        precision=precision,
+        model=ModelSpec(decoder=DECODER),
+        data=DataSpec(text=("text.txt",), sequence_length=SEQUENCE_LENGTH),
+        training=TRAINING,
+    )
+    for emitted in plans(spec, hardware):
+        if emitted.world_size == ranks and emitted.offload_target is OffloadTarget.CPU:
+            yield emitted
+
+
+def losses(
+    home: Path, chosen: Sequence[Plan], *, decoder: DecoderSpec = DECODER, timeout_s: float = gang.LAUNCH_TIMEOUT_S
+) -> dict[Plan, dict[int, float]]:
+    """Loss by step of a training under each plan; plans of one world size share a launch."""
+    text = gang.ragged_text(home)
+    runs = {each: _run(home, f"plan-{n}", each, text, decoder=decoder) for n, each in enumerate(chosen)}
+    for ranks in sorted({each.world_size for each in chosen}):
+        gang.launch([Part(run=run) for each, run in runs.items() if each.world_size == ranks], timeout_s)
+    return {each: gang.losses(run) for each, run in runs.items()}
+
+
+def hop(home: Path, legs: Sequence[Plan], training: TrainingSpec) -> tuple[dict[int, float], dict[int, float]]:
+    """Loss by step of one training whose legs, a step each, begin with other weights and load the last checkpoint.
+
+    The last leg runs on to the end. Beside it, the losses of one uninterrupted process. The schedule must not depend
+    on where a leg ends.
+    """
+    assert training.schedule is Schedule.CONSTANT
+    home.mkdir(exist_ok=True)
+    text = gang.ragged_text(home)
+    last = max(training.max_steps, len(legs))
+    stops = [*range(1, len(legs)), last]
+    runs = [
+        _run(home, "chain", leg, text, training=dataclasses.replace(training, max_steps=stop), seed=number)
+        for number, (leg, stop) in enumerate(zip(legs, stops, strict=True))
+    ]
+    reference = _run(home, "reference", ONE_PROCESS, text, training=dataclasses.replace(training, max_steps=last))
+    for _, together in itertools.groupby([reference, *runs], key=lambda run: run.plan.world_size):
+        gang.launch([Part(run=run) for run in together])
+    return {step: loss for run in runs for step, loss in gang.losses(run).items()}, gang.losses(reference)
+
+
+def check(curves: dict[Plan, dict[int, float]], expected: dict[int, float]) -> None:
+    """Every curve is the expected one, within the tolerance of its precision; all that are not are named."""
+    off = {}
+    for each, curve in curves.items():
+        assert curve.keys() == expected.keys(), in_short(each)
+        distance = max(abs(curve[step] - expected[step]) for step in expected)
+        if not distance <= TOLERANCE[each.precision]:
+            off[f"{each.engine} {in_short(each)}"] = distance
+    assert not off, "\n".join(f"{distance:.1e} {name}" for name, distance in off.items())
+
+
+def _run(
+    home: Path,
+    job: str,
+    chosen: Plan,
+    text: tuple[str, ...],
+    *,
+    decoder: DecoderSpec = DECODER,
+    training: TrainingSpec = TRAINING,
+    seed: int = 0,
+) -> TrainingRun:
+    config = {
+        "decoder": dataclasses.asdict(decoder),
+        "text": text,
+        "sequence_length": SEQUENCE_LENGTH,
+        "seed": seed,
+    }
+    model = ModelSpec(factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config)
+    return gang.training_run(home, job, chosen, text, model=model, training=training)
