@@ -2,7 +2,8 @@
 
 jobs/<job id>/epoch                       number of the newest attempt: older ones may write nothing any more
 jobs/<job id>/checkpoints/step-<n>/       canonical checkpoints, renamed into place when complete
-jobs/<job id>/output/                     a script's output folder, kept over attempts
+jobs/<job id>/output/                     a script's output folder, kept over attempts; at the end, a fine-tuned model
+jobs/<job id>/data/                       a fine-tuning's tokens, written once
 jobs/<job id>/attempts/<n>/run.json       TrainingRun, for our engines
 jobs/<job id>/attempts/<n>/guard.json     GuardSettings, for every guarded rank
 jobs/<job id>/attempts/<n>/rank<r>.log    standard output and error

@@ -85,22 +85,23 @@ def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tenso
 
 def _files_by_name(source: str) -> dict[str, str]:
     """Tensor name -> safetensors file that holds it; empty where there are none."""
-    index = _found(source, SAFE_WEIGHTS_INDEX_NAME)
+    index = found_file(source, SAFE_WEIGHTS_INDEX_NAME)
     if index is not None:
         names: Mapping[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        files = {file: _found(source, file) for file in set(names.values())}
+        files = {file: found_file(source, file) for file in set(names.values())}
         missing = sorted(file for file, path in files.items() if path is None)
         if missing:
             raise SpecError("a file of weights is missing", path="model.hf", got=source, allowed=missing[0])
         return {name: str(files[file]) for name, file in names.items()}
-    single = _found(source, SAFE_WEIGHTS_NAME)
+    single = found_file(source, SAFE_WEIGHTS_NAME)
     if single is None:
         return {}
     with safe_open(single, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), single)
 
 
-def _found(source: str, file: str) -> str | None:
+def found_file(source: str, file: str) -> str | None:
+    """Where a file of a folder, or of a name on the hub, lies; None where it has no such file."""
     return cached_file(
         source,
         file,

@@ -31,6 +31,10 @@ def main(arguments: list[str]) -> int:
     except StaleAttempt:
         print(f"attempt {run.epoch} is stale: a newer one exists; nothing was published", file=sys.stderr)
         return STALE_EXIT_CODE
+    if finished and ranks.rank == 0 and run.model.hf is not None:
+        from orchestrator.training.export import export  # only here: it imports transformers
+
+        export(run)
     if not finished:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

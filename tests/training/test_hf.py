@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
+from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
 from orchestrator.training.dataset import global_batch
 from orchestrator.training.engine import build_recipe
+from orchestrator.training.export import export
 from orchestrator.training.recipe import IGNORED_LABEL, Recipe, materialise
 from tests.training import gang, tiny_hf
 
@@ -24,6 +27,8 @@ STEPS = 4
 TRAINED = ("llama", "qwen2", "gpt2", "t5", "qwen3")
 TENSOR_PARALLEL = ("llama", "qwen2", "qwen3", "t5")
 TRAINING = dataclasses.replace(gang.TRAINING, max_steps=STEPS, checkpoint_every_steps=100)
+LONGER = dataclasses.replace(TRAINING, max_steps=STEPS + 1)
+FROZEN = dataclasses.replace(TRAINING, max_steps=1, freeze=(Freeze(parameters="*embed_tokens*"),))
 LORA = LoraSpec(rank=4, alpha=8.0)
 HOPS = ("ddp", "fsdp2", "zero 2", "ddp")  # one step each
 
@@ -125,8 +130,8 @@ def test_random_weights_have_the_familys_own_distribution_and_follow_from_name_a
             assert torch.equal(parameter, own), name
 
 
-def by_hand(run: TrainingRun, family: str) -> dict[int, float]:
-    """The losses of a plain loop around the model of transformers."""
+def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
+    """The losses of a plain loop around the model of transformers, and the model in the end."""
     dataset, training = build_recipe(run).dataset, run.training
     model = tiny_hf.model(family).train()
     betas = (training.beta1, training.beta2)
@@ -143,7 +148,7 @@ def by_hand(run: TrainingRun, family: str) -> dict[int, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
         optimizer.step()
         found[step + 1] = loss.item()
-    return found
+    return found, model
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +158,8 @@ class Curves:
     home: Path
     one: dict[str, dict[int, float]]
     two: dict[str, dict[int, float]]
-    hand: dict[str, dict[int, float]]
+    hand: dict[str, tuple[dict[int, float], Any]]
+    runs: dict[str, TrainingRun]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +167,8 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     world = World(tmp_path_factory.mktemp("home"))
     one = {family: world.run(f"one-{family}", family, gang.torch_plan()) for family in TRAINED}
     one["lora"] = world.run("one-lora", "llama", gang.torch_plan(), LORA)
+    one["lora one step more"] = world.run("one-lora", "llama", gang.torch_plan(), LORA, training=LONGER)
+    one["mixtral"] = world.run("one-mixtral", "mixtral", gang.torch_plan(), training=FROZEN)
     two = {f"llama {name}": world.run(f"two-{n}", "llama", p) for n, (name, p) in enumerate(ON_TWO_RANKS.items())}
     two |= {f"{family} fsdp2": world.run(f"two-{family}", family, ON_TWO_RANKS["fsdp2"]) for family in ("qwen2", "t5")}
     two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
@@ -179,12 +187,13 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
         two={name: gang.losses(run) for name, run in two.items()}
         | {"lora hops": {step: loss for run in hops for step, loss in gang.losses(run).items()}},
         hand={family: by_hand(one[family], family) for family in TRAINED},
+        runs={**one, **two},
     )
 
 
 @pytest.mark.parametrize("family", TRAINED)
 def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: str) -> None:
-    assert curves.one[family] == pytest.approx(curves.hand[family], abs=TOLERANCE, rel=0)
+    assert curves.one[family] == pytest.approx(curves.hand[family][0], abs=TOLERANCE, rel=0)
     assert len(curves.one[family]) == STEPS
 
 
@@ -208,6 +217,45 @@ def test_adapters_learn_and_their_checkpoint_holds_nothing_else(curves: Curves) 
         parameters = [name for name in names if name.startswith("model.")]
         assert len(parameters) == 2 * 7 * 2, job  # A and B of 7 projections in 2 layers
         assert all("lora_" in name for name in parameters), job
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "llama zero 3", "qwen2 tp"])
+def test_the_output_is_the_trained_model_as_transformers_reads_it(curves: Curves, name: str) -> None:
+    family = name.split()[0]
+    export(curves.runs[name])
+    output = Path(curves.runs[name].job_folder) / "output"
+    auto = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    found, report = auto.from_pretrained(output, output_loading_info=True)
+    assert not any(report.values()), report
+    trained = dict(found.named_parameters())
+    for key, parameter in curves.hand[family][1].named_parameters():
+        torch.testing.assert_close(trained[key], parameter, rtol=0, atol=1e-4)
+        if parameter.dim() > 1:
+            assert not torch.equal(parameter, dict(tiny_hf.model(family).named_parameters())[key])
+    assert AutoTokenizer.from_pretrained(output).decode([70, 71]) == tiny_hf.tokenizer().decode([70, 71])
+
+
+def test_the_output_of_adapters_is_what_peft_reads(curves: Curves) -> None:
+    run = curves.runs["lora fsdp2"]
+    export(run)
+    export(run)  # a restarted last attempt: what stands there stays
+    base = AutoModelForCausalLM.from_pretrained(str(run.model.hf)).train()
+    found = PeftModel.from_pretrained(base, Path(run.job_folder) / "output")
+    dataset = build_recipe(run).dataset
+    order = global_batch(STEPS * gang.GLOBAL_BATCH, gang.GLOBAL_BATCH, len(dataset), run.training.seed)
+    batch = dataset.batch(order)
+    loss = own_loss_sum(found, batch) / (batch[1] != IGNORED_LABEL).sum()
+    assert loss.item() == pytest.approx(curves.one["lora one step more"][STEPS + 1], abs=TOLERANCE)
+
+
+def test_frozen_weights_and_converted_files_come_out_whole(curves: Curves) -> None:
+    run = curves.runs["mixtral"]
+    export(run)
+    found = dict(AutoModelForCausalLM.from_pretrained(Path(run.job_folder) / "output").named_parameters())
+    start = dict(tiny_hf.model("mixtral").named_parameters())
+    unchanged = [name for name, parameter in found.items() if torch.equal(parameter, start[name])]
+    assert unchanged == ["model.embed_tokens.weight"]
+    assert set(found) == set(start)
 
 
 def test_a_base_in_low_precision_gives_the_losses_of_one_in_fp32(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""What a fine-tuning leaves in the job's output folder: the model, or its adapters, in transformers' own format.
+
+It is read from the newest complete checkpoint, a few tensors at a time, into host memory: no device holds the model.
+
+output/config.json, model-<n>-of-<m>.safetensors, model.safetensors.index.json    a whole model
+output/adapter_config.json, adapter_model.safetensors                             adapters, as peft reads them
+output/tokenizer.json, ...                                                        the tokenizer, where there is one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training import checkpoint_folder
+from orchestrator.training.hf_adapters import lora_config
+from orchestrator.training.hf_model import Built, build, read_config
+from orchestrator.training.hf_weights import found_file
+from orchestrator.training.tokenised import read_tokenizer, tokenizer_source
+
+SHARD_BYTES = 4 * 2**30  # of a file of weights, and so what is in host memory at a time
+ADAPTER = ".default"  # peft's name of the only adapter, which its files leave out
+
+
+def export(run: TrainingRun) -> None:
+    """Write what the finished training of a transformers model made into the job's output folder, whole or not at all.
+
+    One process calls it. Nothing happens where something stands there already.
+    """
+    output = Path(run.job_folder) / "output"
+    saved = checkpoint_folder.latest_complete(Path(run.job_folder) / "checkpoints")
+    assert saved is not None, "a finished training has a checkpoint"
+    if output.is_dir() and any(output.iterdir()):
+        return
+    writing = output.with_name(f".output-{os.getpid()}")
+    writing.mkdir()
+    if run.model.lora is not None:
+        _write_adapters(writing, run, saved)
+    else:
+        _write_model(writing, run, saved)
+    tokenizer = tokenizer_source(run)
+    if tokenizer is not None and not run.data.tokens:
+        read_tokenizer(tokenizer).save_pretrained(writing)
+    writing.replace(output)
+
+
+def _write_adapters(folder: Path, run: TrainingRun, saved: Path) -> None:
+    lora, hf = run.model.lora, run.model.hf
+    assert lora is not None, "called for adapters only"
+    assert hf is not None, "adapters stand beside a transformers model"
+    known = FileSystemReader(saved).read_metadata().state_dict_metadata
+    sizes = {
+        name.removeprefix("model."): about.size
+        for name, about in known.items()
+        if name.startswith("model.") and ".lora_" in name and isinstance(about, TensorStorageMetadata)
+    }
+    values = _read(saved, {name: torch.empty(size) for name, size in sizes.items()})
+    files = {f"base_model.model.{name.replace(ADAPTER, '')}": tensor for name, tensor in values.items()}
+    save_file(files, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = lora_config(
+        lora,
+        encoder_decoder=read_config(hf).is_encoder_decoder,
+        base=hf if isinstance(hf, str) else None,
+    )
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
+    built = build(run)
+    config = built.module.config
+    config.dtype, config.architectures = built.stored_dtype, [type(built.module).__name__]
+    config.save_pretrained(folder)
+    shards = list(_shards(built))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(_values(shard, built, saved), folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    total = sum(each.numel() for shard in shards for each in shard.values()) * built.stored_dtype.itemsize
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    generation = found_file(run.model.hf, "generation_config.json") if isinstance(run.model.hf, str) else None
+    if generation is not None:
+        shutil.copyfile(generation, folder / "generation_config.json")
+
+
+def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
+    """Parameters and stored buffers by name, shared ones once, in groups of at most SHARD_BYTES where one fits."""
+    seen: set[int] = set()
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in built.module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if shard and size + 4 * tensor.numel() > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += 4 * tensor.numel()
+    yield shard
+
+
+def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str, Tensor]:
+    """What the checkpoint holds of a shard; what no step trained comes from where the model came from."""
+    known = FileSystemReader(saved).read_metadata().state_dict_metadata
+    values = {name: torch.empty(each.shape) for name, each in shard.items() if f"model.{name}" in known}
+    _read(saved, values)
+    for name, each in shard.items():
+        if name not in values:
+            values[name] = torch.empty(each.shape)
+            assert built.initialise is not None, "a module on the meta device"
+            built.initialise(name, values[name])
+    return {name: tensor.to(built.stored_dtype).contiguous() for name, tensor in values.items()}
+
+
+def _read(saved: Path, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Fill tensors by whole-model name from a checkpoint, in this process alone."""
+    tree = {f"model.{name}": tensor for name, tensor in values.items()}
+    state_dict_loader.load(tree, storage_reader=FileSystemReader(saved), no_dist=True)
+    return values
