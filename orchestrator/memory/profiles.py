@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, decoder_shape
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec
 from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
@@ -35,7 +36,8 @@ def profile_of(
 ) -> ModelProfile | None:
     """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
-    The declared profile where there is one, else the closed form of `model.decoder`; None where neither is said.
+    The declared profile where there is one, else the closed form of `model.decoder` or of a transformers family that
+    has one; None where nothing is known.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan.
     """
     if spec.profile is not None:
@@ -47,6 +49,12 @@ def profile_of(
     if spec.model is not None and spec.model.decoder is not None:
         length = sequence_length or spec.data.sequence_length
         return _decoder(spec.model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
+    if spec.model is not None and spec.model.hf is not None:
+        length = sequence_length or spec.data.sequence_length
+        shape = decoder_shape(spec.model, length)
+        if shape is not None:
+            ours = _decoder(shape, spec.family_name, precision, length, tensor_parallel, autocast)
+            return as_transformers(ours, spec.model, shape, length, autocast=autocast)
     return None
 
 
@@ -103,7 +111,7 @@ def _declared(
 
 @lru_cache(maxsize=1024)
 def _decoder(
-    spec: DecoderSpec, family: str, precision: Precision, sequence_length: int, tp: int, autocast: bool
+    spec: DecoderSpec | DecoderShape, family: str, precision: Precision, sequence_length: int, tp: int, autocast: bool
 ) -> ModelProfile:
     """The closed form of `training/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 

@@ -1,0 +1,151 @@
+"""A transformers configuration as the closed form of our decoder knows it: families of the Llama kind, and adapters.
+
+Their layers save what our decoder's do: measured as slopes over hidden size, feed-forward, heads and key-value heads,
+by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 2026-11). Differences are in
+`as_transformers`. A family that is not here needs a declared profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.specs.model import LoraSpec, ModelSpec
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import ModelProfile, Segment
+
+# What the configuration classes of transformers 5.23 say where config.json says nothing.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+}
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
+NF4_BYTES = (4 + 0.127) / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """A decoder of the Llama kind, as DecoderSpec says one, with heads of any width."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    dropout: float = 0.0
+
+
+def config_of(model: ModelSpec) -> Mapping[str, Any]:
+    """The configuration of a transformers model, as the job says it or as its folder does; empty where nobody does."""
+    return model.hf if isinstance(model.hf, dict) else model.config
+
+
+def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
+    """What the closed form has to know; None where it does not hold for this model at this length."""
+    said = config_of(model)
+    if said.get("model_type") not in DEFAULTS or any(not isinstance(said.get(name), int) for name in NEEDED):
+        return None
+    config = {**DEFAULTS[said["model_type"]], **said}
+    windowed = said["model_type"] == "mistral" or config.get("use_sliding_window")
+    if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
+        return None  # attention through a mask
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return DecoderShape(
+        **{name: config[name] for name in NEEDED},
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def as_transformers(
+    profile: ModelProfile, model: ModelSpec, shape: DecoderShape, sequence_length: int, *, autocast: bool
+) -> ModelProfile:
+    """Our decoder's profile with what the family has more: biases, norms of heads; adapters beside a frozen base."""
+    embedding, layer, head = profile.segments
+    config, tp, low = config_of(model), profile.tensor_parallel, profile.precision is not Precision.FP32
+    q, kv = shape.num_attention_heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    more = 0
+    if config["model_type"] == "qwen2" or config.get("attention_bias"):
+        more += q + 2 * kv
+    if config.get("attention_bias") and config["model_type"] != "qwen2":
+        more += shape.hidden_size
+    if config.get("mlp_bias"):
+        more += 2 * shape.intermediate_size // tp + shape.hidden_size
+    if config["model_type"] == "qwen3":
+        norms = (6 if low else 8) * (q + kv) + 4 * (q + kv) // shape.head_dim
+        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
+        more += 2 * shape.head_dim
+    layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more)
+    if model.lora is not None:
+        embedding, layer, head = _adapted(
+            (embedding, layer, head), model.lora, shape, sequence_length, low=low, autocast=autocast
+        )
+    return replace(profile, segments=(embedding, layer, head))
+
+
+def _adapted(
+    segments: tuple[Segment, Segment, Segment],
+    lora: LoraSpec,
+    shape: DecoderShape,
+    sequence_length: int,
+    *,
+    low: bool,
+    autocast: bool,
+) -> tuple[Segment, Segment, Segment]:
+    """A frozen base without gradients and states, and adapters beside the projections of every layer.
+
+    Under low precision the base's matrices are held in it (training/hf_model.py), or in 4 bits; embedding and norms
+    stay fp32. An adapter keeps what stands between its two matrices.
+    """
+    embedding, layer, head = segments
+    sizes = list(_adapted_sizes(lora, shape))
+    trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
+    table = shape.vocab_size * shape.hidden_size
+    matrices = sum(inputs * outputs for inputs, outputs in _projections(shape).values())
+    held = NF4_BYTES if lora.quantise_base else 2 if low else 4
+    between = sequence_length * (2 if low else 4) * lora.rank * len(sizes)
+    frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
+    head_width = 4 if shape.tie_word_embeddings or not low else 2
+    return (
+        replace(embedding, trained=0, frozen_bytes=4 * embedding.parameters, summed_gradients=0, factored=0),
+        replace(
+            layer,
+            parameters=layer.parameters + trained,
+            trained=trained,
+            frozen_bytes=frozen_layer,
+            saved_bytes=layer.saved_bytes + between,
+            selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between,
+            cast_bytes=2 * trained if low and autocast else 0,
+            factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
+        ),
+        replace(
+            head,
+            trained=0,
+            frozen_bytes=head_width * table + 4 * (head.parameters - table),
+            factored=0,
+            chunks=None if head.chunks is None else replace(head.chunks, gradients=0),
+        ),
+    )
+
+
+def _projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of a layer's matrices, by name."""
+    h, f = shape.hidden_size, shape.intermediate_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+    return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+
+
+def _adapted_sizes(lora: LoraSpec, shape: DecoderShape) -> Iterator[tuple[int, int]]:
+    for name, size in _projections(shape).items():
+        if not lora.target_modules or name in lora.target_modules:
+            yield size
