@@ -8,6 +8,7 @@ Shape suffixes: B pictures, C channels, Y and X pixels, E embedding of the time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class UNet(nn.Module):
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
-        self.width, widths = width, [width * 2**level for level in range(levels)]
+        widths = [width * 2**level for level in range(levels)]
         self.first = nn.Conv2d(1, width, 3, padding=1)
         self.down = nn.ModuleList(
             Block(inputs, outputs, width, scale=0.5) for inputs, outputs in itertools.pairwise(widths)
@@ -55,8 +56,7 @@ class UNet(nn.Module):
         )
         self.last = nn.Conv2d(2 * width, 1, 3, padding=1)
 
-    def forward(self, x_B1YX: Tensor, time_B: Tensor) -> Tensor:
-        time_BE = _embedded(time_B, self.width).to(x_B1YX.dtype)
+    def forward(self, x_B1YX: Tensor, time_BE: Tensor) -> Tensor:
         passed = [self.first(x_B1YX)]
         for block in self.down:
             passed.append(block(passed[-1], time_BE))
@@ -95,19 +95,22 @@ def build(config: dict[str, Any]) -> Recipe:
     module = UNet(config["width"], config["levels"])
     return Recipe(
         module=module,
-        loss_sum=loss_sum,
+        loss_sum=functools.partial(loss_sum, width=config["width"]),
         dataset=Spots(config["samples"], config["size"]),
         layers=(*module.down, module.middle, *module.up),
     )
 
 
-def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
-    """Sum over the pictures of the mean square error of the noise found (the paper's equation 14)."""
+def loss_sum(module: nn.Module, batch: Batch, *, width: int) -> Tensor:
+    """Sum over the pictures of the mean square error of the noise found (the paper's equation 14).
+
+    What the module is given may be rounded to the plan's precision. A time would not survive that, its sines do.
+    """
     (pictures,) = batch
     time_B = torch.rand(len(pictures), device=pictures.device)
     noise = torch.randn_like(pictures)
     angle = (time_B * math.pi / 2).view(-1, 1, 1, 1)  # a cosine schedule, as in arXiv:2102.09672
-    found = module(angle.cos() * pictures + angle.sin() * noise, time_B).float()
+    found = module(angle.cos() * pictures + angle.sin() * noise, _embedded(time_B, width)).float()
     return (found - noise).square().flatten(1).mean(1).sum()
 
 

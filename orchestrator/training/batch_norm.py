@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from orchestrator.specs.errors import SpecError
@@ -39,7 +40,7 @@ def batch_norms(module: nn.Module) -> list[_BatchNorm]:
 
 
 def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
-    """Let the layers take their statistics over as many samples as the job says, in place.
+    """Let the layers take their statistics in fp32 over as many samples as the job says, in place.
 
     Raises SpecError where the job does not say it, or the plan has other micro-batches.
     """
@@ -63,9 +64,9 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
         raise SpecError("BatchNorm needs a momentum: its statistics fade", path="model.factory", got="momentum=None")
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers) and not training.sync_batch_norm:
         raise SpecError("the model has SyncBatchNorm", path="training.sync_batch_norm", allowed="true")
+    forward = _over_all_ranks if training.sync_batch_norm else _over_own_samples
     for layer in layers:
-        if training.sync_batch_norm:
-            layer.forward = functools.partial(_over_all_ranks, layer)  # type: ignore[method-assign]
+        layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -123,6 +124,26 @@ class RunningStatistics:
 
     def _counted(self) -> list[int]:
         return torch.stack([layer.num_batches_tracked for layer in self._layers]).tolist()  # type: ignore[misc]
+
+
+def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """BatchNorm's forward pass. (torch's refuses weights of another precision than the running statistics.)"""
+    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+    assert layer.momentum is not None
+    tracking = layer.track_running_stats and layer.running_mean is not None
+    if tracking:
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.add_(1)
+    return functional.batch_norm(
+        x,
+        layer.running_mean if tracking else None,
+        layer.running_var if tracking else None,
+        layer.weight.float() if layer.affine else None,
+        layer.bias.float() if layer.affine else None,
+        training=True,
+        momentum=layer.momentum,
+        eps=layer.eps,
+    )
 
 
 def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ What decides memory, in bytes, for the model of it (P parameters, dp ranks):
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,7 +22,8 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
@@ -73,7 +75,7 @@ class DeepSpeedEngine:
         self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
-        self._engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
+        self._engine = self._initialised(config)
         self._updates.allocate(self._masters())
         if resume_from:
             checkpoint.load(resume_from.path, checkpoint.of_recipe(recipe.name, self._state(known_at=step)))
@@ -125,6 +127,24 @@ class DeepSpeedEngine:
         norm = gradient_norm(self._trained.values()).item()
         scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
         return norm
+
+    def _initialised(self, config: dict[str, Any]) -> Any:
+        """DeepSpeed's engine. In low precision inputs are rounded as FSDP2 does, and buffers stay as they are."""
+        buffers = [
+            (
+                module,
+                {name: value if value is None else value.to(self._device) for name, value in module._buffers.items()},
+            )
+            for module in self._module.modules()
+        ]
+        engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
+        for module, kept in buffers:
+            for name, buffer in kept.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+        if self._plan.precision in LOW_PRECISION:
+            rounded = functools.partial(_rounded, LOW_PRECISION[self._plan.precision])
+            self._module.register_forward_pre_hook(rounded, with_kwargs=True)
+        return engine
 
     def _masters(self) -> list[list[Tensor]] | None:
         """Per group of parameters, this rank's flat masters; None where the parameters themselves are updated."""
@@ -204,6 +224,15 @@ class DeepSpeedEngine:
                 continue
             for moment in state_names(self._training, shape):
                 yield f"optim.state.{piece.name}.{moment}", Fragment(piece.of(moments[moment]), piece.start, shape)
+
+
+def _rounded(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A module's arguments, floating ones in low precision."""
+
+    def cast(value: Any) -> Any:
+        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, (args, kwargs))
 
 
 def _join_deepspeed(device: torch.device) -> None:
