@@ -167,6 +167,11 @@ class Plan:
             return "tp > 1 with dp > 1 needs zero_stage 2 or 3: DistributedDataParallel does not take DTensors"
         if self.optimizer is Optimizer.ADAMW_8BIT and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
             return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
+        if self.optimizer is Optimizer.ADAFACTOR and (self.zero_stage is not ZeroStage.NONE or self.layout.tp > 1):
+            return (
+                "optimizer=adafactor factors whole matrices, and torch.optim.Adafactor refuses DTensors: "
+                "engine=torch with zero_stage=0 and tp=1"
+            )
         return None
 
     def _why_illegal_for_deepspeed(self) -> str | None:

@@ -156,7 +156,7 @@ class Pipeline:
             else:
                 target = torch.cat([batch[1] for batch in batches]).to(self._device, non_blocking=True)
                 keywords["labels"] = target
-        with _own_out_of_memory(), contextlib.ExitStack() as quiet:
+        with own_out_of_memory(), contextlib.ExitStack() as quiet:
             for root in self._replicated:  # the schedule reduces after the last backward pass by itself
                 quiet.enter_context(root.no_sync())
             losses = self._schedule.step(*inputs, target=target, **keywords)
@@ -181,7 +181,7 @@ class Pipeline:
 
 
 @contextlib.contextmanager
-def _own_out_of_memory() -> Iterator[None]:
+def own_out_of_memory() -> Iterator[None]:
     """Raise an out-of-memory error as itself: the schedule wraps what a forward pass raises."""
     try:
         yield
