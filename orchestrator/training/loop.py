@@ -24,6 +24,7 @@ from orchestrator.training.resume import newest_intact
 from orchestrator.training.saver import Saver
 
 SAVING_TIMEOUT = timedelta(hours=1)  # a rank may have that much more to write; a dead one is noticed at once
+LAST_SAVE_S = 30.0  # how long a failing attempt waits for the checkpoint in flight; its evidence waits as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,11 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     saved = checkpoint.opened(newest) if newest else None
     cursor, stopped = saved.cursor if saved else Cursor(), False
     while cursor.step < run.training.max_steps and not stopped:
-        cursor, stopped = _phase(run, ranks, saver, saved, stop)
+        try:
+            cursor, stopped = _phase(run, ranks, saver, saved, stop)
+        except Exception:  # the next attempt goes on from what is being written
+            saver.let_finish(LAST_SAVE_S)
+            raise
         saved = Saved(path=checkpoint_folder.complete_path(checkpoints, cursor.step), cursor=cursor)
         gc.collect()  # engines hold themselves in cycles: the next one needs their memory
     return cursor.step >= run.training.max_steps

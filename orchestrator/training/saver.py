@@ -60,6 +60,11 @@ class Saver:
         if self._failure:
             raise self._failure
 
+    def let_finish(self, limit_s: float) -> None:
+        """Give the save in flight so much time, whatever comes of it."""
+        if self._thread:
+            self._thread.join(limit_s)
+
     def release(self) -> None:
         """Wait, then give the host memory back."""
         self.wait()
@@ -68,14 +73,17 @@ class Saver:
         self._copy = None
 
     def _save(self, copy: HostCopy, cursor: Cursor) -> None:
-        epoch_file = Path(self._run.job_folder) / "epoch"
         try:
             copy.wait()
             folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
             self._publish(folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group))
         except BaseException as failure:  # raised in the training's thread: see `wait`
-            stale = checkpoint_folder.is_stale(epoch_file, self._run.epoch)  # the newer one removes what we write
-            self._failure = StaleAttempt() if stale else failure
+            self._failure = failure
+            if self._is_stale():  # the newer attempt removes what this one writes
+                self._failure = StaleAttempt()
+
+    def _is_stale(self) -> bool:
+        return checkpoint_folder.is_stale(Path(self._run.job_folder) / "epoch", self._run.epoch)
 
     def _publish(self, folder: Path, step: int, written: dict[str, Written]) -> None:
         """Give the checkpoint its name once all ranks have written; no rank returns before it has it."""
@@ -87,7 +95,7 @@ class Saver:
                 checkpoint_folder.write_manifest(
                     folder, {name: file for files in everyone for name, file in files.items()}
                 )
-                if checkpoint_folder.is_stale(Path(self._run.job_folder) / "epoch", self._run.epoch):
+                if self._is_stale():
                     outcome = [STALE]
                 else:
                     keep = self._run.training.keep_checkpoints

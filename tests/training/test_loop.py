@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from orchestrator.specs.model import Freeze
+from orchestrator.specs.model import Freeze, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder, TrainingRun
 from orchestrator.training import checkpoint, checkpoint_folder
@@ -61,6 +61,36 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_attempt_and_says_why(
     assert gang.finish(gang.spawn(run), DEADLINE_S) == [1, 1]
     assert [checkpoint_folder.step_of(path) for path in checkpoints_of(run)] == [2]
     assert f"File exists: '{in_the_way}'" in capfd.readouterr().err
+
+
+FAILS_AT_STEP_5 = """
+import dataclasses, torch
+from tests.training import tiny_model
+
+def build(config):
+    recipe, calls = tiny_model.build(config), []
+
+    def loss_sum(module, batch):
+        calls.append(batch)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("no memory for this batch")
+        return recipe.loss_sum(module, batch)
+
+    return dataclasses.replace(recipe, loss_sum=loss_sum)
+"""
+
+
+def test_a_failing_attempt_leaves_the_checkpoint_that_was_in_flight(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(FAILS_AT_STEP_5)
+    text = gang.ragged_text(tmp_path)
+    config = {"seed": 0, "width": 256, "depth": 4, "text": text, "sequence_length": gang.SEQUENCE_LENGTH}
+    model = ModelSpec(factory=f"{tmp_path / 'model.py'}:build", config=config)
+    run = gang.training_run(tmp_path, "job", TWO_RANKS, text, model=model, training=gang.TRAINING)
+    assert gang.finish(gang.spawn(run), DEADLINE_S) == [1, 1]
+    assert "no memory for this batch" in capfd.readouterr().err
+    assert [checkpoint_folder.step_of(path) for path in checkpoints_of(run)] == [4]
 
 
 def test_a_stale_attempt_publishes_nothing_and_ends_on_all_ranks(tmp_path: Path) -> None:
