@@ -1,0 +1,375 @@
+"""Laws of tensor, pipeline and hybrid-sharded parallelism: the same losses, the same names, nothing of other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.model import DecoderSpec, Freeze, ModelSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
+from orchestrator.specs.run import JobFolder, TrainingRun
+from orchestrator.training import pipeline
+from orchestrator.training.dataset import TextDataset
+from orchestrator.training.decoder import decoder_recipe
+from orchestrator.training.pipeline import layer_range
+from orchestrator.training.recipe import Recipe, materialise
+from orchestrator.training.tensor_parallel import tensor_parallel
+from tests.training import gang
+from tests.training.gang import GLOBAL_BATCH, Part
+
+FP32_TOLERANCE = 2e-6  # measured: 1.1e-6
+LOW_TOLERANCE = 2e-3  # measured: 1.6e-3
+MICRO_BATCH = 2  # the same everywhere, since dropout is on
+RESUME_STEP = 4
+DECODER = dataclasses.replace(gang.DECODER, num_hidden_layers=3, tie_word_embeddings=True, dropout=0.1)
+FOUR_LAYERS = dataclasses.replace(DECODER, num_hidden_layers=4)
+FULL, SELECTIVE = ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE
+BF16, FP16 = Precision.BF16, Precision.FP16
+
+
+def plan(*, dp: int = 1, tp: int = 1, pp: int = 1, stage: int = 0, micro: int = MICRO_BATCH, **fields: Any) -> Plan:
+    return Plan(
+        engine=Engine.TORCH,
+        layout=ParallelLayout(dp=dp, tp=tp, pp=pp),
+        zero_stage=ZeroStage(stage),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=GLOBAL_BATCH // dp // micro,
+        **fields,
+    )
+
+
+ON_TWO_RANKS = {
+    "tp": plan(tp=2, activation_checkpointing=SELECTIVE),
+    "tp fsdp2 fp16": plan(tp=2, stage=3, activation_checkpointing=FULL, precision=FP16),
+    "pp": plan(pp=2),
+    "pp fsdp2 bf16": plan(pp=2, stage=2, activation_checkpointing=FULL, precision=BF16),
+}
+ON_FOUR_RANKS = {
+    "tp x fsdp2": plan(dp=2, tp=2, stage=3),
+    "pp x ddp": plan(dp=2, pp=2),
+    "pp x tp": plan(tp=2, pp=2),
+}
+LONG = {
+    2: {
+        "tp bf16": plan(tp=2, precision=BF16),
+        "tp fp16": plan(tp=2, precision=FP16),
+        "tp stage 2": plan(tp=2, stage=2, activation_checkpointing=SELECTIVE),
+        "pp fp16": plan(pp=2, precision=FP16, activation_checkpointing=SELECTIVE),
+        "pp fsdp2": plan(pp=2, stage=2),
+        "pp fsdp2 fp16": plan(pp=2, stage=2, precision=FP16),
+    },
+    4: {
+        "hsdp": plan(dp=4, dp_replicate=2, stage=3),
+        "hsdp stage 2 bf16": plan(dp=4, dp_replicate=2, stage=2, precision=BF16),
+        "tp 2 x fsdp2 stage 2": plan(dp=2, tp=2, stage=2, precision=BF16, activation_checkpointing=FULL),
+        "pp x fsdp2": plan(dp=2, pp=2, stage=2, activation_checkpointing=SELECTIVE),
+        "pp x fsdp2 fp16": plan(dp=2, pp=2, stage=2, precision=FP16),
+        "pp x tp fsdp2": plan(tp=2, pp=2, stage=2),
+        "pp x tp bf16": plan(tp=2, pp=2, precision=BF16),
+        "interleaved x ddp": plan(dp=2, pp=2, micro=1, pipeline_stages_per_rank=2),
+        "interleaved x fsdp2": plan(dp=2, pp=2, stage=2, micro=1, pipeline_stages_per_rank=2),
+        "interleaved x tp": plan(tp=2, pp=2, micro=1, pipeline_stages_per_rank=2),
+        "pp 4": plan(pp=4),
+    },
+    8: {
+        "pp x dp x tp": plan(dp=2, tp=2, pp=2, stage=2),
+        "hsdp x tp": plan(dp=4, tp=2, dp_replicate=2, stage=3),
+        "pp x hsdp": plan(dp=4, pp=2, dp_replicate=2, stage=2, micro=1),
+        "interleaved x dp x tp bf16": plan(
+            dp=2, tp=2, pp=2, stage=2, micro=1, pipeline_stages_per_rank=2, precision=BF16
+        ),
+    },
+}
+
+
+def _run(home: Path, job: str, chosen: Plan, text: tuple[str, ...], spec: DecoderSpec, **training: Any) -> TrainingRun:
+    changed = dataclasses.replace(gang.TRAINING, **training)
+    return gang.training_run(home, job, chosen, text, model=ModelSpec(decoder=spec), training=changed)
+
+
+def _differences(run: TrainingRun, reference: TrainingRun) -> dict[int, float]:
+    expected = gang.losses(reference)
+    return {step: abs(loss - expected[step]) for step, loss in gang.losses(run).items()}
+
+
+def _check(run: TrainingRun, reference: TrainingRun, steps: int = gang.TRAINING.max_steps) -> None:
+    found = _differences(run, reference)
+    assert len(found) == steps, run.plan
+    assert max(found.values()) < (FP32_TOLERANCE if run.plan.precision is Precision.FP32 else LOW_TOLERANCE), run.plan
+
+
+def _step_folder(home: Path, job: str) -> Path:
+    return JobFolder(home, job).checkpoints / f"step-{RESUME_STEP:08d}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Runs by name: one process, every layout from the start, layouts from one process's checkpoint, and back."""
+
+    reference: TrainingRun
+    fresh: dict[str, TrainingRun]
+    resumed: dict[str, TrainingRun]
+    back: dict[str, TrainingRun]
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    home = tmp_path_factory.mktemp("home")
+    text = gang.ragged_text(home)
+    plans = ON_TWO_RANKS | ON_FOUR_RANKS
+    reference = _run(home, "reference", plan(), text, DECODER)
+    fresh = {name: _run(home, name.replace(" ", "-"), chosen, text, DECODER) for name, chosen in plans.items()}
+    turned = ("tp", "pp", "pp x tp")
+    resumed = {name: _run(home, f"to-{name}".replace(" ", "-"), plans[name], text, DECODER) for name in turned}
+    back = {name: _run(home, f"from-{name}".replace(" ", "-"), plan(), text, DECODER) for name in turned}
+    gang.launch([Part(run=reference)])
+    for names in (ON_TWO_RANKS, ON_FOUR_RANKS):
+        parts = [Part(run=fresh[name]) for name in names]
+        source = _step_folder(home, "reference")
+        gang.launch([*parts, *(Part(run=resumed[name], start_from=source) for name in turned if name in names)])
+    gang.launch([Part(run=back[name], start_from=_step_folder(home, name.replace(" ", "-"))) for name in turned])
+    return Curves(reference=reference, fresh=fresh, resumed=resumed, back=back)
+
+
+@pytest.mark.parametrize("name", [*ON_TWO_RANKS, *ON_FOUR_RANKS])
+def test_every_layout_gives_the_losses_of_one_process(curves: Curves, name: str) -> None:
+    _check(curves.fresh[name], curves.reference)
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "pp x tp"])
+def test_a_training_goes_on_in_another_layout_and_back(curves: Curves, name: str) -> None:
+    for run in (curves.resumed[name], curves.back[name]):
+        _check(run, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
+
+
+def test_the_reference_learns(curves: Curves) -> None:
+    """Else equal curves would say little."""
+    found = gang.losses(curves.reference)
+    assert found[gang.TRAINING.max_steps] < found[1] - 0.2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", LONG)
+def test_every_layout_gives_the_losses_of_one_process_at_length(tmp_path: Path, ranks: int) -> None:
+    text = gang.ragged_text(tmp_path)
+    spec = dataclasses.replace(FOUR_LAYERS, num_hidden_layers=5)
+    micros = {chosen.micro_batch_size for chosen in LONG[ranks].values()}
+    reference = {micro: _run(tmp_path, f"reference-{micro}", plan(micro=micro), text, spec) for micro in micros}
+    runs = [_run(tmp_path, f"job-{n}", chosen, text, spec) for n, chosen in enumerate(LONG[ranks].values())]
+    gang.launch([Part(run=run) for run in reference.values()])
+    gang.launch([Part(run=run) for run in runs], timeout_s=1500)
+    for run in runs:
+        _check(run, reference[run.plan.micro_batch_size])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_stages_that_train_nothing_at_first_or_at_all_change_nothing(tmp_path: Path) -> None:
+    text = gang.ragged_text(tmp_path)
+    spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False)
+    frozen_first = (Freeze(parameters="embed*", until_step=3), Freeze(parameters="layers.[01].*", until_step=5))
+    frozen_last = tuple(Freeze(parameters=name) for name in ("layers.[23].*", "norm*", "lm_head*"))
+    for number, freeze in enumerate((frozen_first, frozen_last)):
+        reference = _run(tmp_path, f"reference-{number}", plan(), text, spec, freeze=freeze)
+        layouts = (plan(dp=2, pp=2), plan(dp=2, pp=2, stage=2), plan(pp=4), plan(pp=2, tp=2))
+        runs = [_run(tmp_path, f"job-{number}-{n}", each, text, spec, freeze=freeze) for n, each in enumerate(layouts)]
+        gang.launch([Part(run=reference)])
+        gang.launch([Part(run=run) for run in runs], timeout_s=400)
+        for run in runs:
+            _check(run, reference)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A process group of four in which this process is rank 1 and nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def _recipe(tmp_path: Path, spec: DecoderSpec = DECODER) -> Recipe:
+    return decoder_recipe(spec, TextDataset(gang.ragged_text(tmp_path), gang.SEQUENCE_LENGTH), seed=0)
+
+
+def _materialise(stages: tuple[Recipe, ...]) -> None:
+    for stage in stages:
+        materialise(stage.module, stage.module, stage, torch.device("cpu"))
+
+
+@given(layers=st.integers(1, 40), count=st.integers(1, 40))
+def test_every_layer_lies_in_one_stage_and_no_stage_has_two_more_than_another(layers: int, count: int) -> None:
+    ranges = [layer_range(layers, stage, count) for stage in range(count)]
+    assert [layer for each in ranges for layer in each] == list(range(layers))
+    sizes = [len(each) for each in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp_path: Path, per_rank: int) -> None:
+    """With one process's values under one process's names; tied ends are made on both."""
+    whole = _recipe(tmp_path, FOUR_LAYERS)
+    materialise(whole.module, whole.module, whole, torch.device("cpu"))
+    expected = dict(whole.module.named_parameters())
+    chosen = plan(pp=2, micro=1, pipeline_stages_per_rank=per_rank)
+    found: dict[str, int] = dict.fromkeys(expected, 0)
+    for rank in range(2):
+        recipe = _recipe(tmp_path, FOUR_LAYERS)
+        share = pipeline.cut(recipe, chosen, rank)
+        assert len(share.stages) == per_rank
+        _materialise(share.stages)
+        for name, parameter in recipe.module.named_parameters():
+            assert torch.equal(parameter, expected[share.names[name]]), name
+            found[share.names[name]] += 1
+        assert share.shared == ("embed_tokens.weight",)
+        for stage in share.stages:
+            assert {id(each) for each in stage.module.parameters()} <= {id(each) for each in recipe.module.parameters()}
+    assert found == {name: 2 if name == "embed_tokens.weight" else 1 for name in expected}
+
+
+def test_stages_one_after_another_give_the_loss_of_the_whole_model(tmp_path: Path) -> None:
+    spec = dataclasses.replace(FOUR_LAYERS, dropout=0.0)
+    whole = _recipe(tmp_path, spec)
+    materialise(whole.module, whole.module, whole, torch.device("cpu"))
+    batch = whole.dataset.batch([0, 1])
+    stages: dict[int, Recipe] = {}
+    for rank in range(2):
+        share = pipeline.cut(_recipe(tmp_path, spec), plan(pp=2, micro=1, pipeline_stages_per_rank=2), rank)
+        _materialise(share.stages)
+        stages |= {rank + 2 * turn: stage for turn, stage in enumerate(share.stages)}
+    x, ends = batch[0], stages[3].stages
+    assert ends
+    for index in range(4):
+        x = ends.hidden(stages[index].module, x)
+    found = ends.loss_sum(stages[3].module, x, batch[1]).item()
+    assert found == pytest.approx(whole.loss_sum(whole.module, batch).item())
+
+
+def _without_stages(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, stages=None)
+
+
+def _with_a_parameter_of_no_stage(recipe: Recipe) -> Recipe:
+    recipe.module.register_parameter("extra", nn.Parameter(torch.empty(1, device="meta")))
+    return recipe
+
+
+def _with_a_weight_shared_by_two_layers(recipe: Recipe) -> Recipe:
+    first, second = (recipe.layers[index].mlp.up_proj for index in (1, 3))  # type: ignore[union-attr]
+    second.weight = first.weight  # type: ignore[union-attr,assignment]
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "pp", "words"),
+    [
+        (_without_stages, 2, "no pipeline stages"),
+        (_with_a_parameter_of_no_stage, 2, "no pipeline stage"),
+        (_with_a_weight_shared_by_two_layers, 4, "may share"),
+        (lambda recipe: recipe, 8, "needs a layer"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_into_stages_is_refused(tmp_path: Path, change: Any, pp: int, words: str) -> None:
+    spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False)
+    with pytest.raises(SpecError, match=words):
+        pipeline.cut(change(_recipe(tmp_path, spec)), plan(pp=pp, micro=1), 1)
+
+
+def test_layers_of_the_first_and_the_last_stage_may_share_a_weight(tmp_path: Path) -> None:
+    recipe = _with_a_weight_shared_by_two_layers(_recipe(tmp_path, FOUR_LAYERS))
+    share = pipeline.cut(recipe, plan(pp=2, micro=1), 0)
+    assert set(share.shared) == {"embed_tokens.weight", "layers.1.mlp.up_proj.weight"}
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_an_out_of_memory_error_inside_a_stage_stays_one() -> None:
+    """torch's schedule turns it into a RuntimeError, which no guard would recognise."""
+
+    class Full(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:  # the first call finds out shapes
+                raise torch.OutOfMemoryError("full")
+            return (x * torch.ones(1, requires_grad=True)).sum().reshape(1)
+
+    def step() -> None:
+        stage = PipelineStage(Full(), 0, 1, torch.device("cpu"), group=dist.new_group([1]))
+        schedule = Schedule1F1B(stage, 1, loss_fn=lambda out, _: out.sum(), scale_grads=False)
+        schedule.step(torch.ones(1), target=torch.ones(1))
+
+    with pytest.raises(RuntimeError, match="failed to run forward") as wrapped:
+        step()
+    assert not isinstance(wrapped.value, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError, match="full"), pipeline.own_out_of_memory():
+        step()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(tmp_path: Path) -> None:
+    spec = dataclasses.replace(DECODER, num_key_value_heads=4)
+    whole, cut = _recipe(tmp_path, spec), _recipe(tmp_path, spec)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    placed = tensor_parallel(cut, mesh)
+    for recipe, place in ((whole, None), (cut, placed.place)):
+        materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), place)
+    expected = dict(whole.module.named_parameters())
+    found = dict(cut.module.named_parameters())
+    assert found.keys() == expected.keys()
+    assert cut.module.lm_head.weight is cut.module.embed_tokens._parameters["weight"]  # type: ignore[union-attr]
+    for name, parameter in found.items():
+        assert isinstance(parameter, DTensor)
+        axis = placed.axes[name]
+        part = expected[name] if axis is None else expected[name].chunk(4, dim=axis)[1]
+        assert torch.equal(parameter.to_local(), part), name
+        assert parameter.to_local().untyped_storage().nbytes() == part.numel() * 4, name
+    assert sum(axis is None for axis in placed.axes.values()) == 2 * 3 + 1  # norms
+
+
+def _plan_of(recipe: Recipe, **entries: str) -> Recipe:
+    renamed = {pattern.replace("__", "*"): word for pattern, word in entries.items()}
+    return dataclasses.replace(recipe, tensor_parallel={**recipe.tensor_parallel, **renamed})
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize(
+    ("spec", "change", "words"),
+    [
+        ({}, lambda recipe: dataclasses.replace(recipe, tensor_parallel={}), "no tensor-parallel plan"),
+        ({}, lambda recipe: recipe, "num_key_value_heads = 2"),
+        ({"num_key_value_heads": 4, "vocab_size": 258}, lambda recipe: recipe, "vocab_size = 258"),
+        ({"num_key_value_heads": 4, "intermediate_size": 66}, lambda recipe: recipe, "intermediate_size = 66"),
+        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, __nowhere="colwise"), "no module matches"),
+        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, norm="diagonal"), "no such word"),
+        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, layers="colwise"), "have a weight"),
+        ({"num_key_value_heads": 4}, lambda recipe: _plan_of(recipe, lm_head="rowwise"), "two ways"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
+    tmp_path: Path, spec: dict[str, int], change: Any, words: str
+) -> None:
+    recipe = change(_recipe(tmp_path, dataclasses.replace(DECODER, **spec)))  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=words):
+        tensor_parallel(recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
