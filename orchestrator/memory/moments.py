@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from orchestrator.specs.plan import ActivationCheckpointing, Plan
 from orchestrator.specs.profile import ModelProfile, Segment
@@ -26,19 +26,21 @@ class Passage:
     own: int  # trained parameters of this part whose gradient exists
     position: int  # of the part in its segment, in backward order: the deepest is 0
     backward: bool
+    units_done: int = 0  # of all parameters, those of repeated parts that are through their backward pass
+    ends_done: int = 0  # of `done`, those of parts that are not repeated
 
 
 def allocated_bytes(moment: Moment) -> int:
     """Live bytes at the moment."""
-    return sum(count for _, count in moment[1])
+    return sum([count for _, count in moment[1]])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rank:
     """What one rank holds of a model; under pipeline parallelism that is some of its layers.
 
     `stage` is one of its pipeline stages: all of `held` but where stages are interleaved. Every further micro-batch in
-    flight keeps the activations of one more stage.
+    flight keeps the activations of one more stage. Compared by identity: there is one of each (pipeline.ranks).
     """
 
     name: str  # where it stands in the pipeline, "" where there is none
@@ -49,10 +51,35 @@ class Rank:
     accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
     received: float = 0.0  # messages that it keeps of every micro-batch: hidden states, or their gradients
 
+    @cached_property
+    def parameters(self) -> int:
+        return self.held.parameters
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        return self.held.trained_parameters
+
+    @cached_property
+    def end_parameters(self) -> int:
+        """Of the parts that are not repeated: embedding, head."""
+        return sum(segment.parameters for segment in self.held.segments if segment.count == 1)
+
+    @cached_property
+    def trained_end_parameters(self) -> int:
+        return sum(segment.trained_parameters for segment in self.held.segments if segment.count == 1)
+
     def buffer_bytes(self, plan: Plan) -> int:
         """What it keeps of the messages of a step (torch/distributed/pipelining/stage.py)."""
         samples = plan.micro_batch_size * plan.gradient_accumulation_steps
         return int(self.received * samples * self.held.boundary_bytes)
+
+
+def waiting_bytes(rank: Rank, plan: Plan, *, casts: bool) -> int:
+    """What the other micro-batches in flight keep while one is at a passage."""
+    if rank.in_flight == 1:
+        return 0
+    segments, micro, mode = rank.stage.segments, plan.micro_batch_size, plan.activation_checkpointing
+    return (rank.in_flight - 1) * sum(segment.count * _kept_bytes(segment, micro, mode, casts) for segment in segments)
 
 
 def passages(rank: Rank, plan: Plan, *, casts: bool) -> tuple[Passage, ...]:
@@ -62,44 +89,48 @@ def passages(rank: Rank, plan: Plan, *, casts: bool) -> tuple[Passage, ...]:
     autocast keeps low-precision copies of the weights until the forward pass is over; those that the backward pass
     needs live on.
     """
-    return _passages(rank, plan.micro_batch_size, plan.activation_checkpointing, casts)
+    return _passages(rank.stage, rank.has_loss, plan.micro_batch_size, plan.activation_checkpointing, casts)
 
 
 @lru_cache(maxsize=8192)
-def _passages(rank: Rank, micro: int, mode: ActivationCheckpointing, casts: bool) -> tuple[Passage, ...]:
-    segments = rank.stage.segments
-    recompute = mode is not ActivationCheckpointing.NONE
-    kept = [
-        micro * _kept_bytes(segment, mode) + (segment.cast_bytes if casts and not recompute else 0)
-        for segment in segments
-    ]
+def _passages(
+    stage: ModelProfile, has_loss: bool, micro: int, mode: ActivationCheckpointing, casts: bool
+) -> tuple[Passage, ...]:
+    segments = stage.segments
+    kept = [_kept_bytes(segment, micro, mode, casts) for segment in segments]
     total = sum(segment.count * each for segment, each in zip(segments, kept, strict=True))
-    others = (rank.in_flight - 1) * total
-    found = [_forward_end(segments, micro, others + total, casts=casts and recompute)]
-    done = 0
+    cast_again = casts and mode is not ActivationCheckpointing.NONE
+    found = [_forward_end(segments, micro, total, casts=cast_again)]
+    done = units = ends = 0
     for segment, each in reversed(list(zip(segments, kept, strict=True))):
-        cast = segment.cast_bytes if casts else 0
+        cast, repeated = segment.cast_bytes if casts else 0, segment.count > 1
         for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
-            before = others + total - (position + 1) * each
-            finished = done + position * segment.trained_parameters
             part = _Part(
                 segment=segment,
                 position=position,
-                is_loss=rank.has_loss and segment is segments[-1] and segment.count == 1,
+                is_loss=has_loss and segment is segments[-1] and not repeated,
+                before=total - (position + 1) * each + cast,
+                kept=each - cast,
+                done=done + position * segment.trained_parameters,
+                units_done=units + position * segment.parameters,
+                ends_done=ends,
             )
-            found += _backward(part, micro, mode, before + cast, each - cast, finished)
+            found += _backward(part, micro, mode)
         total -= segment.count * each
         done += segment.count * segment.trained_parameters
+        units += segment.count * segment.parameters if repeated else 0
+        ends += 0 if repeated else segment.trained_parameters
     return tuple(found)
 
 
-def _kept_bytes(segment: Segment, mode: ActivationCheckpointing) -> int:
-    """Per sample, from forward to backward."""
+def _kept_bytes(segment: Segment, micro: int, mode: ActivationCheckpointing, casts: bool) -> int:
+    """From forward to backward, by one part."""
     if mode is ActivationCheckpointing.FULL:
-        return segment.checkpointed_bytes
+        return micro * segment.checkpointed_bytes
     if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
-        return segment.selective_bytes
-    return segment.saved_bytes
+        return micro * segment.selective_bytes
+    recomputed = mode is not ActivationCheckpointing.NONE
+    return micro * segment.saved_bytes + (segment.cast_bytes if casts and not recomputed else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +138,14 @@ class _Part:
     segment: Segment
     position: int
     is_loss: bool
+    before: int  # bytes that parts before it keep
+    kept: int  # bytes that it keeps itself
+    done: int
+    units_done: int
+    ends_done: int
 
 
-def _backward(
-    part: _Part, micro: int, mode: ActivationCheckpointing, before: int, kept: int, done: int
-) -> list[Passage]:
+def _backward(part: _Part, micro: int, mode: ActivationCheckpointing) -> list[Passage]:
     """Backward pass of one part: its start, its activations at their peak, all of its gradients made.
 
     In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet; a
@@ -128,11 +162,13 @@ def _backward(
         return Passage(
             name=f"{stage} of {order}{segment.name}",
             segment=segment,
-            activation_bytes=before + activation_bytes,
-            done=done,
+            activation_bytes=part.before + activation_bytes,
+            done=part.done,
             own=own,
             position=position,
             backward=True,
+            units_done=part.units_done,
+            ends_done=part.ends_done,
         )
 
     selective = mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None
@@ -144,7 +180,7 @@ def _backward(
         return [passage("backward", peak_bytes, min(segment.chunks.gradients, segment.trained_parameters)), end]
     if part.is_loss:
         return [passage("backward", peak_bytes, 0), passage("gradient", saved, largest), end]
-    return [passage("start of backward", kept, 0), passage("backward", peak_bytes, largest), end]
+    return [passage("start of backward", part.kept, 0), passage("backward", peak_bytes, largest), end]
 
 
 def _forward_end(segments: tuple[Segment, ...], micro: int, kept_bytes: int, *, casts: bool) -> Passage:

@@ -78,6 +78,7 @@ def _repeated(profile: ModelProfile) -> Segment:
     return max(profile.segments, key=lambda segment: segment.count)
 
 
+@lru_cache(maxsize=4096)
 def _part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> ModelProfile:
     """The profile of a rank with so many layers. A weight shared by both ends is held by both."""
     repeated = _repeated(profile)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages
+from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages, waiting_bytes
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
-from orchestrator.specs.profile import ModelProfile
 
 
 def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, foreach: bool = False) -> list[Moment]:
@@ -15,7 +14,7 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
     the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them until the
     last one. A single rank has no buckets, and its gradients appear as the backward pass goes on.
     """
-    profile, count = rank.held, rank.held.trained_parameters
+    profile, count = rank.held, rank.trained_parameters
     buckets = FP32_BYTES * count if plan.layout.dp > 1 else 0
     fixed = (
         ("parameters", profile.weight_bytes(FP32_BYTES)),
@@ -32,8 +31,9 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
             return FP32_BYTES * min(passage.own, passage.segment.largest_parameter)
         return FP32_BYTES * (passage.done + passage.own)
 
+    waiting = waiting_bytes(rank, plan, casts=True)
     found: list[Moment] = [
-        (passage.name, (*fixed, ("gradients", gradients(passage)), (ACTIVATIONS, passage.activation_bytes)))
+        (passage.name, (*fixed, ("gradients", gradients(passage)), (ACTIVATIONS, waiting + passage.activation_bytes)))
         for passage in passages(rank, plan, casts=True)
     ]
     own = 0 if buckets and bucket_views else FP32_BYTES * count
@@ -48,11 +48,10 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     Repeated parts are units of their own, everything else is the root unit, which stays gathered from forward to the
     end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
     ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
-    At stage 2 every part stays
-    gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks.
+    At stage 2 every part stays gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks.
     """
     profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
-    trained = profile.trained_parameters
+    trained = rank.trained_parameters
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
     device = 0 if plan.offload is Offload.PARAMETERS else 1  # what the host holds does not count
     fixed = (
@@ -61,21 +60,19 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("workspace", profile.workspace_bytes),
         ("pipeline buffers", rank.buffer_bytes(plan)),
     )
+    waiting = waiting_bytes(rank, plan, casts=False)
     found: list[Moment] = []
     for passage in passages(rank, plan, casts=False):
         if plan.layout.pp > 1:
             transients = _pipelined(rank, passage, compute)
         else:
             transients = _unit(rank, plan, passage, compute, gloo=not cuda)
-        reduced = _reduced(rank, plan, passage)
-        causes = (
-            *fixed,
-            ("gradients", device * FP32_BYTES * -(-reduced // shards)),
-            *transients,
-            (ACTIVATIONS, passage.activation_bytes),
-        )
-        found.append((passage.name, causes))
-    found.append(("gradient reduction of the root", (*fixed, *_root_reduction(profile, plan, shards, device))))
+        # of reduced gradients the rank has a shard
+        reduced = 0 if plan.layout.pp > 1 else trained if rank.accumulates else max(0, passage.done - passage.ends_done)
+        gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
+        activations = (ACTIVATIONS, waiting + passage.activation_bytes)
+        found.append((passage.name, (*fixed, gradients, *transients, activations)))
+    found.append(("gradient reduction of the root", (*fixed, *_root_reduction(rank, plan, shards, device))))
     if device:
         step = (
             ("gradients", FP32_BYTES * -(-trained // shards)),
@@ -91,11 +88,8 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
     When the backward pass of a unit starts, the flat buffer of the one behind it is still there, and so are a copy of
     gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added.
     """
-    profile, segment = rank.held, passage.segment
-    gathered, whole, reducing = _root(profile), passage.own, 0
-    keeps = plan.zero_stage is ZeroStage.GRADIENTS
-    if keeps:
-        gathered = profile.parameters - (_units_behind(profile, passage) if passage.backward else 0)
+    segment, keeps = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS
+    gathered, reducing = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0
     if segment.count > 1 and passage.backward:
         unit, starts = segment.parameters, passage.own == 0
         if not keeps:
@@ -106,43 +100,29 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
             reducing = segment.trained_parameters * (2 if starts and gloo else 1)
             if starts and rank.accumulates:
                 reducing += segment.trained_parameters * plan.dp_replicate // plan.layout.dp
-    if passage.backward:
-        whole += _root_behind(profile, passage)
-    return (
-        ("gathered parameters", compute * gathered),
-        ("whole gradients", compute * whole + FP32_BYTES * reducing),
-    )
+    whole = compute * (passage.ends_done + passage.own) + FP32_BYTES * reducing
+    return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
     if rank.accumulates:
         fresh = compute * min(passage.own, passage.segment.largest_parameter)
-        whole = FP32_BYTES * rank.held.trained_parameters + fresh
+        whole = FP32_BYTES * rank.trained_parameters + fresh
     else:
         whole = FP32_BYTES * (passage.done + passage.own)
-    return (("gathered parameters", compute * rank.held.parameters), ("whole gradients", whole))
+    return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
 
 
-def _reduced(rank: Rank, plan: Plan, passage: Passage) -> int:
-    """Parameters whose reduced gradients the rank has a shard of."""
-    if plan.layout.pp > 1:
-        return 0
-    if rank.accumulates:
-        return rank.held.trained_parameters
-    return max(0, passage.done - _root_behind(rank.held, passage))
-
-
-def _root_reduction(profile: ModelProfile, plan: Plan, shards: int, device: int) -> Causes:
+def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int) -> Causes:
     """What is live when the root unit, which goes last, is reduced: its gradients and their flat fp32 copy meet.
 
     One shard of it in the compute type more is there than these explain (measured on two gloo ranks with a vocabulary
     of 2,048, torch 2.13.0+cpu, 2026-11).
     """
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
-    count, root = profile.trained_parameters, _root(profile)
-    trained = sum(segment.trained_parameters for segment in profile.segments if segment.count == 1)
-    reduced = count if plan.gradient_accumulation_steps > 1 else count - trained
+    root, trained = rank.end_parameters, rank.trained_end_parameters
+    reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
     shard = -(-root // shards)
     whole = (FP32_BYTES if plan.layout.pp > 1 else compute) * trained
     return (
@@ -150,27 +130,3 @@ def _root_reduction(profile: ModelProfile, plan: Plan, shards: int, device: int)
         ("gathered parameters", compute * (root + shard)),
         ("whole gradients", whole + FP32_BYTES * trained + FP32_BYTES * -(-trained // shards)),
     )
-
-
-def _root(profile: ModelProfile) -> int:
-    return sum(segment.parameters for segment in profile.segments if segment.count == 1)
-
-
-def _units_behind(profile: ModelProfile, passage: Passage) -> int:
-    """Parameters of the repeated parts that are through their backward pass, and so cut again."""
-    behind = 0
-    for segment in reversed(profile.segments):
-        if segment is passage.segment:
-            return behind + (passage.position * segment.parameters if segment.count > 1 else 0)
-        behind += segment.count * segment.parameters if segment.count > 1 else 0
-    return behind
-
-
-def _root_behind(profile: ModelProfile, passage: Passage) -> int:
-    """Trained parameters of the root unit whose gradients already exist, whole, when the passage begins."""
-    behind = 0
-    for segment in reversed(profile.segments):
-        if segment is passage.segment:
-            return behind
-        behind += segment.trained_parameters if segment.count == 1 else 0
-    return behind

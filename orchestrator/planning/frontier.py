@@ -53,6 +53,28 @@ def pareto(candidates: Iterable[Candidate]) -> Frontier:
     return Frontier(tuple(kept))
 
 
+class Staircase:
+    """The costs that a search has seen in one class of degradation: which others can no longer matter?"""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[tuple[float, int]]] = {}  # by GPUs
+
+    def beats(self, gpus: int, step_s: float, device_bytes: int) -> bool:
+        """Whether some plan needs no more of anything, and less of something."""
+        costs = (gpus, step_s, device_bytes)
+        return any(
+            other_s <= step_s and other_bytes <= device_bytes and (fewer, other_s, other_bytes) != costs
+            for fewer, seen in self._seen.items()
+            if fewer <= gpus
+            for other_s, other_bytes in seen
+        )
+
+    def add(self, gpus: int, step_s: float, device_bytes: int) -> None:
+        seen = self._seen.setdefault(gpus, [])
+        seen[:] = [(other_s, least) for other_s, least in seen if other_s < step_s or least < device_bytes]
+        seen.append((step_s, device_bytes))
+
+
 def _order(candidate: Candidate) -> tuple[object, ...]:
     plan = candidate.plan
     return (

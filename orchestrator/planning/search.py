@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from orchestrator.memory.estimate import estimate
+from orchestrator.memory.estimate import device_bytes, estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, pareto
+from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, Staircase, pareto
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs.cluster import DeviceKind
@@ -135,20 +135,42 @@ def _default_length(spec: JobSpec) -> int | None:
 
 
 def _candidates(spec: JobSpec, hardware: Hardware) -> Iterator[Candidate]:
-    """Legal plans with their costs. Of the plans that differ in micro-batch only, one beyond the device is kept."""
+    """Legal plans with their costs, without most of those that others beat."""
+    seen: dict[Degradation, Staircase] = {}
     for variant in _variants(spec):
+        staircase = seen.setdefault(variant.degradation, Staircase())
         for family in _families(spec, hardware, variant):
-            for plan in family:
-                profile = profile_for(spec, hardware, plan)
-                needed = estimate(profile, plan, hardware.device)
+            for plan, needed_bytes, taken_s in _unbeaten(spec, hardware, family, staircase):
                 yield Candidate(
                     plan=plan,
-                    estimate=needed,
-                    step_s=step_s(profile, plan, hardware),
+                    estimate=estimate(profile_for(spec, hardware, plan), plan, hardware.device),
+                    step_s=taken_s,
                     degradation=variant.degradation,
                 )
-                if needed.device_bytes > hardware.device.memory:
-                    break
+                staircase.add(plan.world_size, taken_s, needed_bytes)
+
+
+def _unbeaten(
+    spec: JobSpec, hardware: Hardware, family: Iterator[Plan], staircase: Staircase
+) -> Iterator[tuple[Plan, int, float]]:
+    """Plans that nothing seen so far beats, with their device bytes and seconds.
+
+    They differ in micro-batch only, and more samples never need less as long as gradients add up over micro-batches:
+    so what one of them needs bounds the next, and one beyond the device is enough.
+    """
+    needed_bytes = 0
+    for plan in family:
+        if plan.gradient_accumulation_steps == 1:
+            needed_bytes = 0
+        if needed_bytes > hardware.device.memory:
+            continue
+        profile = profile_for(spec, hardware, plan)
+        taken_s = step_s(profile, plan, hardware)
+        if staircase.beats(plan.world_size, taken_s, needed_bytes):
+            continue
+        needed_bytes = device_bytes(profile, plan, hardware.device)
+        if not staircase.beats(plan.world_size, taken_s, needed_bytes):
+            yield plan, needed_bytes, taken_s
 
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[Iterator[Plan]]:
@@ -156,7 +178,8 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
     for layout in layouts(spec, hardware):
         cuts = batch_cuts(spec, layout.dp)
         for strategy, recompute in product(strategies(spec, hardware, layout), checkpointing(spec)):
-            yield _family(spec, strategy, recompute, variant, cuts)
+            if cuts and _can_run(spec, strategy, recompute, variant):
+                yield _family(spec, strategy, recompute, variant, cuts)
 
 
 def _family(
@@ -168,20 +191,40 @@ def _family(
 ) -> Iterator[Plan]:
     for micro, accumulation in cuts:
         try:
-            yield Plan(
-                engine=strategy.engine,
-                layout=strategy.layout,
-                dp_replicate=strategy.dp_replicate,
-                pipeline_stages_per_rank=strategy.pipeline_stages_per_rank,
-                zero_stage=strategy.zero_stage,
-                offload=strategy.offload,
-                offload_target=strategy.offload_target,
-                micro_batch_size=micro,
-                gradient_accumulation_steps=accumulation,
-                activation_checkpointing=recompute,
-                precision=variant.precision,
-                optimizer=spec.training.optimizer,
-                sequence_length=variant.sequence_length,
-            )
-        except IllegalPlan:  # which combinations are legal is said once, in specs.plan
+            yield _plan(spec, strategy, recompute, variant, micro, accumulation)
+        except IllegalPlan:  # too few micro-batches for the pipeline
             continue
+
+
+def _can_run(spec: JobSpec, strategy: Strategy, recompute: ActivationCheckpointing, variant: _Variant) -> bool:
+    """Whether some cut of some batch is legal: which combinations are, is said once, in specs.plan."""
+    try:
+        _plan(spec, strategy, recompute, variant, 1, strategy.layout.pp * strategy.pipeline_stages_per_rank)
+    except IllegalPlan:
+        return False
+    return True
+
+
+def _plan(
+    spec: JobSpec,
+    strategy: Strategy,
+    recompute: ActivationCheckpointing,
+    variant: _Variant,
+    micro: int,
+    accumulation: int,
+) -> Plan:
+    return Plan(
+        engine=strategy.engine,
+        layout=strategy.layout,
+        dp_replicate=strategy.dp_replicate,
+        pipeline_stages_per_rank=strategy.pipeline_stages_per_rank,
+        zero_stage=strategy.zero_stage,
+        offload=strategy.offload,
+        offload_target=strategy.offload_target,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        activation_checkpointing=recompute,
+        precision=variant.precision,
+        optimizer=spec.training.optimizer,
+        sequence_length=variant.sequence_length,
+    )
