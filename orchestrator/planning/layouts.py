@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
+from orchestrator.memory.hf_profiles import DecoderShape, decoder_shape
 from orchestrator.planning.cost import Hardware
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DecoderSpec
 from orchestrator.specs.plan import ParallelLayout
 
 
@@ -20,11 +23,10 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     allowed = {world for world in range(spec.gpus.min, most + 1) if world <= per_node or world % per_node == 0}
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
+    tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec)
     found = [
         ParallelLayout(dp=dp, tp=tp, pp=pp)
-        for dp in divisors(spec.global_batch_size)
-        for tp in tensor_parallel_degrees(spec, hardware)
-        for pp in pipeline_degrees(spec)
+        for dp, tp, pp in product(divisors(spec.global_batch_size), tensor, pipeline)
         if dp * tp * pp in allowed and pp <= spec.global_batch_size // dp
     ]
     if not found:
@@ -33,26 +35,41 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
 
 
 def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
-    """1, and the powers of two that divide a node and all that is cut: heads, feed-forward and vocabulary."""
+    """1, and the powers of two that divide a node and all that is cut: heads, feed-forward and vocabulary.
+
+    Of a model that brings its own plan, the degrees that its profile declares.
+    """
     per_node = hardware.devices_per_node
-    powers = [1 << power for power in range(1, per_node.bit_length()) if per_node % (1 << power) == 0]
-    if spec.profile is not None and spec.model is not None:
+    if spec.model is not None and spec.profile is not None:
         return (1, *(degree for degree in spec.profile.tensor_parallel if per_node % degree == 0))
-    if spec.model is None or spec.model.decoder is None:
+    shape = known_shape(spec)
+    if shape is None:
         return (1,)
-    decoder = spec.model.decoder
-    cut = (decoder.num_attention_heads, decoder.kv_heads, decoder.intermediate_size, decoder.vocab_size)
-    return (1, *(degree for degree in powers if all(size % degree == 0 for size in cut)))
+    cut = (per_node, shape.num_attention_heads, shape.kv_heads, shape.intermediate_size, shape.vocab_size)
+    powers = (1 << power for power in range(per_node.bit_length()))
+    return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
 
 
 def pipeline_degrees(spec: JobSpec) -> tuple[int, ...]:
-    """1, and the powers of two and divisors of the number of layers up to it."""
-    if spec.profile is not None and spec.model is not None:
-        layers = spec.profile.layers if spec.profile.pipeline else 1
-    else:
-        decoder = spec.model.decoder if spec.model is not None else None
-        layers = decoder.num_hidden_layers if decoder is not None else 1
+    """The divisors of the number of layers, and the powers of two up to it."""
+    layers = layers_to_cut(spec)
     return tuple(sorted({*divisors(layers), *(1 << power for power in range(layers.bit_length()))}))
+
+
+def layers_to_cut(spec: JobSpec) -> int:
+    """Layers between which a pipeline may cut the job's model; 1 where it may not."""
+    if spec.model is not None and spec.profile is not None:
+        return spec.profile.layers if spec.profile.pipeline else 1
+    shape = known_shape(spec)
+    return 1 if shape is None else shape.num_hidden_layers
+
+
+def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
+    """Of a model that our engines know how to cut, its sizes. Adapters are not cut."""
+    model = spec.model
+    if model is None or model.lora is not None:
+        return None
+    return model.decoder or (decoder_shape(model, spec.data.sequence_length) if model.hf is not None else None)
 
 
 @lru_cache(maxsize=1024)

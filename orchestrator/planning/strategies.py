@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from orchestrator.planning.cost import Hardware
-from orchestrator.planning.layouts import divisors
+from orchestrator.planning.layouts import divisors, layers_to_cut
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
@@ -115,7 +115,7 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
 
 def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
     """Plain or DDP, FSDP2 at stages 2 and 3 and hybrid sharding, each under a pipeline where it goes."""
-    per_rank = (1, 2) if layout.pp > 1 and 2 * layout.pp <= _layers(spec) else (1,)
+    per_rank = (1, 2) if layout.pp > 1 and 2 * layout.pp <= layers_to_cut(spec) else (1,)
     for stages_per_rank in per_rank:
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
         if _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT:
@@ -152,14 +152,6 @@ def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
 
 def _offloads(hardware: Hardware) -> bool:
     return hardware.device.kind is DeviceKind.CUDA
-
-
-def _layers(spec: JobSpec) -> int:
-    if spec.profile is not None:
-        return spec.profile.layers
-    assert spec.model is not None, "a script is not cut into stages"
-    assert spec.model.decoder is not None, "only a model whose layers are known is cut into stages"
-    return spec.model.decoder.num_hidden_layers
 
 
 def _quantised(spec: JobSpec) -> bool:
