@@ -104,7 +104,8 @@ def _adapted(
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
     Under low precision the base's matrices are held in it (training/hf_model.py), or in 4 bits; embedding and norms
-    stay fp32. An adapter keeps what stands between its two matrices.
+    stay fp32. An adapter keeps what stands between its two matrices; a norm whose weight is frozen does not keep what
+    the weight is multiplied with.
     """
     embedding, layer, head = segments
     sizes = list(_adapted_sizes(lora, shape))
@@ -113,6 +114,7 @@ def _adapted(
     matrices = sum(inputs * outputs for inputs, outputs in _projections(shape).values())
     held = NF4_BYTES if lora.quantise_base else 2 if low else 4
     between = sequence_length * (2 if low else 4) * lora.rank * len(sizes)
+    normed = sequence_length * (2 if low and not autocast else 4) * shape.hidden_size
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
     head_width = 4 if shape.tie_word_embeddings or not low else 2
     return (
@@ -122,7 +124,7 @@ def _adapted(
             parameters=layer.parameters + trained,
             trained=trained,
             frozen_bytes=frozen_layer,
-            saved_bytes=layer.saved_bytes + between,
+            saved_bytes=layer.saved_bytes + between - 2 * normed,
             selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between,
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
@@ -130,6 +132,7 @@ def _adapted(
         replace(
             head,
             trained=0,
+            saved_bytes=head.saved_bytes - normed,
             frozen_bytes=head_width * table + 4 * (head.parameters - table),
             factored=0,
             chunks=None if head.chunks is None else replace(head.chunks, gradients=0),
