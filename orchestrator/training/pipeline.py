@@ -93,7 +93,6 @@ class Stage(nn.Module):
     def __init__(
         self,
         recipe: Recipe,
-        randomness: Randomness,
         autocast: Callable[[], contextlib.AbstractContextManager[object]],
         *,
         is_last: bool,
@@ -101,11 +100,9 @@ class Stage(nn.Module):
         super().__init__()
         assert recipe.stages
         self.module, self._stages = recipe.module, recipe.stages
-        self._randomness, self._autocast, self._is_last = randomness, autocast, is_last
+        self._autocast, self._is_last = autocast, is_last
 
-    def forward(self, x: Tensor, position: Tensor, labels: Tensor | None = None) -> Tensor:
-        """`position`, [1, 2]: optimizer steps done, and the micro-batch's place in the global batch."""
-        self._randomness.begin(*position[0].tolist())
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         with self._autocast():
             hidden = self._stages.hidden(self.module, x)
             if not self._is_last:
@@ -117,14 +114,18 @@ class Stage(nn.Module):
 class Pipeline:
     """The stages of a rank under their schedule."""
 
-    def __init__(self, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device, randomness: Randomness
+    ) -> None:
         """`roots`: the rank's stages, each a Stage or what wraps it; `mesh`: the pipeline axis."""
+        self._randomness = randomness
+        self._place = (0, 0)
         self._device, self._scale = device, 1.0
         self._replicated = [root for root in roots if isinstance(root, DistributedDataParallel)]
         self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         count = len(roots) * self._ranks
         stages = [
-            PipelineStage(root, self._rank + turn * self._ranks, count, device, group=self._group)
+            _SeededStage(self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group)
             for turn, root in enumerate(roots)
         ]
         settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
@@ -140,14 +141,15 @@ class Pipeline:
         """Whether the loss is known here."""
         return self._rank == self._ranks - 1
 
-    def step(self, micro_batches: Iterable[Batch], positions: Tensor, scale: float) -> Tensor:
+    def step(self, step: int, first: int, micro_batches: Iterable[Batch], scale: float) -> Tensor:
         """Forward and backward pass of all micro-batches: the loss sum, float64, zero where it is not known.
 
-        `positions` [micro-batches, 2] as in Stage.forward; gradients are those of the loss sum times `scale`.
+        `first` is the place of the first one in the global batch of the step after `step` ones; the gradients are those
+        of the loss sum times `scale`.
         """
-        self._scale = scale
+        self._place, self._scale = (step, first), scale
         inputs: list[Tensor] = []
-        keywords: dict[str, Any] = {"position": positions}
+        keywords: dict[str, Any] = {}
         target = None
         if self._rank == 0 or self.is_last:  # the others need no data
             batches = list(micro_batches)
@@ -176,8 +178,24 @@ class Pipeline:
                 work.wait()
             own += others
 
+    def _seed(self, turn: int) -> None:
+        step, first = self._place
+        self._randomness.begin(step, first + turn)
+
     def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
         return loss.sum() * self._scale
+
+
+class _SeededStage(PipelineStage):
+    """Seeds before every micro-batch. Its number could come as an input: then reading it would wait for the device."""
+
+    def __init__(self, seed: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seed = seed
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._seed(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -90,9 +90,9 @@ class TorchEngine:
         roots = []
         for turn, stage in enumerate(self._share.stages, start=1):
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
-            root = Stage(stage, self._randomness, self._autocast, is_last=is_last)
+            root = Stage(stage, self._autocast, is_last=is_last)
             roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
-        self._pipeline = Pipeline(roots, plan, mesh["pp"], self._device)
+        self._pipeline = Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
@@ -100,8 +100,7 @@ class TorchEngine:
         scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
         first = dist.get_rank() // layout.tp % layout.dp * turns
         if self._pipeline:
-            positions = torch.tensor([(step, first + turn) for turn in range(turns)])
-            loss = self._pipeline.step(micro_batches, positions, scale)
+            loss = self._pipeline.step(step, first, micro_batches, scale)
             self._pipeline.add_up(parameter.grad for parameter in self._shared if parameter.grad is not None)
         else:
             loss = torch.zeros((), dtype=torch.float64, device=self._device)
