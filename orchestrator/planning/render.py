@@ -6,9 +6,12 @@ from typing import Any
 
 from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.specs.job import JobSpec, Knob
-from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import ActivationCheckpointing, Offload, OffloadTarget, Plan, Precision, ZeroStage
 
 SWITCHED_ON = (ActivationCheckpointing.FULL.value, Precision.BF16.value)  # what a bare switch of a script turns on
+
+# As our engines scale (training/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
+DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 
 def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> dict[str, Any]:
@@ -30,10 +33,12 @@ def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> 
             "stage3_prefetch_bucket_size": min(buckets.reduce, buckets.live),
             "stage3_param_persistence_threshold": buckets.persistent,
         }
+    assert plan.offload_target is OffloadTarget.CPU, "a script is never asked to offload to files"
+    host = {"device": "cpu", "pin_memory": not virtual}
     if plan.offload is not Offload.NONE:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero["offload_optimizer"] = host
     if plan.offload is Offload.PARAMETERS:
-        zero["offload_param"] = {"device": "cpu"}
+        zero["offload_param"] = host
     return {
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
@@ -43,6 +48,7 @@ def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> 
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": plan.precision is Precision.BF16},
+        "fp16": {"enabled": plan.precision is Precision.FP16, **DYNAMIC_LOSS_SCALE},
         "steps_per_print": 10**9,
     }
 

@@ -42,7 +42,7 @@ CUDA_BUCKETS = Buckets(
 def settings(
     plan: Plan, training: TrainingSpec, device: torch.device, nvme: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The plan as a DeepSpeed configuration; `nvme` is what `nvme_offload` says of the model."""
+    """The plan as a DeepSpeed configuration; `nvme` is what `deepspeed_nvme.offload` says."""
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
     zero: dict[str, Any] = {
         "stage": int(plan.zero_stage),

@@ -66,7 +66,7 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
             compile_layers(each.layers)
 
     def build(part: Recipe, training: TrainingSpec) -> Engine:
-        engine = _engine(part, run.plan, training, device, resume_from)
+        engine = _engine(part, run, training, device, resume_from)
         own_statistics = norms and run.plan.layout.dp > 1 and not training.sync_batch_norm
         return RunningStatistics(engine, norms) if own_statistics else engine
 
@@ -74,14 +74,15 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
 
 
 def _engine(
-    recipe: Recipe, plan: plans.Plan, training: TrainingSpec, device: torch.device, resume_from: Saved | None
+    recipe: Recipe, run: TrainingRun, training: TrainingSpec, device: torch.device, resume_from: Saved | None
 ) -> Engine:
+    plan = run.plan
     if plan.engine is plans.Engine.DEEPSPEED:
         # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
         if device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         from orchestrator.training.deepspeed_engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(recipe, plan, training, device, resume_from)
+        return DeepSpeedEngine(recipe, run, training, device, resume_from)
     assert plan.engine is plans.Engine.TORCH, f"{plan.engine} is not one of our engines"
     return TorchEngine(recipe, plan, training, device, resume_from)

@@ -143,7 +143,7 @@ def test_a_deepspeed_file_says_clipping_and_the_three_batch_sizes() -> None:
     assert config["gradient_clipping"] == 0.5
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [config[size] for size in sizes] == [16, 4, 2]
-    assert config["zero_optimization"]["offload_param"] == {"device": "cpu"}
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
 def test_bytes_by_cause_add_up_to_what_the_device_must_hold() -> None:
