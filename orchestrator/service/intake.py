@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from orchestrator.memory.hf_profiles import DEFAULTS, NEEDED, config_of, decoder_shape
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import Override, parse_cluster, parse_job, together
 
+KINDS_OF_FILES = ("text", "chat", "tokens")
+CONFIG = "config.json"
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
 network_bandwidth: 1GB/s
@@ -34,6 +39,7 @@ def read_job(path: Path, overrides: Sequence[Override] = ()) -> JobSpec:
     spec = parse_job(_read_text(path), str(path), overrides)
     resolved = _absolute(spec, path.resolve().parent)
     problems = [*_missing_files(resolved, str(path)), *_knobs_said_twice(resolved, str(path))]
+    problems = problems or list(_unknown_memory(resolved, str(path)))
     if problems:
         raise together(problems, str(path))
     return resolved
@@ -69,14 +75,21 @@ def _read_text(path: Path) -> str:
 
 
 def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
-    data = dataclasses.replace(spec.data, text=tuple(str(_at(folder, text)) for text in spec.data.text))
-    changed: dict[str, object] = {"data": data}
+    files: dict[str, Any] = {
+        kind: tuple(str(_at(folder, file)) for file in getattr(spec.data, kind)) for kind in KINDS_OF_FILES
+    }
+    tokenizer = _folder_or_name(folder, spec.data.tokenizer)
+    changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.model is not None and spec.model.factory is not None:
         file, colon, function = spec.model.factory.rpartition(":")
         if colon:
             changed["model"] = dataclasses.replace(spec.model, factory=f"{_at(folder, file)}:{function}")
+    if spec.model is not None and isinstance(spec.model.hf, str):
+        hf = str(_folder_or_name(folder, spec.model.hf))
+        config = _folder_config(hf) if Path(hf).is_absolute() else spec.model.config or _hub_config(hf)
+        changed["model"] = dataclasses.replace(spec.model, hf=hf, config=config)
     return spec.model_copy(update=changed)
 
 
@@ -84,10 +97,45 @@ def _at(folder: Path, path: str) -> Path:
     return (folder / Path(path).expanduser()).resolve()
 
 
+def _folder_or_name(folder: Path, said: str | None) -> str | None:
+    """A folder as an absolute path; what is no folder and does not look like one is a name on the hub."""
+    if said is None or not (said.startswith((".", "/", "~")) or _at(folder, said).is_dir()):
+        return said
+    return str(_at(folder, said))
+
+
+def _folder_config(folder: str) -> dict[str, Any]:
+    """What config.json says; empty where it cannot be read, which _missing_files says."""
+    try:
+        config = json.loads((Path(folder) / CONFIG).read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _hub_config(name: str) -> dict[str, Any]:
+    """What the hub, or its local cache, says of a model; empty where it says nothing: then the job has to."""
+    try:
+        from transformers import PreTrainedConfig  # only here: it takes seconds, and comes with the extra `finetune`
+
+        return dict(PreTrainedConfig.get_config_dict(name)[0])
+    except (ImportError, OSError, ValueError):
+        return {}
+
+
 def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
-    for index, text in enumerate(spec.data.text):
-        if not Path(text).is_file():
-            yield SpecError("the file does not exist", source=source, path=f"data.text[{index}]", got=text)
+    for kind in KINDS_OF_FILES:
+        for index, file in enumerate(getattr(spec.data, kind)):
+            if not Path(file).is_file():
+                yield SpecError("the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file)
+    folders = {"data.tokenizer": spec.data.tokenizer, "model.hf": spec.model.hf if spec.model is not None else None}
+    for path, folder in folders.items():
+        if isinstance(folder, str) and Path(folder).is_absolute() and not Path(folder).is_dir():
+            yield SpecError("the folder does not exist", source=source, path=path, got=folder)
+    hf = folders["model.hf"]
+    if spec.model is not None and isinstance(hf, str) and Path(hf).is_dir() and not spec.model.config:
+        hint = "a folder as `save_pretrained` writes it"
+        yield SpecError(f"no {CONFIG} can be read", source=source, path="model.hf", got=hf, hint=hint)
     if spec.model is not None and spec.model.factory is not None:
         file, _, function = spec.model.factory.rpartition(":")
         if not file or not function.isidentifier():
@@ -102,6 +150,24 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         if script is not None and not (Path(spec.workdir) / script).is_file():
             hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
             yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
+
+
+def _unknown_memory(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """A transformers model of a family whose memory no closed form knows, and of which the job says nothing."""
+    if spec.model is None or spec.model.hf is None or spec.profile is not None:
+        return
+    if decoder_shape(spec.model, spec.data.sequence_length) is None:
+        config = config_of(spec.model)
+        known = f"{', '.join(DEFAULTS)} (without a sliding window), with {', '.join(NEEDED)}"
+        yield SpecError(
+            "no closed form knows how much memory this model takes",
+            source=source,
+            path="profile",
+            got=config.get("model_type", spec.model.hf),
+            allowed=f"a declared profile, or one of {known}",
+            hint="say `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; of a model on the hub that "
+            "cannot be reached from here, say its `config`",
+        )
 
 
 def _script_of(command: Sequence[str]) -> str | None:

@@ -93,7 +93,8 @@ class ModelSpec:
     """Exactly one of: a decoder that we build; `hf`, a transformers model; `factory: path/to/file.py:function`.
 
     `hf` is a folder, a name on the hub, or a configuration (`model_type` and what it takes) with random weights.
-    The factory is called with `config`; of a folder, `config` is what stands in its config.json.
+    The factory is called with `config`. Of a folder, `config` is what stands in its config.json; of a name on the hub,
+    what the job says where the hub cannot be reached. A model without a tokenizer, its own or `data`'s, reads bytes.
     """
 
     decoder: DecoderSpec | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,20 @@ model:
   decoder: {vocab_size: 9, hidden_size: 8, intermediate_size: 9, num_hidden_layers: 1, num_attention_heads: 2}
 data: {text: [corpus.txt, ../other.txt]}
 """
+HF = """\
+name: tune
+global_batch_size: 8
+model: {hf: model}
+data: {chat: [corpus.txt], tokenizer: ./model}
+"""
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 SCRIPT = "name: s\nglobal_batch_size: 8\ncommand: python -u train.py --lr 1\n"
 
 
@@ -32,6 +47,48 @@ def job_file(folder: Path, text: str) -> Path:
 def test_files_are_found_from_the_job_file_and_made_absolute(tmp_path: Path) -> None:
     spec = read_job(job_file(tmp_path, MODEL))
     assert spec.data.text == (str(tmp_path / "jobs" / "corpus.txt"), str(tmp_path / "other.txt"))
+
+
+def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tmp_path: Path) -> None:
+    path = job_file(tmp_path, HF)
+    folder = tmp_path / "jobs" / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    spec = read_job(path)
+    assert spec.model is not None
+    assert spec.model.hf == spec.data.tokenizer == str(folder)
+    assert spec.model.config == LLAMA
+    assert spec.data.chat == (str(tmp_path / "jobs" / "corpus.txt"),)
+
+
+@pytest.mark.parametrize(
+    ("text", "config", "said"),
+    [
+        (HF, None, ["model.hf", "no config.json"]),
+        (HF, "no JSON", ["model.hf", "no config.json"]),
+        (HF.replace("hf: model", "hf: ./nowhere"), None, ["model.hf", "jobs/nowhere", "the folder does not exist"]),
+        (HF.replace("./model", "./nowhere"), json.dumps(LLAMA), ["data.tokenizer", "jobs/nowhere"]),
+        (HF.replace("corpus.txt", "corpse.jsonl"), json.dumps(LLAMA), ["data.chat[0]", "corpse.jsonl"]),
+        (HF, json.dumps({"model_type": "gpt2"}), ["profile", "'gpt2'", "a declared profile"]),
+        (HF.replace("hf: model", "hf: {model_type: gpt2}"), "{}", ["profile", "'gpt2'", "activations_per_sample"]),
+        (HF, json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 64}), ["profile", "sliding window"]),
+    ],
+)
+def test_a_transformers_model_that_cannot_be_planned_is_refused(
+    tmp_path: Path, text: str, config: str | None, said: list[str]
+) -> None:
+    path = job_file(tmp_path, text)
+    (tmp_path / "jobs" / "model").mkdir()
+    if config is not None:
+        (tmp_path / "jobs" / "model" / "config.json").write_text(config)
+    with pytest.raises(SpecError) as caught:
+        read_job(path)
+    assert [words for words in said if words not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
+    profile = "profile: {parameters: 1000, activations_per_sample: 1MiB}\n"
+    read_job(job_file(tmp_path, HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile))
 
 
 def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
