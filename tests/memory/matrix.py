@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -13,7 +15,16 @@ from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Optimizer,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+    in_short,
+)
 from tests.memory.measure import peaks
 
 SEQUENCE_LENGTH = 64
@@ -32,6 +43,20 @@ WIDE = DecoderSpec(vocab_size=2048, hidden_size=128, intermediate_size=384, num_
 STAGES = {
     Engine.TORCH: (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS),
     Engine.DEEPSPEED: tuple(ZeroStage),
+}
+# Ranks -> (stage, layout, what else) of the torch engine.
+PARALLEL: dict[int, tuple[tuple[int, dict[str, int], dict[str, int]], ...]] = {
+    2: ((0, {"tp": 2}, {}), (0, {"pp": 2}, {}), (0, {"pp": 2}, {"pipeline_stages_per_rank": 2})),
+    4: (
+        (2, {"dp": 2, "tp": 2}, {}),
+        (3, {"dp": 2, "tp": 2}, {}),
+        (2, {"dp": 4}, {"dp_replicate": 2}),
+        (3, {"dp": 4}, {"dp_replicate": 2}),
+        (0, {"dp": 2, "pp": 2}, {}),
+        (2, {"dp": 2, "pp": 2}, {}),
+        (0, {"tp": 2, "pp": 2}, {}),
+        (0, {"pp": 4}, {}),
+    ),
 }
 DEVICE = DeviceSpec(
     name="virtual",
@@ -68,24 +93,57 @@ def job(decoder: DecoderSpec) -> JobSpec:
     )
 
 
-def plans(engine: Engine, micro_batch_sizes: Sequence[int], precision: Precision, ranks: int = RANKS) -> list[Plan]:
+def plan(engine: Engine, stage: int, micro: int, *, layout: dict[str, int], **fields: Any) -> Plan:
+    """A plan of the matrix' global batch; raises IllegalPlan."""
+    return Plan(
+        engine=engine,
+        layout=ParallelLayout(**layout),
+        zero_stage=ZeroStage(stage),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=GLOBAL_BATCH // layout.get("dp", 1) // micro,
+        sequence_length=SEQUENCE_LENGTH,
+        **fields,
+    )
+
+
+def plans(
+    engine: Engine,
+    micro_batch_sizes: Sequence[int],
+    precision: Precision,
+    ranks: int = RANKS,
+    modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheckpointing),
+) -> list[Plan]:
     """Every ZeRO stage of the engine x micro-batch x checkpointing that is legal."""
+    return _legal(
+        (engine, stage, micro, {"dp": ranks}, {"activation_checkpointing": mode, "precision": precision})
+        for stage, micro, mode in product(STAGES[engine], micro_batch_sizes, modes)
+    )
+
+
+def parallel_plans(
+    ranks: int, micro_batch_sizes: Sequence[int], precision: Precision, modes: Sequence[ActivationCheckpointing]
+) -> list[Plan]:
+    """Tensor and pipeline parallel, their products with what is shared over dp, and hybrid sharding."""
+    return _legal(
+        (Engine.TORCH, stage, micro, layout, {**more, "activation_checkpointing": mode, "precision": precision})
+        for (stage, layout, more), micro, mode in product(PARALLEL[ranks], micro_batch_sizes, modes)
+    )
+
+
+def optimizer_plans() -> list[Plan]:
+    """Every update rule that runs on a virtual device, where its states show."""
+    return _legal(
+        (engine, stage, 1, {"dp": RANKS}, {"optimizer": optimizer})
+        for engine, optimizer in product(STAGES, (Optimizer.SGD, Optimizer.ADAFACTOR))
+        for stage in (0, 3)
+    )
+
+
+def _legal(said: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]]]) -> list[Plan]:
     found = []
-    for stage, micro, recompute in product(STAGES[engine], micro_batch_sizes, ActivationCheckpointing):
-        try:
-            plan = Plan(
-                engine=engine,
-                layout=ParallelLayout(dp=ranks),
-                zero_stage=stage,
-                micro_batch_size=micro,
-                gradient_accumulation_steps=GLOBAL_BATCH // ranks // micro,
-                activation_checkpointing=recompute,
-                precision=precision,
-                sequence_length=SEQUENCE_LENGTH,
-            )
-        except IllegalPlan:
-            continue
-        found.append(plan)
+    for engine, stage, micro, layout, fields in said:
+        with contextlib.suppress(IllegalPlan):
+            found.append(plan(engine, stage, micro, layout=layout, **fields))
     return found
 
 
@@ -111,21 +169,30 @@ def _predicted(spec: JobSpec, plan: Plan) -> int:
 
 
 def full(folder: Path) -> list[Row]:
-    """The whole matrix: both decoders, both precisions, every engine, stage, micro-batch and checkpointing."""
+    """The whole matrix: both decoders, all precisions, every engine, layout, stage, micro-batch and checkpointing."""
     found: list[Row] = []
+    modes = (ActivationCheckpointing.NONE, ActivationCheckpointing.FULL)
     for (name, decoder), engine in product((("deep", DEEP), ("wide", WIDE)), STAGES):
-        tried = [plan for precision in Precision for plan in plans(engine, (1, 4, 8), precision)]
-        found += rows(decoder, tried, folder / f"{name}-{engine}")
-    return found
+        tried = [each for precision in (Precision.FP32, Precision.BF16) for each in plans(engine, (1, 4, 8), precision)]
+        found += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
+    for (name, decoder), ranks in product((("deep", DEEP), ("wide", WIDE)), PARALLEL):
+        tried = [
+            each
+            for precision in (Precision.FP32, Precision.BF16)
+            for each in parallel_plans(ranks, (1, 4), precision, modes)
+            if each.layout.pp * each.pipeline_stages_per_rank <= decoder.num_hidden_layers
+        ]
+        found += rows(decoder, tried, folder / f"{name}-{ranks}")
+    found += rows(DEEP, optimizer_plans(), folder / "optimizers")
+    dropping = [each for engine in STAGES for each in plans(engine, (4,), Precision.FP32)]
+    return found + rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
 
 
 def table(found: Sequence[Row]) -> str:
     """The rows as text, for a failing test and for people."""
     lines = [
-        f"{row.plan.engine:9} ZeRO-{int(row.plan.zero_stage)} micro {row.plan.micro_batch_size} x "
-        f"{row.plan.gradient_accumulation_steps} {row.plan.activation_checkpointing:9} {row.plan.precision}: "
-        f"predicted {row.predicted_bytes / 2**20:7.2f} MiB, measured {row.measured_bytes / 2**20:7.2f} MiB, "
-        f"{100 * row.error:+5.1f} %"
+        f"{100 * row.error:+5.1f} %: predicted {row.predicted_bytes / 2**20:7.2f} MiB, "
+        f"measured {row.measured_bytes / 2**20:7.2f} MiB  {row.plan.engine} {in_short(row.plan)}"
         for row in found
     ]
     return "\n".join(lines)

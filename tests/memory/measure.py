@@ -21,7 +21,7 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun, plan_from_json
 
 STEPS = 2  # DDP rebuilds its buckets in the second
-TIMEOUT_S = 280
+START_TIMEOUT_S, PLAN_TIMEOUT_S = 120, 20
 UNLIMITED_BYTES = 2**50
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,8 @@ def peaks(decoder: DecoderSpec, sequence_length: int, plans: Sequence[Plan], fol
         for rank in range(world_size)
     ]
     try:
-        codes = [process.wait(timeout=TIMEOUT_S) for process in ranks]
+        timeout_s = START_TIMEOUT_S + PLAN_TIMEOUT_S * len(plans)
+        codes = [process.wait(timeout=timeout_s) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

@@ -9,20 +9,28 @@ from pathlib import Path
 import pytest
 
 from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
+from orchestrator.memory.pipeline import layers_of
+from orchestrator.memory.profiles import CHUNK_TOKENS
 from orchestrator.planning.frontier import MARGIN
-from orchestrator.specs.plan import Engine, Precision
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, Precision
+from orchestrator.training import cross_entropy
 from orchestrator.training import deepspeed_settings as engine
-from tests.memory.matrix import DEEP, STAGES, WIDE, Row, full, plans, rows, table
+from orchestrator.training.pipeline import layer_range
+from tests.memory.matrix import DEEP, WIDE, Row, full, parallel_plans, plans, rows, table
 
 MEAN_ERROR_MAX = 0.05
-pytestmark = pytest.mark.timeout(600)  # 40 s of launches on two idle cores, several times that on busy ones
+NONE, SELECTIVE, FULL = ActivationCheckpointing
+pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, several times that on busy ones
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """One launch per engine, and one of a lone rank whose embedding and head share a weight."""
+    """One launch per engine, one per number of ranks of other layouts, and one of a lone rank with a shared weight."""
     folder = tmp_path_factory.mktemp("peaks")
-    found = [row for kind in STAGES for row in rows(DEEP, plans(kind, (2, 8), Precision.FP32), folder / kind)]
+    found = rows(DEEP, plans(Engine.TORCH, (2, 8), Precision.FP32), folder / "torch")
+    found += rows(DEEP, plans(Engine.DEEPSPEED, (2, 8), Precision.FP32, modes=(NONE, FULL)), folder / "deepspeed")
+    found += rows(DEEP, parallel_plans(2, (2, 8), Precision.FP32, (NONE, SELECTIVE)), folder / "two")
+    found += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,)), folder / "four")
     lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]
     return found + rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone, folder / "lone")
 
@@ -47,8 +55,15 @@ def test_the_model_of_deepspeed_knows_the_buckets_that_the_engine_sets() -> None
         assert (modelled.reduce, modelled.live, modelled.persistent) == (used.reduce, used.live, used.persistent)
 
 
+def test_the_model_knows_the_chunks_of_the_loss_and_the_cut_of_the_pipeline() -> None:
+    assert CHUNK_TOKENS == cross_entropy.CHUNK_TOKENS
+    for layers, count in ((4, 2), (7, 4), (80, 32)):
+        cut = [len(layer_range(layers, stage, count)) for stage in range(count)]
+        assert [layers_of(layers, stage, count) for stage in range(count)] == cut
+
+
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_the_full_matrix_with_bf16_and_large_vocabularies_holds_the_same_bars(tmp_path: Path) -> None:
     found = full(tmp_path)
     assert _mean_error(found) <= MEAN_ERROR_MAX, table(found)
