@@ -165,8 +165,8 @@ def _unknown_memory(spec: JobSpec, source: str) -> Iterator[SpecError]:
             path="profile",
             got=config.get("model_type", spec.model.hf),
             allowed=f"a declared profile, or one of {known}",
-            hint="say `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; of a model on the hub that "
-            "cannot be reached from here, say its `config`",
+            hint="say `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; where the hub cannot be "
+            "reached from here, say `model.config`",
         )
 
 
