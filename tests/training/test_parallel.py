@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from orchestrator.training.dataset import TextDataset
 from orchestrator.training.decoder import decoder_recipe
 from orchestrator.training.pipeline import layer_range
 from orchestrator.training.recipe import Recipe, materialise
+from orchestrator.training.recompute import compile_layers, recompute
 from orchestrator.training.tensor_parallel import tensor_parallel
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, Part
@@ -182,6 +184,34 @@ def test_every_layout_gives_the_losses_of_one_process_at_length(tmp_path: Path, 
     gang.launch([Part(run=run) for run in runs], timeout_s=1500)
     for run in runs:
         _check(run, reference[run.plan.micro_batch_size])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_compiled_layers_give_the_losses_of_layers_that_are_not(tmp_path: Path) -> None:
+    text = gang.ragged_text(tmp_path)
+    spec = dataclasses.replace(DECODER, num_hidden_layers=2, dropout=0.0)
+    reference = _run(tmp_path, "reference", plan(), text, spec)
+    layouts = (
+        plan(dp=2, activation_checkpointing=SELECTIVE),
+        plan(dp=2, stage=3, activation_checkpointing=FULL, precision=BF16),
+        plan(tp=2),
+        plan(tp=2, stage=3, activation_checkpointing=SELECTIVE),
+        plan(pp=2, stage=2),
+    )
+    runs = [_run(tmp_path, f"job-{n}", each, text, spec, compile=True) for n, each in enumerate(layouts)]
+    gang.launch([Part(run=reference)])
+    gang.launch([Part(run=run) for run in runs], timeout_s=800)
+    for run in runs:
+        _check(run, reference)
+
+
+@pytest.mark.parametrize(("mode", "allowed"), [(FULL, False), (SELECTIVE, False), (ActivationCheckpointing.NONE, True)])
+def test_recomputed_batch_norms_are_not_compiled(mode: ActivationCheckpointing, allowed: bool) -> None:
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]
+    recompute(layers, mode)
+    with contextlib.nullcontext() if allowed else pytest.raises(SpecError, match="cannot be compiled"):
+        compile_layers(layers)
 
 
 @pytest.mark.long
