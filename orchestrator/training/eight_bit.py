@@ -1,4 +1,8 @@
-"""8-bit AdamW of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): quantised moments, on CUDA only."""
+"""8-bit AdamW of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): quantised moments, on CUDA only.
+
+Names, sizes and counters are those of bitsandbytes 0.45 to 0.50 (bitsandbytes/optim/optimizer.py, Optimizer2State),
+which quantises in blocks of 256; releases before have blocks of 2048, so their checkpoints have other shapes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec, device: torc
 
 
 def new_state(optimizer: Any, tensor: Tensor) -> dict[str, Any]:
-    """The states of a parameter before its first update, all moments zero."""
+    """The states of a parameter before its first update, all moments zero; `step` is a plain int."""
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if parameter is tensor:
