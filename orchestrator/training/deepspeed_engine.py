@@ -33,6 +33,7 @@ from orchestrator.specs.plan import Offload, OffloadTarget, Plan, Precision, Zer
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training import checkpoint, deepspeed_nvme, loss_scale
 from orchestrator.training.deepspeed_masters import Piece, masters, own_run, pieces
+from orchestrator.training.deepspeed_release import release_with
 from orchestrator.training.deepspeed_settings import settings
 from orchestrator.training.fragment import Fragment
 from orchestrator.training.freezing import freeze_for
@@ -82,6 +83,7 @@ class DeepSpeedEngine:
         self._trained = self._updates.parameters
         self._waiting = tuple(self._waiting_pieces())
         self._engine = self._initialised(config)
+        release_with(self, self._engine, self._updates.optimizer)
         self._updates.allocate(self._masters())
         self._start(resume_from, exact)
 
@@ -263,7 +265,8 @@ class DeepSpeedEngine:
         """What the configuration says of files, if the plan offloads to them."""
         if not self._is_swapped:
             return None
-        folder = deepspeed_nvme.swap_folder(run.nvme_folder, run.job_folder, run.epoch, self._recipe.name)
+        nvme_folder = deepspeed_nvme.required_folder(run.nvme_folder)
+        folder = deepspeed_nvme.swap_folder(nvme_folder, run.job_folder, run.epoch, self._recipe.name)
         run_elements = deepspeed_nvme.largest_run(list(self._shapes.values()), self._plan.layout.dp)
         return deepspeed_nvme.offload(self._plan, folder, run_elements, pin_memory=self._device.type == "cuda")
 

@@ -49,7 +49,10 @@ def _fresh(run: TrainingRun, saved: Saved) -> dict[str, int]:
         copy = HostCopy(engine.state(), torch.device("cpu"), dist.group.WORLD)
         copy.take(engine.state())
         checkpoint.save(saved.path, copy.state, saved.cursor)
-        return {"build": built, "train": trained, "save": device.recent_peak_bytes}
+        saving = device.recent_peak_bytes
+        del engine, recipe, batches
+        gc.collect()
+        return {"build": built, "train": trained, "save": saving, "left": device.live_bytes}
 
 
 def _resumed(run: TrainingRun, saved: Saved) -> dict[str, int]:
