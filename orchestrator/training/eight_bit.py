@@ -1,7 +1,7 @@
 """8-bit AdamW of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): quantised moments, on CUDA only.
 
-Names, sizes and counters are those of bitsandbytes 0.45 to 0.50 (bitsandbytes/optim/optimizer.py, Optimizer2State),
-which quantises in blocks of 256; releases before have blocks of 2048, so their checkpoints have other shapes.
+Names, sizes and counters are those of bitsandbytes 0.50.2 (bitsandbytes/optim/optimizer.py, Optimizer2State), which
+quantises in blocks of 256: a release with other blocks could not read the checkpoint.
 """
 
 from __future__ import annotations
