@@ -51,17 +51,19 @@ def nvme_problem() -> str | None:
     return None
 
 
-def swap_folder(nvme_folder: str | None, job_folder: str, epoch: int, recipe: str) -> Path:
-    """Where this attempt swaps to; files of older attempts of the job are removed.
-
-    Raises SpecError where the node names no folder or DeepSpeed cannot use it.
-    """
-    problem = nvme_problem()
+def required_folder(nvme_folder: str | None) -> Path:
+    """The node's folder. Raises SpecError where it names none or DeepSpeed cannot offload to files."""
     if nvme_folder is None:
         raise SpecError("offload to NVMe needs a folder", path="nvme_folder", hint="name it on the cluster's devices")
+    problem = nvme_problem()
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
-    job = Path(nvme_folder) / Path(job_folder).name
+    return Path(nvme_folder)
+
+
+def swap_folder(nvme_folder: Path, job_folder: str, epoch: int, recipe: str) -> Path:
+    """Where this attempt swaps to; files of older attempts of the job are removed."""
+    job = nvme_folder / Path(job_folder).name
     for old in job.iterdir() if job.is_dir() else ():
         if old.name.isdigit() and int(old.name) < epoch:
             shutil.rmtree(old, ignore_errors=True)

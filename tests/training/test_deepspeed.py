@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from orchestrator.planning.render import deepspeed_config
+from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.model import Freeze, ModelSpec, Schedule, TrainingSpec
-from orchestrator.specs.plan import Engine, Offload, Optimizer, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import (
+    Engine,
+    Offload,
+    OffloadTarget,
+    Optimizer,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.run import JobFolder, TrainingRun
+from orchestrator.training import checkpoint, checkpoint_folder, deepspeed_nvme, loss_scale
+from orchestrator.training.checkpoint import Cursor
+from orchestrator.training.deepspeed_settings import settings
+from orchestrator.training.optimizers import STEPS
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, Part
 
@@ -120,11 +142,11 @@ class Found:
 def _legs(home: Path, text: tuple[str, ...], job: str, case: Case) -> list[TrainingRun]:
     """The runs of one job: a staged training stops where parameters thaw, and goes on in a new run."""
     ends = [THAW, case.training.max_steps] if case.training.freeze else [case.training.max_steps]
+    trainings = [dataclasses.replace(case.training, max_steps=end) for end in ends]
+    files = str(home / "nvme")
     return [
-        gang.training_run(
-            home, job, case.plan, text, model=case.model, training=dataclasses.replace(case.training, max_steps=end)
-        )
-        for end in ends
+        gang.training_run(home, job, case.plan, text, model=case.model, training=training, nvme_folder=files)
+        for training in trainings
     ]
 
 
@@ -153,6 +175,48 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return Found(references=references, fresh=fresh, resumed=resumed, back=back)
 
 
+def _plans() -> Iterator[Plan]:
+    """Every plan of the DeepSpeed engine that offloads to host memory at most."""
+    for stage, offload, precision, accumulation in itertools.product(ZeroStage, Offload, Precision, (1, 4)):
+        with contextlib.suppress(IllegalPlan):
+            fields: dict[str, Any] = {
+                "offload": offload,
+                "precision": precision,
+                "gradient_accumulation_steps": accumulation,
+            }
+            yield Plan(engine=DEEPSPEED, layout=ParallelLayout(dp=2), zero_stage=stage, micro_batch_size=3, **fields)
+
+
+def _in_common(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What both say, key by key."""
+    for key in one.keys() & other.keys():
+        if isinstance(one[key], dict):
+            yield from _in_common(one[key], other[key])
+        else:
+            yield key, one[key], other[key]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_a_script_is_told_agrees_with_what_our_engine_tells_deepspeed(device: str) -> None:
+    plans = list(_plans())
+    assert len(plans) > 40
+    for plan in plans:
+        ours = settings(plan, gang.TRAINING, torch.device(device))
+        theirs = deepspeed_config(plan, clip_norm=gang.TRAINING.clip_norm, virtual=device == "cpu")
+        if plan.zero_stage is ZeroStage.NONE:
+            assert ours.pop("gradient_clipping") == 0.0  # there the engine clips by itself, to tell the norm
+        common = list(_in_common(ours, theirs))
+        assert len(common) >= 9
+        assert [(key, mine) for key, mine, _ in common] == [(key, its) for key, _, its in common], plan
+
+
+def test_a_script_scales_its_losses_as_our_engines_do() -> None:
+    plan = Plan(engine=Engine.SCRIPT, micro_batch_size=1, zero_stage=ZeroStage(2), precision=Precision.FP16)
+    told = deepspeed_config(plan, clip_norm=1.0)["fp16"]
+    assert 2.0 ** told["initial_scale_power"] == loss_scale.INITIAL
+    assert told["loss_scale_window"] == loss_scale.GROWTH_INTERVAL
+
+
 def _curve(runs: list[TrainingRun]) -> dict[int, float]:
     return {step: loss for run in runs for step, loss in gang.losses(run).items()}
 
@@ -172,3 +236,83 @@ def test_a_training_hops_from_ddp_to_every_case_and_back(found: Found, name: str
         assert gang.TRAINING.max_steps in curve
         rest = {step: expected[step] for step in curve}
         assert curve == pytest.approx(rest, abs=CASES[name].tolerance, rel=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it saves and loads without a process group
+def test_an_overflowed_step_is_left_out_halves_the_scale_and_goes_on(tmp_path: Path) -> None:
+    """From a scale of 2**19 gradients overflow in fp16 at every stage until it has come down."""
+    text = gang.ragged_text(tmp_path)
+    start = _with_scale(tmp_path, 2.0**19)
+    cases = [Case(engine=DEEPSPEED, stage=stage, fields=FP16) for stage in (1, 2, 3)]
+    cases += [Case(engine=DEEPSPEED, stage=2, fields=FP16 | ON_HOST)]
+    runs = [_legs(tmp_path, text, str(number), case)[0] for number, case in enumerate(cases)]
+    gang.launch([Part(run=run, start_from=start) for run in runs])
+    for number, run in enumerate(runs):
+        norms = [line["grad_norm"] for line in gang.metrics(run)]
+        left_out = sum(not math.isfinite(norm) for norm in norms)
+        assert 1 <= left_out < len(norms) == gang.TRAINING.max_steps - 1
+        saved = JobFolder(tmp_path, str(number)).checkpoints / f"step-{gang.TRAINING.max_steps:08d}"
+        found = {loss_scale.STATE: torch.zeros(2), STEPS: torch.zeros(1)}
+        checkpoint.load(saved, found)
+        made = len(norms) - left_out
+        assert found[loss_scale.STATE].tolist() == [2.0 ** (19 - left_out), made]
+        assert found[STEPS].tolist() == [1 + made]
+
+
+def _with_scale(home: Path, scale: float) -> Path:
+    """The checkpoint of a first step in fp16, with another loss scale."""
+    training = dataclasses.replace(WARM_UP, max_steps=1)
+    first = Case(engine=DEEPSPEED, stage=1, training=training, fields=FP16)
+    gang.launch([Part(run=_legs(home, gang.ragged_text(home), "first", first)[0])])
+    old = JobFolder(home, "first").checkpoints / "step-00000001"
+    known = FileSystemReader(old).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size) for name, entry in known.items() if isinstance(entry, TensorStorageMetadata)}
+    checkpoint.load(old, state)
+    assert state[loss_scale.STATE].tolist() == [loss_scale.INITIAL, 1.0]
+    state[loss_scale.STATE][0] = scale
+    new = home / old.name
+    checkpoint_folder.write_manifest(new, checkpoint.save(new, state, Cursor(step=1, samples=GLOBAL_BATCH)))
+    return new
+
+
+def test_offload_to_files_wants_a_folder_and_says_so() -> None:
+    with pytest.raises(SpecError, match="needs a folder"):
+        deepspeed_nvme.required_folder(None)
+
+
+def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:
+    for epoch in ("1", "3"):
+        (tmp_path / "a" / epoch / "model").mkdir(parents=True)
+    assert deepspeed_nvme.swap_folder(tmp_path, "jobs/a", 2, "") == tmp_path / "a" / "2" / "model"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["3"]
+
+
+def test_a_training_hops_from_ddp_to_files_and_back(tmp_path: Path) -> None:
+    problem = deepspeed_nvme.nvme_problem()
+    if problem:
+        pytest.skip(problem)
+    text = gang.ragged_text(tmp_path)
+    large = dataclasses.replace(gang.DECODER, hidden_size=512, intermediate_size=1024)  # below 1 MiB nothing is swapped
+    model = ModelSpec(decoder=large)
+    files = {"offload_target": OffloadTarget.NVME}
+    short = dataclasses.replace(STAGED, learning_rate=1e-4)
+    ddp = Case(engine=TORCH, stage=0, training=short, model=model)
+    cases = [
+        Case(engine=DEEPSPEED, stage=3, training=short, model=model, fields=fields | files)
+        for fields in (ON_HOST, ALL_ON_HOST)
+    ]
+    reference = _legs(tmp_path, text, "ddp", ddp)
+    fresh = [_legs(tmp_path, text, f"fresh {number}", case) for number, case in enumerate(cases)]
+    resumed = [_legs(tmp_path, text, f"to {number}", case)[-1] for number, case in enumerate(cases)]
+    back = [_legs(tmp_path, text, f"back {number}", ddp)[-1] for number in range(len(cases))]
+    parts = [Part(run=run) for run in (*reference, *itertools.chain(*fresh))]
+    parts += [Part(run=run, start_from=_saved(tmp_path, "ddp", ddp)) for run in resumed]
+    parts += [Part(run=run, start_from=_saved(tmp_path, f"fresh {n}", cases[n])) for n, run in enumerate(back)]
+    gang.launch(parts)
+    expected = _curve(reference)
+    for runs in (*fresh, *([run] for run in (*resumed, *back))):
+        curve = _curve(runs)
+        assert curve == pytest.approx({step: expected[step] for step in curve}, abs=FP32_TOLERANCE, rel=0)
+        assert gang.TRAINING.max_steps in curve
+    swapped = {path.parts[-3] for path in (tmp_path / "nvme").rglob("*.swp")}
+    assert swapped == {"optimizer", "float32params"}
