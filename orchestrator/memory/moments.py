@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
 
 from orchestrator.specs.plan import ActivationCheckpointing, Plan
 from orchestrator.specs.profile import ModelProfile, Segment
@@ -13,6 +14,7 @@ Moment = tuple[str, Causes]  # its name, and the bytes of every cause that is li
 
 ACTIVATIONS = "activations"  # the cause whose bytes the profile says; all others follow from counting
 FP32_BYTES = 4
+_BYTES = itemgetter(1)  # of a cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Passage:
 
 def allocated_bytes(moment: Moment) -> int:
     """Live bytes at the moment."""
-    return sum([count for _, count in moment[1]])
+    return sum(map(_BYTES, moment[1]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

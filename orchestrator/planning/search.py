@@ -135,19 +135,20 @@ def _default_length(spec: JobSpec) -> int | None:
 
 
 def _candidates(spec: JobSpec, hardware: Hardware) -> Iterator[Candidate]:
-    """Legal plans with their costs, without most of those that others beat."""
-    seen: dict[Degradation, Staircase] = {}
+    """Legal plans with their costs, without those that others beat."""
+    seen = {degradation: Staircase() for degradation in Degradation}
+    found: list[tuple[Plan, int, float, Degradation]] = []
     for variant in _variants(spec):
-        staircase = seen.setdefault(variant.degradation, Staircase())
+        staircase = seen[variant.degradation]
         for family in _families(spec, hardware, variant):
             for plan, needed_bytes, taken_s in _unbeaten(spec, hardware, family, staircase):
-                yield Candidate(
-                    plan=plan,
-                    estimate=estimate(profile_for(spec, hardware, plan), plan, hardware.device),
-                    step_s=taken_s,
-                    degradation=variant.degradation,
-                )
                 staircase.add(plan.world_size, taken_s, needed_bytes)
+                found.append((plan, needed_bytes, taken_s, variant.degradation))
+    for plan, needed_bytes, taken_s, degradation in found:
+        if not seen[degradation].beats(plan.world_size, taken_s, needed_bytes):
+            profile = profile_for(spec, hardware, plan)
+            needed = estimate(profile, plan, hardware.device)
+            yield Candidate(plan=plan, estimate=needed, step_s=taken_s, degradation=degradation)
 
 
 def _unbeaten(
@@ -155,12 +156,12 @@ def _unbeaten(
 ) -> Iterator[tuple[Plan, int, float]]:
     """Plans that nothing seen so far beats, with their device bytes and seconds.
 
-    They differ in micro-batch only, and more samples never need less as long as gradients add up over micro-batches:
-    so what one of them needs bounds the next, and one beyond the device is enough.
+    They differ in micro-batch only, and more samples never need less as long as gradients of an earlier micro-batch lie
+    beside the activations: so what one of them needs bounds the next, and one beyond the device is enough.
     """
     needed_bytes = 0
     for plan in family:
-        if plan.gradient_accumulation_steps == 1:
+        if plan.gradient_accumulation_steps <= plan.layout.pp:  # all micro-batches go forward before any gradient
             needed_bytes = 0
         if needed_bytes > hardware.device.memory:
             continue

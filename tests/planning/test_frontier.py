@@ -177,7 +177,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
                 plan.activation_checkpointing,
                 plan.precision,
                 plan.sequence_length,
-                plan.gradient_accumulation_steps > 1,
+                plan.gradient_accumulation_steps > plan.layout.pp,
             ),
         )
         families.setdefault(key, []).append(_candidate(spec, machine, plan))

@@ -1,0 +1,232 @@
+"""Which strategies a job is offered, what they cost, and why there may be none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from orchestrator.memory.estimate import device_bytes, estimate
+from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.frontier import fitting
+from orchestrator.planning.layouts import layouts
+from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    OffloadTarget,
+    Optimizer,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+DECODER = {"decoder": SIZES}
+LLAMA = {"hf": {"model_type": "llama", **SIZES}}
+CLOSED = {"parameters": 10**8, "layers": 6, "activations_per_sample": "64MiB"}
+
+
+def machine(kind: DeviceKind = DeviceKind.CUDA, nodes: int = 2, **device: Any) -> Hardware:
+    said = {
+        "name": "device",
+        "kind": kind,
+        "memory": "80GiB",
+        "bf16_tflops": 900,
+        "fp32_tflops": 60,
+        "memory_bandwidth": "3TB/s",
+        "link_bandwidth": "450GB/s",
+    }
+    network = 50_000_000_000
+    return Hardware(
+        device=DeviceSpec.model_validate(said | device), devices_per_node=8, nodes=nodes, network_bandwidth=network
+    )
+
+
+def job(model: dict[str, Any] = DECODER, **changes: Any) -> JobSpec:
+    said = {
+        "name": "job",
+        "gpus": {"min": 1, "max": 16},
+        "global_batch_size": 32,
+        "model": model,
+        "data": {"text": ["text"], "sequence_length": 128},
+    }
+    return JobSpec.model_validate(said | changes)
+
+
+def plan(**fields: Any) -> Plan:
+    said = {"engine": Engine.TORCH, "micro_batch_size": 1, "gradient_accumulation_steps": 8, "sequence_length": 128}
+    return Plan(**(said | fields))
+
+
+def test_tensor_parallel_divides_what_it_cuts_and_stays_inside_a_node() -> None:
+    degrees = {layout.tp for layout in layouts(job(), machine())}
+    assert degrees == {1, 2, 4}  # 4 key-value heads
+    assert all(layout.world_size <= 8 or layout.world_size == 16 for layout in layouts(job(), machine()))
+
+
+def test_a_transformers_model_of_known_shape_is_cut_as_a_decoder_is_and_one_with_adapters_is_not() -> None:
+    assert layouts(job(LLAMA), machine()) == layouts(job(), machine())
+    adapted = layouts(job(LLAMA | {"lora": {"rank": 4}}), machine())
+    assert {(layout.tp, layout.pp) for layout in adapted} == {(1, 1)}
+
+
+def test_a_factory_is_cut_as_its_profile_says() -> None:
+    factory = {"factory": "model.py:make"}
+    assert {(one.tp, one.pp) for one in layouts(job(factory, profile=CLOSED), machine())} == {(1, 1)}
+    opened = CLOSED | {"tensor_parallel": (2,), "pipeline": True}
+    found = layouts(job(factory, profile=opened), machine())
+    assert {one.tp for one in found} == {1, 2}
+    assert {one.pp for one in found} == {1, 2, 3, 4, 6}
+
+
+def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None:
+    piped = [one for one in plans(job(), machine()) if one.layout.pp > 1]
+    assert {one.pipeline_stages_per_rank for one in piped} == {1, 2}
+    for one in piped:
+        stages = one.layout.pp * one.pipeline_stages_per_rank
+        assert stages <= SIZES["num_hidden_layers"]
+        assert one.gradient_accumulation_steps >= stages
+
+
+def test_hybrid_sharding_repeats_shards_on_every_node_that_a_job_spans() -> None:
+    hybrid = {one.layout.world_size: one.dp_replicate for one in plans(job(), machine()) if one.dp_replicate > 1}
+    assert hybrid == {16: 2}
+
+
+def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> None:
+    assert {one.offload for one in plans(job(), machine(DeviceKind.VIRTUAL))} == {Offload.NONE}
+    targets = {one.offload_target for one in plans(job(), machine())}
+    with_folder = {one.offload_target for one in plans(job(), machine(nvme_folder="/nvme"))}
+    assert targets == {OffloadTarget.CPU}
+    assert with_folder == set(OffloadTarget)
+
+
+@pytest.mark.parametrize("optimizer", Optimizer)
+def test_the_optimizer_is_never_switched(optimizer: Optimizer) -> None:
+    found = list(plans(job(training={"optimizer": optimizer}), machine()))
+    assert found
+    assert {one.optimizer for one in found} == {optimizer}
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_only_fp32_is_ever_lowered(precision: Precision) -> None:
+    found = {one.precision for one in plans(job(precision=precision, degrade={"allow": "numeric"}), machine())}
+    assert found == ({Precision.FP32, Precision.BF16} if precision is Precision.FP32 else {precision})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"training": {"optimizer": "adamw_8bit"}}, {"model": LLAMA | {"lora": {"quantise_base": True}}}],
+    ids=["8-bit optimizer", "4-bit base"],
+)
+def test_what_needs_cuda_is_refused_on_virtual_devices(changes: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="CUDA"):
+        frontier(job(**changes), machine(DeviceKind.VIRTUAL))
+    offered = {(one.engine, one.zero_stage) for one in plans(job(**changes), machine())}
+    assert offered == {(Engine.TORCH, ZeroStage.NONE)}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_batch_norm_keeps_its_samples_in_every_plan(together: bool) -> None:
+    training = {"batch_norm_samples": 8, "sync_batch_norm": together}
+    spec = job({"factory": "model.py:make"}, profile=CLOSED, training=training)
+    found = list(plans(spec, machine()))
+    assert {one.layout.dp for one in found} > {1, 2}
+    assert {one.micro_batch_size * (one.layout.dp if together else 1) for one in found} == {8}
+    with pytest.raises(SpecError) as refused:
+        frontier(job({"factory": "model.py:make"}, profile=CLOSED, training={"batch_norm_samples": 7}), machine())
+    assert refused.value.path == "training.batch_norm_samples"
+
+
+def test_selective_checkpointing_is_offered_where_its_memory_is_known() -> None:
+    factory = {"factory": "model.py:make"}
+    none, selective, full = ActivationCheckpointing
+    known = CLOSED | {"selective_per_sample": "32MiB"}
+    assert {one.activation_checkpointing for one in plans(job(factory, profile=CLOSED), machine())} == {none, full}
+    assert selective in {one.activation_checkpointing for one in plans(job(factory, profile=known), machine())}
+
+
+def test_what_a_search_asks_is_what_an_estimate_says() -> None:
+    for kind in DeviceKind:
+        here = machine(kind)
+        for one in plans(job(global_batch_size=8), here):
+            profile = profile_for(job(), here, one)
+            assert device_bytes(profile, one, here.device) == estimate(profile, one, here.device).device_bytes
+
+
+def peak(one: Plan, spec: JobSpec | None = None) -> int:
+    here = machine(DeviceKind.VIRTUAL)
+    return estimate(profile_for(spec or job(), here, one), one, here.device).allocated_bytes
+
+
+def test_more_recomputation_and_more_cutting_never_need_more() -> None:
+    none, selective, full = (
+        peak(plan(micro_batch_size=16, activation_checkpointing=m)) for m in ActivationCheckpointing
+    )
+    assert full < selective < none
+    whole, cut_once, cut_twice = (peak(plan(micro_batch_size=16, layout=ParallelLayout(tp=tp))) for tp in (1, 2, 4))
+    assert cut_twice < cut_once < whole
+    assert peak(plan(layout=ParallelLayout(pp=2))) < peak(plan())
+    two = ParallelLayout(dp=2)
+    stages = [peak(plan(layout=two, zero_stage=stage)) for stage in (ZeroStage.PARAMETERS, ZeroStage.GRADIENTS)]
+    assert stages[0] < stages[1] < peak(plan(layout=two))
+
+
+def test_optimizer_states_are_as_large_as_the_rule_keeps_them() -> None:
+    adamw, eight_bit, adafactor, sgd = (peak(plan(optimizer=optimizer)) for optimizer in Optimizer)
+    assert adafactor < eight_bit < sgd < adamw
+
+
+def test_idle_time_of_a_pipeline_falls_with_more_micro_batches_and_more_stages_a_rank() -> None:
+    here = machine()
+    large = job(
+        {"decoder": {key: 16 * size for key, size in SIZES.items()}}, data={"text": ["t"], "sequence_length": 4096}
+    )
+
+    def seconds(micro: int, stages_per_rank: int) -> float:
+        one = plan(
+            micro_batch_size=micro,
+            gradient_accumulation_steps=16 // micro,
+            layout=ParallelLayout(pp=2),
+            pipeline_stages_per_rank=stages_per_rank,
+        )
+        return step_s(profile_for(large, here, one), one, here)
+
+    assert seconds(2, 1) < seconds(4, 1) < seconds(8, 1)
+    assert seconds(4, 2) < seconds(4, 1)
+
+
+def test_hybrid_sharding_is_faster_than_sharding_over_a_slow_network() -> None:
+    large = job({"decoder": {key: 8 * size for key, size in SIZES.items()}})
+    here = replace(machine(), network_bandwidth=1_000_000_000)
+    over_all = plan(layout=ParallelLayout(dp=16), zero_stage=ZeroStage.PARAMETERS, gradient_accumulation_steps=2)
+    hybrid = replace(over_all, dp_replicate=2)
+    seconds = [step_s(profile_for(large, here, one), one, here) for one in (hybrid, over_all)]
+    assert seconds[0] < seconds[1]
+
+
+def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
+    """Long samples that no batch can divide: only tensor parallelism and recomputation help."""
+    long = job(
+        {"decoder": {key: 16 * size for key, size in SIZES.items()} | {"num_hidden_layers": 16}},
+        data={"text": ["text"], "sequence_length": 65536},
+        global_batch_size=4,
+        gpus=8,
+        precision="bf16",
+    )
+    best = next(fitting(frontier(long, machine()), 80 * 2**30, 1.0))
+    assert best.plan.layout.tp > 1
