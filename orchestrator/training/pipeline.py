@@ -69,7 +69,10 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
     for stage in own:
         kept[stage] += first if stage == 0 else last if stage == count - 1 else ()
     whole = set().union(*kept.values())
-    _leave_out(recipe.module, {*layer_names, *first, *last} - whole, first + last)
+    left_out = {*layer_names, *first, *last} - whole
+    parts = [recipe.module.get_submodule(name) for name in left_out]
+    _leave_out(recipe.module, left_out, first + last)
+    _empty(parts, {id(parameter) for parameter in recipe.module.parameters()})
     stages = []
     for stage in own:
         module = recipe.module
@@ -252,6 +255,14 @@ def _leave_out(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> 
     for name in names:
         around, _, key = name.rpartition(".")
         module.get_submodule(around)._modules[key] = None if name in ends else _HandOn()
+
+
+def _empty(parts: Iterable[nn.Module], kept: set[int]) -> None:
+    """Let go of the tensors of `parts` but for parameters `kept`, by their ids: the recipe still knows the modules."""
+    for module in (module for part in parts for module in part.modules()):
+        for key, parameter in module._parameters.items():
+            module._parameters[key] = parameter if id(parameter) in kept else None
+        module._buffers.clear()
 
 
 def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:

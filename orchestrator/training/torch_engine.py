@@ -1,5 +1,4 @@
-"""The torch engine: one device mesh; tensor parallel, then plain, DDP (zero_stage 0), FSDP2 (2: weights stay gathered;
-3) or HSDP.
+"""The torch engine: pipeline, then tensor parallel, then plain, DDP (zero_stage 0), FSDP2 or HSDP on one device mesh.
 
 What decides memory, in bytes, for the model of it (P parameters, dp ranks):
 - Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
@@ -7,10 +6,11 @@ What decides memory, in bytes, for the model of it (P parameters, dp ranks):
 - Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, which are the
   gradients, for ever (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
   FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
-- FSDP2 at stage 3 frees a layer after its forward pass and gathers it again; the rest (embedding, norm, head) stays
-  gathered. At stage 2 every layer stays gathered until its backward pass. HSDP shards over dp / dp_replicate ranks.
+- FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
+  pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
 - Tensor parallel: 1/tp of what is cut, all of what is repeated (norms); a parameter at a time is whole when it is made.
+- Pipeline: see there.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
 
@@ -145,10 +145,10 @@ class TorchEngine:
 
     def _gradient_norm(self) -> float:
         """The global norm of the gradients, to the bit the same on every rank: it decides whether fp16 steps count."""
-        squared = torch.zeros((), dtype=torch.float32, device=self._device)
+        squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            squared += torch.nn.utils.get_total_norm(own).to(self._device) ** 2 / copies
+            squared += torch.nn.utils.get_total_norm(own).to(squared) ** 2 / copies
         if set(self._by_copies) == {self._plan.world_size}:
             return squared.mul_(self._plan.world_size).sqrt().item()
         dist.all_reduce(squared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,15 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp
         for stage in share.stages:
             assert {id(each) for each in stage.module.parameters()} <= {id(each) for each in recipe.module.parameters()}
     assert found == {name: 2 if name == "embed_tokens.weight" else 1 for name in expected}
+
+
+def test_a_model_that_was_built_for_real_lets_go_of_the_stages_of_others(tmp_path: Path) -> None:
+    recipe = _recipe(tmp_path, FOUR_LAYERS)
+    materialise(recipe.module, recipe.module, recipe, torch.device("cpu"))
+    everything = {name: weakref.ref(parameter) for name, parameter in recipe.module.named_parameters()}
+    pipeline.cut(recipe, plan(pp=2, micro=1), 1)
+    alive = {name for name, parameter in everything.items() if parameter() is not None}
+    assert alive == {name for name in everything if name.startswith(("layers.2", "layers.3", "norm", "embed"))}
 
 
 def test_stages_one_after_another_give_the_loss_of_the_whole_model(tmp_path: Path) -> None:
