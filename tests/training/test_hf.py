@@ -12,10 +12,12 @@ from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from orchestrator.memory import hf_profiles
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
+from orchestrator.training import hf_parallel
 from orchestrator.training.dataset import global_batch
 from orchestrator.training.engine import build_recipe
 from orchestrator.training.export import export
@@ -26,6 +28,7 @@ TOLERANCE = 2e-6
 STEPS = 4
 TRAINED = ("llama", "qwen2", "gpt2", "t5", "qwen3")
 TENSOR_PARALLEL = ("llama", "qwen2", "qwen3", "t5")
+PIPELINE = ("llama", "qwen2")
 TRAINING = dataclasses.replace(gang.TRAINING, max_steps=STEPS, checkpoint_every_steps=100)
 LONGER = dataclasses.replace(TRAINING, max_steps=STEPS + 1)
 FROZEN = dataclasses.replace(TRAINING, max_steps=1, freeze=(Freeze(parameters="*embed_tokens*"),))
@@ -172,6 +175,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     two = {f"llama {name}": world.run(f"two-{n}", "llama", p) for n, (name, p) in enumerate(ON_TWO_RANKS.items())}
     two |= {f"{family} fsdp2": world.run(f"two-{family}", family, ON_TWO_RANKS["fsdp2"]) for family in ("qwen2", "t5")}
     two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
+    two |= {f"{family} pp": world.run(f"pp-{family}", family, PP) for family in PIPELINE}
     two |= {
         f"lora {name}": world.run(f"lora-{n}", "llama", p, LORA) for n, (name, p) in enumerate(ON_TWO_RANKS.items())
     }
@@ -202,6 +206,7 @@ def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: st
     [
         *(f"{kind} {layout}" for kind in ("llama", "lora") for layout in ON_TWO_RANKS),
         *(f"{family} tp" for family in TENSOR_PARALLEL),
+        *(f"{family} pp" for family in PIPELINE),
         *("qwen2 fsdp2", "t5 fsdp2", "lora hops"),
     ],
 )
@@ -314,3 +319,39 @@ def test_missing_weights_are_said_with_a_name(tmp_path: Path) -> None:
         shard.unlink()
     with pytest.raises(SpecError, match="weights"):
         build_recipe(run)
+
+
+def test_the_closed_form_and_the_engines_cut_the_same_families() -> None:
+    assert set(hf_parallel.STAGED) == set(hf_profiles.DEFAULTS)
+    assert set(hf_parallel.PLANS) >= set(hf_profiles.DEFAULTS)
+
+
+def combined(pp: int, tp: int, dp: int, **fields: Any) -> Plan:
+    accumulation = 4 if pp > 1 else 1
+    layout = ParallelLayout(pp=pp, tp=tp, dp=dp)
+    micro = gang.GLOBAL_BATCH // dp // accumulation
+    return gang.torch_plan(micro, layout=layout, gradient_accumulation_steps=accumulation, **fields)
+
+
+ON_FOUR_RANKS = {
+    "tp x fsdp2": combined(1, 2, 2, zero_stage=ZeroStage.PARAMETERS),
+    "pp x tp": combined(2, 2, 1),
+    "pp x fsdp2": combined(2, 1, 2, zero_stage=ZeroStage.GRADIENTS),
+    "pp x ddp": combined(2, 1, 2),
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+def test_every_combination_trains_as_one_process(tmp_path: Path, family: str) -> None:
+    world = World(tmp_path)
+    tiny_hf.folder(tmp_path, family, num_hidden_layers=4)
+    one = world.run("one", family, gang.torch_plan())
+    four = {name: world.run(f"four-{n}", family, chosen) for n, (name, chosen) in enumerate(ON_FOUR_RANKS.items())}
+    interleaved = world.run("interleaved", family, dataclasses.replace(PP, pipeline_stages_per_rank=2))
+    gang.launch([gang.Part(run=one)])
+    gang.launch([gang.Part(run=interleaved)])
+    gang.launch([gang.Part(run=run) for run in four.values()])
+    for name, run in (four | {"interleaved": interleaved}).items():
+        assert gang.losses(run) == pytest.approx(gang.losses(one), abs=TOLERANCE, rel=0), name
