@@ -81,7 +81,8 @@ def as_transformers(
     if config.get("mlp_bias"):
         more += 2 * shape.intermediate_size // tp + shape.hidden_size
     if config["model_type"] == "qwen3":
-        norms = (6 if low else 8) * (q + kv) + 4 * (q + kv) // shape.head_dim
+        normed = 0 if model.lora is not None else 2 if low else 4  # kept for the gradient of the norm's weight
+        norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim
     layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more)

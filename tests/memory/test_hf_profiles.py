@@ -1,0 +1,120 @@
+"""Laws of the closed form of transformers models: its parameters and saved bytes are those of the model itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from orchestrator.memory.hf_profiles import DEFAULTS, decoder_shape
+from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.hf_adapters import adapt
+from orchestrator.training.virtual_device import VirtualDevice
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {
+    **{family: {"model_type": family, **SIZES} for family in DEFAULTS},
+    "biased llama": {"model_type": "llama", **SIZES, "attention_bias": True, "mlp_bias": True},
+    "tied llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
+    "wide heads": {"model_type": "qwen3", **SIZES, "head_dim": 48},
+    "defaults": {"model_type": "qwen3", **{key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}},
+}
+CONFIGS["defaults"]["num_attention_heads"] = 64
+LENGTHS = (64, 128)
+
+
+def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any) -> ModelProfile:
+    spec = JobSpec(
+        name="job",
+        global_batch_size=4,
+        model=ModelSpec(hf=config, lora=lora),
+        data=DataSpec(text=("text.txt",), sequence_length=LENGTHS[0]),
+    )
+    found = profile_of(spec, **{"precision": Precision.FP32, "sequence_length": None, **changes})
+    assert found is not None
+    return found
+
+
+def model(config: dict[str, Any], *, real: bool) -> Any:
+    said = AutoConfig.for_model(**config)
+    if real:
+        return AutoModelForCausalLM.from_config(said)
+    with init_empty_weights():
+        made = AutoModelForCausalLM.from_config(said)
+    made.tie_weights()
+    return made
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_parameters_are_those_of_the_model(name: str) -> None:
+    made = model(CONFIGS[name], real=False)
+    assert profile(CONFIGS[name]).parameters == sum(parameter.numel() for parameter in made.parameters())
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
+def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...]) -> None:
+    lora = LoraSpec(rank=4, target_modules=targets)
+    with init_empty_weights():
+        made = adapt(model(CONFIGS["qwen3"], real=False), lora)
+    found = profile(CONFIGS["qwen3"], lora)
+    trained = sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in made.parameters() if not parameter.requires_grad)
+    assert found.trained_parameters == trained
+    assert found.weight_bytes(4) == 4 * (trained + frozen)
+    low = profile(CONFIGS["qwen3"], lora, precision=Precision.BF16, autocast=True)
+    projections = [name for name, _ in made.named_parameters() if name.endswith(("_proj.weight", "base_layer.weight"))]
+    matrices = sum(made.get_parameter(name).numel() for name in projections)
+    head = SIZES["vocab_size"] * SIZES["hidden_size"]
+    assert low.weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
+
+
+def saved_bytes_per_token(config: dict[str, Any], lora: LoraSpec | None, *, autocast: bool) -> float:
+    """What a layer keeps for its backward pass, as the slope over the tokens of a sample."""
+    made = model(config, real=True)
+    layer = (adapt(made, lora) if lora else made).model.layers[0]
+    live = []
+    for length in LENGTHS:
+        with VirtualDevice(2**40) as device:
+            hidden = torch.randn(1, length, config["hidden_size"], requires_grad=True) * 1.0
+            tables = made.model.rotary_emb(hidden, torch.arange(length)[None])
+            before = device.live_bytes
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = layer(hidden, position_embeddings=tables, attention_mask=None)
+            live.append(device.live_bytes - before)
+            del out
+    return (live[1] - live[0]) / (LENGTHS[1] - LENGTHS[0])
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_a_layer_saves_what_the_closed_form_says(family: str, autocast: bool, lora: LoraSpec | None) -> None:
+    config = {**CONFIGS[family], "head_dim": 16}
+    precision = Precision.BF16 if autocast else Precision.FP32
+    layer = profile(config, lora, precision=precision, autocast=autocast).segments[1]
+    measured = saved_bytes_per_token(config, lora, autocast=autocast)
+    assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=0.05)
+
+
+def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
+    unknown = [
+        {"model_type": "gpt2", **SIZES},
+        {"model_type": "llama", **{key: SIZES[key] for key in SIZES if key != "hidden_size"}},
+        {"model_type": "mistral", **SIZES, "sliding_window": LENGTHS[0] - 1},
+    ]
+    assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 3
+    assert decoder_shape(ModelSpec(hf={**unknown[2], "sliding_window": None}), LENGTHS[0]) is not None
