@@ -12,16 +12,17 @@ from orchestrator.specs.profile import ModelProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """DeepSpeed's buffers in elements, as `training/deepspeed_engine.py` sets them (a test compares the two)."""
+    """DeepSpeed's buffers in elements, as `training/deepspeed_settings.py` sets them (a test compares the two)."""
 
     reduce: int
     live: int  # stage 3: gathered at a time; 0: one tensor
     persistent: int  # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
     overlap: bool  # stage 3: reduce one bucket while the next one fills
+    swapped: int  # NVMe: of the masters that come in at a time
 
 
-VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False)
-CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True)
+VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18)
+CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True, swapped=100_000_000)
 
 
 def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
@@ -51,8 +52,8 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         )
         for passage in passages(rank, plan, casts=False)
     ]
-    found.append(_build(profile, stage, width))
-    updated = temporaries(plan, profile.largest_parameter if stage is ZeroStage.NONE else share, cuda=cuda)
+    found.append(_build(rank, plan))
+    updated = temporaries(plan, profile.largest_trained if stage is ZeroStage.NONE else share, cuda=cuda)
     if stage is ZeroStage.NONE:
         # gloo's thread may still hold the flat copy that it reduced when the optimizer begins: seen on a busy machine.
         reduced = (("gradients", width * count), ("gradient buckets", width * count))
@@ -67,10 +68,27 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     return found
 
 
-def _build(profile: ModelProfile, stage: ZeroStage, width: int) -> Moment:
-    """Every rank has the whole module in fp32 before DeepSpeed cuts it; stages 1 and 2 then copy it into a flat one."""
-    count = profile.parameters
-    flat = width * count if stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) else 0
+def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """Host memory of one rank that offloads to files: fp32 buffers of master, gradient and moments, and of parameters.
+
+    `training/deepspeed_nvme.py` asks for the first four; DeepSpeed's default is five of the largest parameter's part
+    (deepspeed/runtime/zero/offload_config.py).
+    """
+    largest = -(-max(segment.largest_parameter for segment in profile.segments) // plan.layout.dp)
+    return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * _width(plan) * largest
+
+
+def _build(rank: Rank, plan: Plan) -> Moment:
+    """Every rank has the module in fp32 before DeepSpeed cuts it: at stage 3 a layer, or all that is none, at a time.
+
+    Stages 1 and 2 then copy the whole of it into a flat tensor.
+    """
+    count, width = rank.parameters, _width(plan)
+    if plan.zero_stage is ZeroStage.PARAMETERS:
+        layer = max((segment.parameters for segment in rank.held.segments if segment.count > 1), default=0)
+        cut = 0 if plan.offload is Offload.PARAMETERS else width * -(-count // plan.layout.dp)
+        return ("build", (("parameters", cut), ("whole module", FP32_BYTES * max(layer, rank.end_parameters))))
+    flat = width * count if plan.zero_stage is not ZeroStage.NONE else 0
     whole = width * count if flat else FP32_BYTES * count
     return ("build", (("whole module", max(FP32_BYTES * count - flat, whole)), ("flat copy", flat)))
 

@@ -19,9 +19,6 @@ COMMUNICATOR_BYTES = {1: 0, 2: 544_000_000}
 LARGE_COMMUNICATOR_BYTES = 688_000_000
 # cuBLAS on Hopper keeps 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); cublasLt as much.
 WORKSPACE_BYTES = 64 * 2**20
-# DeepSpeed's defaults: 5 buffers of 1e8 elements for parameters, 4 of the largest tensor with its states for the
-# optimizer (deepspeed/runtime/zero/offload_config.py, deepspeed/runtime/swap_tensor/).
-NVME_BUFFER_BYTES = 8_000_000_000
 
 
 def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEstimate:
@@ -110,4 +107,4 @@ def _host_bytes(profile: ModelProfile, plan: Plan) -> int:
         return 0
     shard = -(-profile.parameters // (plan.layout.dp // plan.dp_replicate))
     whole = shard * (24 if plan.offload is Offload.OPTIMIZER else 27)
-    return whole if plan.offload_target is OffloadTarget.CPU else min(whole, NVME_BUFFER_BYTES)
+    return whole if plan.offload_target is OffloadTarget.CPU else min(whole, deepspeed.nvme_buffer_bytes(profile, plan))

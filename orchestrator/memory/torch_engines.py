@@ -37,7 +37,7 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
         for passage in passages(rank, plan, casts=True)
     ]
     own = 0 if buckets and bucket_views else FP32_BYTES * count
-    temporary = FP32_BYTES * count if foreach else temporaries(plan, profile.largest_parameter, cuda=cuda)
+    temporary = FP32_BYTES * count if foreach else temporaries(plan, profile.largest_trained, cuda=cuda)
     found.append(("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
 
@@ -76,7 +76,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     if device:
         step = (
             ("gradients", FP32_BYTES * -(-trained // shards)),
-            ("optimizer temporaries", temporaries(plan, -(-profile.largest_parameter // shards), cuda=cuda)),
+            ("optimizer temporaries", temporaries(plan, -(-profile.largest_trained // shards), cuda=cuda)),
         )
         found.append(("optimizer step", (*fixed, *step)))
     return found

@@ -84,9 +84,9 @@ class ModelProfile:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
     @property
-    def largest_parameter(self) -> int:
-        """Elements of the largest tensor."""
-        return max(segment.largest_parameter for segment in self.segments)
+    def largest_trained(self) -> int:
+        """Elements of the largest tensor that is trained."""
+        return max(min(segment.largest_parameter, segment.trained_parameters) for segment in self.segments)
 
     def weight_bytes(self, width: int) -> int:
         """Bytes of all weights at `width` bytes each, but for those that are frozen in a form of their own."""

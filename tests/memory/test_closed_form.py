@@ -53,6 +53,7 @@ def test_no_plan_called_fitting_needs_more_than_the_capacity(measured: list[Row]
 def test_the_model_of_deepspeed_knows_the_buckets_that_the_engine_sets() -> None:
     for modelled, used in ((VIRTUAL_BUCKETS, engine.CPU_BUCKETS), (CUDA_BUCKETS, engine.CUDA_BUCKETS)):
         assert (modelled.reduce, modelled.live, modelled.persistent) == (used.reduce, used.live, used.persistent)
+        assert modelled.swapped == used.swapped
 
 
 def test_the_model_knows_the_chunks_of_the_loss_and_the_cut_of_the_pipeline() -> None:
