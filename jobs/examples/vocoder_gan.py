@@ -30,10 +30,11 @@ class Upsampling(nn.Module):
         super().__init__()
         self.up = nn.ConvTranspose1d(width, width // 2, 8, stride=4, padding=2)
         self.conv = nn.Conv1d(width // 2, width // 2, 3, padding=1)
+        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x_BCT: Tensor) -> Tensor:
         x_BCT = self.up(functional.leaky_relu(x_BCT, 0.1))
-        return x_BCT + self.conv(functional.leaky_relu(x_BCT, 0.1))
+        return x_BCT + self.dropout(self.conv(functional.leaky_relu(x_BCT, 0.1)))
 
 
 class Generator(nn.Module):
@@ -43,14 +44,13 @@ class Generator(nn.Module):
         super().__init__()
         self.first = nn.Conv1d(FREQUENCIES + 1, width, 3, padding=1)
         self.blocks = nn.ModuleList(Upsampling(width // 2**level) for level in range(2))  # 4 x 4 = HOP
-        self.dropout = nn.Dropout(0.1)
         self.last = nn.Conv1d(width // 4, 1, 7, padding=3)
 
     def forward(self, spectra_BFN: Tensor, noise_B1N: Tensor) -> Tensor:
         x_BCT = self.first(torch.cat((spectra_BFN, noise_B1N), dim=1))
         for block in self.blocks:
             x_BCT = block(x_BCT)
-        return torch.tanh(self.last(self.dropout(x_BCT)))
+        return torch.tanh(self.last(x_BCT))
 
 
 class Downsampling(nn.Module):
