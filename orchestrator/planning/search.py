@@ -159,7 +159,7 @@ def _unbeaten(
     They differ in micro-batch only, and more samples never need less as long as gradients of an earlier micro-batch lie
     beside the activations: so what one of them needs bounds the next, and one beyond the device is enough.
     """
-    needed_bytes = 0
+    needed_bytes, is_beyond = 0, False
     for plan in family:
         if plan.gradient_accumulation_steps <= plan.layout.pp:  # all micro-batches go forward before any gradient
             needed_bytes = 0
@@ -170,6 +170,9 @@ def _unbeaten(
         if staircase.beats(plan.world_size, taken_s, needed_bytes):
             continue
         needed_bytes = device_bytes(profile, plan, hardware.device)
+        if needed_bytes > hardware.device.memory and is_beyond:
+            continue
+        is_beyond = needed_bytes > hardware.device.memory
         if not staircase.beats(plan.world_size, taken_s, needed_bytes):
             yield plan, needed_bytes, taken_s
 
