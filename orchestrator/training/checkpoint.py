@@ -110,8 +110,8 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor
 
     A shared parameter appears once. What no step changes comes with the model and is not saved.
     """
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    values = {name: value for name, value in module.state_dict().items() if name in changing or name not in parameters}
+    kept = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    values = {name: value for name, value in module.state_dict().items() if name in kept}
     return {f"model.{name}": value.detach() for name, value in values.items()}
 
 
