@@ -121,7 +121,6 @@ def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str,
     for name, each in shard.items():
         if name not in values:
             values[name] = torch.empty(each.shape)
-            assert built.initialise is not None, "a module on the meta device"
             built.initialise(name, values[name])
     return {name: tensor.to(built.stored_dtype).contiguous() for name, tensor in values.items()}
 

@@ -30,10 +30,10 @@ from orchestrator.training.tokenised import dataset_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module on the meta device, and what fills its parameters by name; None where they are there already."""
+    """A module whose parameters are on the meta device, but for 4-bit ones, and what fills them by name."""
 
     module: PreTrainedModel
-    initialise: Callable[[str, Tensor], None] | None
+    initialise: Callable[[str, Tensor], None]
     stored_dtype: torch.dtype  # of the weights where they come from; fp32 for random ones
 
 
@@ -65,22 +65,23 @@ def build(run: TrainingRun) -> Built:
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if spec.lora is not None:
         _check_layout(plan)
+    noted = FirstValues()
+    stored: Callable[[str], Tensor] | None = None
     if spec.lora is not None and spec.lora.quantise_base:
         module = quantised(run, _auto_class(config))
-        return Built(module=adapt(module, spec.lora), initialise=None, stored_dtype=stored_dtype)
-    noted = FirstValues()
-    with without_memory(noted):
-        module = _auto_class(config).from_config(config, dtype=torch.float32)
-    module.tie_weights()
+    else:
+        with without_memory(noted):
+            module = _auto_class(config).from_config(config, dtype=torch.float32)
+        module.tie_weights()
+        stored = stored_weights(spec.hf, module) if isinstance(spec.hf, str) else None
+        _fill_buffers(module, stored)
     base_names = {id(parameter): name for name, parameter in module.named_parameters()}
-    stored = stored_weights(spec.hf, module) if isinstance(spec.hf, str) else None
-    _fill_buffers(module, stored)
     if spec.lora is not None:
         with without_memory(noted):
             module = adapt(module, spec.lora)
     drawn = noted.by_name(module)
     came_as = {name: base_names.get(id(parameter)) for name, parameter in module.named_parameters()}
-    if spec.lora is not None:
+    if spec.lora is not None and not spec.lora.quantise_base:
         _hold_frozen_matrices_in(plan, module)
     seed = run.training.seed
 
@@ -88,8 +89,10 @@ def build(run: TrainingRun) -> Built:
         base_name = came_as[name]
         if stored is not None and base_name is not None:
             values.copy_(stored(base_name))
-        else:
+        elif name in drawn:
             fill(values, drawn[name], seed=seed, name=name)
+        else:
+            raise SpecError("transformers does not say how to begin", path="model.hf", got=name, allowed="a folder")
 
     return Built(module=module, initialise=initialise, stored_dtype=stored_dtype if stored else torch.float32)
 

@@ -30,12 +30,14 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._filled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._seen: list[Tensor] = []  # kept, so that no id is given twice
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         target = args[0] if args else None
         if isinstance(target, Tensor) and target.is_meta and op._schema.is_mutable and not target._is_view():
             self._filled[id(target)] = (op, tuple(args[1:]))
+            self._seen.append(target)
         return out
 
     def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
