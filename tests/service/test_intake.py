@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.memory.hf_profiles import decoder_shape
 from orchestrator.service.intake import read_cluster, read_job, read_overrides
 from orchestrator.specs.errors import SpecError
 
@@ -89,6 +90,13 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused(
 def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
     profile = "profile: {parameters: 1000, activations_per_sample: 1MiB}\n"
     read_job(job_file(tmp_path, HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile))
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "llama3_8b_lora"])
+def test_the_examples_of_fine_tuning_can_be_planned_without_a_network(name: str) -> None:
+    spec = read_job(Path(__file__).parents[2] / "jobs" / "finetune" / f"{name}.yaml")
+    assert spec.model is not None
+    assert decoder_shape(spec.model, spec.data.sequence_length) is not None
 
 
 def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
