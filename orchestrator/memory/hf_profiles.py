@@ -117,7 +117,7 @@ def _adapted(
     between = sequence_length * (2 if low else 4) * lora.rank * len(sizes)
     normed = sequence_length * (2 if low and not autocast else 4) * shape.hidden_size
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
-    head_width = 4 if shape.tie_word_embeddings or not low else 2
+    head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
     return (
         replace(embedding, trained=0, frozen_bytes=4 * embedding.parameters, summed_gradients=0, factored=0),
         replace(
