@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -235,14 +236,17 @@ def _replicated(
     trains = any(parameter.requires_grad for parameter in root.parameters())
     if mesh["dp_shard"].size() == 1 or not trains:
         return root
-    return DistributedDataParallel(
-        root,
-        device_ids=[device] if device.type == "cuda" else None,
-        process_group=mesh["dp_shard"].get_group(),
-        broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
-        gradient_as_bucket_view=True,
-        init_sync=recipe.initialise is None,  # else equal on every rank already: no flat copy for a broadcast
-    )
+    with warnings.catch_warnings():
+        # Newer releases call broadcast_buffers deprecated; what they put in its place, older ones do not know.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            root,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=mesh["dp_shard"].get_group(),
+            broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
+            gradient_as_bucket_view=True,
+            init_sync=recipe.initialise is None,  # else equal on every rank already: no flat copy for a broadcast
+        )
 
 
 def _sharded(
