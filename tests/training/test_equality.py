@@ -22,7 +22,6 @@ from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
     Offload,
-    OffloadTarget,
     ParallelLayout,
     Plan,
     Precision,
@@ -110,10 +109,12 @@ def test_every_kind_of_plan_gives_the_losses_of_one_process(tmp_path: Path) -> N
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_path: Path, ranks: int) -> None:
-    emitted = [plan for precision in Precision for plan in emitted_plans(ranks, precision)]
-    assert len(emitted) == len(set(emitted)) > 20
+    emitted = emitted_plans(ranks, Precision.FP32)
+    assert len(emitted) > 80
+    emitted += one_of_each_strategy(emitted_plans(ranks, Precision.BF16))
+    emitted += one_of_each_strategy(emitted_plans(ranks, Precision.FP16))
     curves = losses(tmp_path, [ONE_PROCESS, *emitted], timeout_s=3500)
     expected = curves.pop(ONE_PROCESS)
     check(curves, expected)
@@ -199,8 +200,8 @@ def test_a_staged_training_hops_over_every_strategy_and_its_curve_stays_the_same
     assert plain != pytest.approx(expected, abs=1e-3)  # freezing is another training
 
 
-def emitted_plans(ranks: int, precision: Precision) -> Iterable[Plan]:
-    """What the planner emits for the decoder on one node of that many devices, offload to host memory included."""
+def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
+    """What the planner emits for the decoder on that many devices of one node, or of two, host offload included."""
     device = DeviceSpec(
         name="any",
         kind=DeviceKind.CUDA,
@@ -210,7 +211,6 @@ def emitted_plans(ranks: int, precision: Precision) -> Iterable[Plan]:
         memory_bandwidth="1GB/s",  # type: ignore[arg-type]
         link_bandwidth="1GB/s",  # type: ignore[arg-type]
     )
-    hardware = Hardware(device=device, devices_per_node=ranks, nodes=1, network_bandwidth=10**9)
     spec = JobSpec(
         name="matrix",
         gpus=ranks,  # type: ignore[arg-type]
@@ -220,9 +220,21 @@ def emitted_plans(ranks: int, precision: Precision) -> Iterable[Plan]:
         data=DataSpec(text=("text.txt",), sequence_length=SEQUENCE_LENGTH),
         training=TRAINING,
     )
-    for emitted in plans(spec, hardware):
-        if emitted.world_size == ranks and emitted.offload_target is OffloadTarget.CPU:
-            yield emitted
+    found: dict[Plan, None] = {}
+    for nodes in (1, 2) if ranks > 1 else (1,):
+        hardware = Hardware(device=device, devices_per_node=ranks // nodes, nodes=nodes, network_bandwidth=10**9)
+        found |= dict.fromkeys(plans(spec, hardware))
+    return list(found)
+
+
+def one_of_each_strategy(emitted: Iterable[Plan]) -> list[Plan]:
+    """Plans that differ in more than micro-batch and recomputation, each with other ones of these than the last."""
+    groups: dict[Plan, list[Plan]] = {}
+    for each in emitted:
+        share = GLOBAL_BATCH // each.layout.dp
+        micro = dataclasses.replace(each, micro_batch_size=1, gradient_accumulation_steps=share)
+        groups.setdefault(dataclasses.replace(micro, activation_checkpointing=FULL), []).append(each)
+    return [group[number % len(group)] for number, group in enumerate(groups.values())]
 
 
 def losses(
