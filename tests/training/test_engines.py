@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.model import ModelSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
@@ -160,33 +157,3 @@ def test_the_reference_learns(curves: Curves) -> None:
     """Else equal curves would say little."""
     assert len(curves.reference) == LAST_STEP
     assert curves.reference[LAST_STEP] < curves.reference[1] - 0.3
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dp", [1, 2, 4])
-def test_every_legal_plan_gives_the_losses_of_one_process_across_a_restart_from_ddp(tmp_path: Path, dp: int) -> None:
-    text = gang.ragged_text(tmp_path)
-    reference = gang.training_run(tmp_path, "reference", gang.torch_plan(), text)
-    gang.launch([_part(reference)])
-    checkpoint = JobFolder(tmp_path, "0").checkpoints / f"step-{RESUME_STEP:08d}"
-    runs = [gang.training_run(tmp_path, str(n), chosen, text) for n, chosen in enumerate(_legal_plans(dp))]
-    gang.launch([Part(run=run, start_from=checkpoint if n else None) for n, run in enumerate(runs)], timeout_s=1500)
-    expected = gang.losses(reference)
-    for run in runs:
-        found = gang.losses(run)
-        tolerance = BF16_TOLERANCE if run.plan.precision is BF16 else FP32_TOLERANCE
-        assert LAST_STEP in found
-        assert found == pytest.approx({step: expected[step] for step in found}, abs=tolerance, rel=0), run.plan
-
-
-def _legal_plans(dp: int) -> list[Plan]:
-    """Plain DDP first, then every other legal plan of our engines on `dp` ranks."""
-    found = [plan(TORCH, 0, dp=dp)]
-    for engine, stage, accumulation, offload, checkpointing, precision in itertools.product(
-        (TORCH, DEEPSPEED), range(4), (1, GLOBAL_BATCH // dp), Offload, ActivationCheckpointing, Precision
-    ):
-        fields = {"offload": offload, "activation_checkpointing": checkpointing, "precision": precision}
-        with contextlib.suppress(IllegalPlan):
-            found.append(plan(engine, stage, dp=dp, accumulation=accumulation, **fields))
-    return found
