@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages
 from orchestrator.memory.updates import state_bytes, temporaries
-from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
 
@@ -81,20 +81,25 @@ def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
 def _build(rank: Rank, plan: Plan) -> Moment:
     """Every rank has the module in fp32 before DeepSpeed cuts it: at stage 3 a layer, or all that is none, at a time.
 
-    Stages 1 and 2 then copy the whole of it into a flat tensor.
+    Stages 1 and 2 then copy what is trained of it into a flat tensor.
     """
-    count, width = rank.parameters, _width(plan)
+    profile, width = rank.held, _width(plan)
+    made, cast = profile.weight_bytes(FP32_BYTES), profile.weight_bytes(width)
     if plan.zero_stage is ZeroStage.PARAMETERS:
-        layer = max((segment.parameters for segment in rank.held.segments if segment.count > 1), default=0)
-        cut = 0 if plan.offload is Offload.PARAMETERS else width * -(-count // plan.layout.dp)
-        return ("build", (("parameters", cut), ("whole module", FP32_BYTES * max(layer, rank.end_parameters))))
-    flat = width * count if plan.zero_stage is not ZeroStage.NONE else 0
-    whole = width * count if flat else FP32_BYTES * count
-    return ("build", (("whole module", max(FP32_BYTES * count - flat, whole)), ("flat copy", flat)))
+        layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.count > 1), default=0)
+        rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if part.count == 1)
+        cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
+        return ("build", (("parameters", cut), ("whole module", max(layer, rest))))
+    flat = width * profile.trained_parameters if plan.zero_stage is not ZeroStage.NONE else 0
+    return ("build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat)))
 
 
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
-    """Gradients, buckets and gathered parameters at a point of the forward or backward pass."""
+    """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
+
+    Stage 3 gathers one tensor at a time, but a layer that is recomputed keeps all of its own until they have gone
+    backward: the recomputation saves views of them (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0).
+    """
     width, count, stage = _width(plan), profile.trained_parameters, plan.zero_stage
     shard = -(-count // plan.layout.dp)
     accumulates = plan.gradient_accumulation_steps > 1
@@ -110,9 +115,10 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         bucket = buckets.reduce if begun else 0
         copied = flushed if passage.own == passage.segment.parameters else 0
         return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))
-    gathered = min(profile.parameters, buckets.live) or min(
-        passage.segment.parameters, passage.segment.largest_parameter
-    )
+    segment = passage.segment
+    recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
+    at_once = segment.parameters if recomputed and passage.backward else segment.largest_parameter
+    gathered = min(profile.parameters, buckets.live) or min(segment.parameters, at_once)
     bucket = buckets.reduce * (2 if buckets.overlap else 1)
     return (
         ("gradients", width * (shard + own)),

@@ -84,6 +84,15 @@ def waiting_bytes(rank: Rank, plan: Plan, *, casts: bool) -> int:
     return (rank.in_flight - 1) * sum(segment.count * _kept_bytes(segment, micro, mode, casts) for segment in segments)
 
 
+def forward_bytes(rank: Rank, plan: Plan, *, casts: bool) -> int:
+    """What is kept when the forward pass comes to the last repeated part."""
+    segments, micro, mode = rank.stage.segments, plan.micro_batch_size, plan.activation_checkpointing
+    last = max(range(len(segments)), key=lambda at: segments[at].count)
+    counts = [segment.count for segment in segments[:last]] + [segments[last].count - 1]
+    kept = (_kept_bytes(segment, micro, mode, casts) for segment in segments)
+    return sum(count * each for count, each in zip(counts, kept, strict=False))
+
+
 def passages(rank: Rank, plan: Plan, *, casts: bool) -> tuple[Passage, ...]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 

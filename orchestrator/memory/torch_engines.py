@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages, waiting_bytes
+from orchestrator.memory.moments import (
+    ACTIVATIONS,
+    FP32_BYTES,
+    Causes,
+    Moment,
+    Passage,
+    Rank,
+    forward_bytes,
+    passages,
+    waiting_bytes,
+)
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 
@@ -72,6 +82,9 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         activations = (ACTIVATIONS, waiting + passage.activation_bytes)
         found.append((passage.name, (*fixed, gradients, *transients, activations)))
+    unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
+    if unit and plan.layout.pp == 1:
+        found.append(("gathering of last layer", (*fixed, *_last_gathering(rank, plan, unit, compute, shards, device))))
     found.append(("gradient reduction of the root", (*fixed, *_root_reduction(rank, plan, shards, device))))
     if device:
         step = (
@@ -86,7 +99,8 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
     When the backward pass of a unit starts, the flat buffer of the one behind it is still there, and so are a copy of
-    gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added.
+    gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added. The
+    first unit to go backward was gathered just before: gloo may still hold the flat buffer that it came in.
     """
     segment, keeps = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS
     gathered, reducing = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0
@@ -95,6 +109,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
         if not keeps:
             is_first = passage.position == segment.count - 1
             gathered += unit if is_first and not starts else 2 * unit
+            gathered += unit if passage.position == 0 and starts and gloo else 0
         if passage.position > 0:
             gathered += unit if keeps and starts else 0
             reducing = segment.trained_parameters * (2 if starts and gloo else 1)
@@ -102,6 +117,21 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
                 reducing += segment.trained_parameters * plan.dp_replicate // plan.layout.dp
     whole = compute * (passage.ends_done + passage.own) + FP32_BYTES * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
+
+
+def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int, device: int) -> Causes:
+    """The forward pass comes to the last unit: its weights leave one flat buffer, and the one before has another.
+
+    `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
+    """
+    keeps = plan.zero_stage is ZeroStage.GRADIENTS
+    gathered = (rank.parameters if keeps else rank.end_parameters + unit) + 2 * unit
+    return (
+        ("gradients", device * FP32_BYTES * -(-(rank.trained_parameters if rank.accumulates else 0) // shards)),
+        ("gathered parameters", compute * gathered),
+        (ACTIVATIONS, forward_bytes(rank, plan, casts=False)),
+    )
 
 
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:

@@ -82,13 +82,13 @@ class Row:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def job(decoder: DecoderSpec) -> JobSpec:
-    """A job of that decoder, as the matrix runs it."""
+def job(model: ModelSpec) -> JobSpec:
+    """A job of that model, as the matrix runs it."""
     return JobSpec(
         name="matrix",
         gpus=RANKS,
         global_batch_size=GLOBAL_BATCH,
-        model=ModelSpec(decoder=decoder),
+        model=model,
         data=DataSpec(text=("text.txt",), sequence_length=SEQUENCE_LENGTH),
     )
 
@@ -147,12 +147,13 @@ def _legal(said: Iterable[tuple[Engine, int, int, dict[str, int], dict[str, Any]
     return found
 
 
-def rows(decoder: DecoderSpec, tried: Sequence[Plan], folder: Path) -> list[Row]:
+def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) -> list[Row]:
     """Every plan measured, in one launch."""
-    spec = job(decoder)
+    model = ModelSpec(decoder=model) if isinstance(model, DecoderSpec) else model
+    spec = job(model)
     return [
         Row(plan=plan, predicted_bytes=_predicted(spec, plan), measured_bytes=measured)
-        for plan, measured in zip(tried, peaks(decoder, SEQUENCE_LENGTH, tried, folder), strict=True)
+        for plan, measured in zip(tried, peaks(model, SEQUENCE_LENGTH, tried, folder), strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec, model_from_json
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import TrainingRun, plan_from_json
 
@@ -26,7 +26,7 @@ UNLIMITED_BYTES = 2**50
 ROOT = Path(__file__).parents[2]
 
 
-def peaks(decoder: DecoderSpec, sequence_length: int, plans: Sequence[Plan], folder: Path) -> list[int]:
+def peaks(model: ModelSpec, sequence_length: int, plans: Sequence[Plan], folder: Path) -> list[int]:
     """Allocated peak of the worst rank of every plan; all plans have one world size and share one launch."""
     (world_size,) = {plan.world_size for plan in plans}
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def peaks(decoder: DecoderSpec, sequence_length: int, plans: Sequence[Plan], fol
     request.write_text(
         json.dumps(
             {
-                "decoder": dataclasses.asdict(decoder),
+                "model": dataclasses.asdict(model),
                 "sequence_length": sequence_length,
                 "text": str(text),
                 "plans": [dataclasses.asdict(plan) for plan in plans],
@@ -88,7 +88,7 @@ def _peak_bytes(request: dict[str, Any], plan: Plan) -> int:
     from orchestrator.training.virtual_device import VirtualDevice
 
     run = TrainingRun(
-        model=ModelSpec(decoder=DecoderSpec(**request["decoder"])),
+        model=model_from_json(request["model"]),
         data=DataSpec(text=(request["text"],), sequence_length=request["sequence_length"]),
         training=TrainingSpec(max_steps=STEPS, optimizer=plan.optimizer),
         plan=plan,
