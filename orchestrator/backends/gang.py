@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.backends.launcher import Launcher, end_tree
+from orchestrator.backends.launcher import Launcher, clear
 from orchestrator.backends.nodes import LiveNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -76,12 +76,12 @@ def remove(attempt: Attempt) -> None:
 
 
 def end_orphans(folder: AttemptFolder, node: LiveNode, pids: list[int]) -> None:
-    """SIGKILL what the dead launcher of an attempt left on a node that lives."""
+    """SIGKILL what the dead launcher of an attempt left on a node that lives, and remove the files it swapped to."""
     strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    remote: Any = ray.remote(end_tree)
+    remote: Any = ray.remote(clear)
     task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     with contextlib.suppress(RayError):  # the node went too, and its processes with it
-        ray.get(task.remote(mark(folder, node.launch.name), pids), timeout=READY_TIMEOUT_S)
+        ray.get(task.remote(mark(folder, node.launch.name), str(folder.path), pids), timeout=READY_TIMEOUT_S)
 
 
 def launcher_name(attempt: Attempt, node: str) -> str:

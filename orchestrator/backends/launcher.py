@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.specs.run import AttemptFolder
+from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
@@ -144,10 +146,12 @@ class Launcher:
             self._notice_failure()
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
-        end_tree(self._mark, [rank.process.pid for rank in self._ranks.values()])
-        with self._changed:
-            self._state = "ended"
-            self._touch()
+        try:
+            clear(self._mark, str(self._folder.path), [rank.process.pid for rank in self._ranks.values()])
+        finally:
+            with self._changed:
+                self._state = "ended"
+                self._touch()
 
     def _start_all(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
         base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
@@ -221,6 +225,18 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return hook
+
+
+def clear(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
+    """End every process that an attempt left on this node, and remove what its ranks swapped to files here."""
+    end_tree(mark, sessions)
+    path = AttemptFolder(attempt_folder).run
+    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None  # a script has none
+    if run is None or run.swap_folder is None:
+        return
+    shutil.rmtree(run.swap_folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not there, or a newer attempt swaps beside it
+        run.swap_folder.parent.rmdir()
 
 
 def end_tree(mark: str, sessions: Sequence[int] = ()) -> int:

@@ -17,6 +17,7 @@ jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step,
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -111,6 +112,18 @@ class TrainingRun:
     epoch: int
     device: str  # "cuda" or "cpu"
     nvme_folder: str | None = None  # a node's folder for offload_target=nvme
+
+    @property
+    def swap_folder(self) -> Path | None:
+        """Where the attempt's ranks swap to on each of its nodes: <nvme_folder>/<job>-<digest>/<attempt>.
+
+        The digest keeps jobs of one name apart that belong to different homes. None where the plan swaps nothing to
+        files, or no folder is known for them.
+        """
+        if self.plan.offload_target is not OffloadTarget.NVME or self.nvme_folder is None:
+            return None
+        digest = hashlib.sha256(self.job_folder.encode()).hexdigest()[:12]
+        return Path(self.nvme_folder) / f"{Path(self.job_folder).name}-{digest}" / str(self.epoch)
 
 
 def plan_from_json(data: dict[str, Any]) -> Plan:

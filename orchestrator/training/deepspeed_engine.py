@@ -265,8 +265,7 @@ class DeepSpeedEngine:
         """What the configuration says of files, if the plan offloads to them."""
         if not self._is_swapped:
             return None
-        nvme_folder = deepspeed_nvme.required_folder(run.nvme_folder)
-        folder = deepspeed_nvme.swap_folder(nvme_folder, run.job_folder, run.epoch, self._recipe.name)
+        folder = deepspeed_nvme.swap_folder(run) / (self._recipe.name or "model")
         run_elements = deepspeed_nvme.largest_run(list(self._shapes.values()), self._plan.layout.dp)
         return deepspeed_nvme.offload(self._plan, folder, run_elements, pin_memory=self._device.type == "cuda")
 

@@ -2,7 +2,7 @@
 
 Masters and moments of a sub-group lie in files between optimizer steps; parameters as well where the plan says so.
 What is below 1 MiB stays in host memory (deepspeed/runtime/swap_tensor/utils.py, MIN_AIO_BYTES). `python -m
-orchestrator.training.deepspeed_nvme` compiles what it needs: minutes, once on every node.
+orchestrator.training.deepspeed_nvme` compiles what it needs into TORCH_EXTENSIONS_DIR: minutes, once per home.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import math
+import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,52 +24,62 @@ from torch.utils import cpp_extension
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Offload, Plan
+from orchestrator.specs.run import TrainingRun
 
 MASTER = "master"
 OPERATIONS = ("pin_memory", "async_io")
 BUFFERS = 4  # of a sub-group's size: master, gradient, two moments
-COMPILE = "python -m orchestrator.training.deepspeed_nvme"
+MODULE = "orchestrator.training.deepspeed_nvme"
 
 Held = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and those of its moments, by name
 
 
-def nvme_problem() -> str | None:
-    """Why DeepSpeed cannot offload to files on this machine, and what to do; None where it can."""
+def nvme_problem(extensions: Path) -> str | None:
+    """Why DeepSpeed cannot offload to files with what `extensions` holds, and what to do; None where it can.
+
+    `extensions` is what TORCH_EXTENSIONS_DIR says where a training runs: <home>/torch_extensions under the service.
+    """
     from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if installed_ops.get("async_io", False):  # compiled when deepspeed itself was
         return None
-    if shutil.which("ninja") is None or shutil.which("c++") is None:
-        return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        return "DeepSpeed's async_io needs libaio: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"
+    problem = _missing_tools()
+    if problem:
+        return problem
     for operation in OPERATIONS:
-        folder = Path(cpp_extension._get_build_directory(operation, verbose=False))  # private
+        folder = extensions / operation
         if not (folder / f"{operation}.so").is_file():
             lock = folder / "lock"
             first = f"remove {lock}, which a killed compiler left, and " if lock.exists() else ""
-            return f"DeepSpeed's {operation} is not compiled: {first}run `{COMPILE}` once on this node"
+            command = f"TORCH_EXTENSIONS_DIR={shlex.quote(str(extensions))} {shlex.quote(sys.executable)} -m {MODULE}"
+            return f"DeepSpeed's {operation} is not compiled: {first}run `{command}` (minutes, once)"
     return None
 
 
-def required_folder(nvme_folder: str | None) -> Path:
-    """The node's folder. Raises SpecError where it names none or DeepSpeed cannot offload to files."""
-    if nvme_folder is None:
+def extensions_folder() -> Path:
+    """Where this process keeps compiled extensions."""
+    return Path(cpp_extension._get_build_directory(OPERATIONS[0], verbose=False)).parent  # private
+
+
+def swap_folder(run: TrainingRun) -> Path:
+    """Where this attempt swaps to; what older attempts of the job left there, on a node that died, is removed.
+
+    Raises SpecError where the node has no such folder or DeepSpeed cannot offload to files.
+    """
+    folder = run.swap_folder
+    if folder is None:
         raise SpecError("offload to NVMe needs a folder", path="nvme_folder", hint="name it on the cluster's devices")
-    problem = nvme_problem()
+    if not os.access(folder.parents[1], os.W_OK | os.X_OK):  # made here it would fill the disk below the mount point
+        raise SpecError(
+            "offload to NVMe needs a folder that can be written to", path="nvme_folder", got=str(run.nvme_folder)
+        )
+    problem = nvme_problem(extensions_folder())
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
-    return Path(nvme_folder)
-
-
-def swap_folder(nvme_folder: Path, job_folder: str, epoch: int, recipe: str) -> Path:
-    """Where this attempt swaps to; files of older attempts of the job are removed."""
-    job = nvme_folder / Path(job_folder).name
-    for old in job.iterdir() if job.is_dir() else ():
-        if old.name.isdigit() and int(old.name) < epoch:
+    for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if old.name.isdigit() and int(old.name) < run.epoch:
             shutil.rmtree(old, ignore_errors=True)
-    return job / str(epoch) / (recipe or "model")
+    return folder
 
 
 def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:
@@ -126,9 +138,32 @@ def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
     return max(math.ceil(shape.numel() / ranks) for shape in shapes)
 
 
+def _missing_tools() -> str | None:
+    """What this machine lacks to compile and load DeepSpeed's asynchronous reads and writes; None: nothing."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:
+        return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
+    if torch.version.cuda and cpp_extension.CUDA_HOME is None:  # deepspeed/ops/op_builder/async_io.py
+        return "DeepSpeed's async_io is compiled with headers of CUDA: install its toolkit, or say CUDA_HOME"
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        return "DeepSpeed's async_io needs libaio: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"
+    return None
+
+
+def _path() -> str:
+    """Where tools are looked for: ninja is one of this environment, which need not be activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def _compile() -> int:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    os.environ["PATH"] = _path()
+    problem = _missing_tools()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 1
     AsyncIOBuilder().load()
     print(f"async_io of deepspeed {importlib.metadata.version('deepspeed')} is ready")
     return 0

@@ -14,8 +14,10 @@ import pytest
 
 from orchestrator.backends import gang, ray_cluster
 from orchestrator.backends import launcher as module
-from orchestrator.backends.launcher import Launcher, end_tree, free_port, oom_kills, read_epoch, write_durably
-from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.backends.launcher import Launcher, clear, end_tree, free_port, oom_kills, read_epoch, write_durably
+from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
+from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, write_json
 from tests.backends.ray_jobs import PROGRAM, alive, said, until
 
 
@@ -199,6 +201,50 @@ def test_end_tree_ends_the_marked_only(tmp_path: Path) -> None:
     assert other.poll() is None
     other.kill()
     other.wait(10)
+
+
+def swapped(folder: AttemptFolder, nvme: Path) -> Path:
+    """A file that the attempt of `folder` has swapped to below `nvme`, as a DeepSpeed engine writes it."""
+    plan = Plan(
+        engine=Engine.DEEPSPEED,
+        zero_stage=ZeroStage.PARAMETERS,
+        offload=Offload.PARAMETERS,
+        offload_target=OffloadTarget.NVME,
+        micro_batch_size=1,
+    )
+    run = TrainingRun(
+        model=ModelSpec(),
+        data=DataSpec(),
+        training=TrainingSpec(),
+        plan=plan,
+        job_folder=str(folder.path.parents[1]),
+        attempt_folder=str(folder.path),
+        epoch=int(folder.path.name),
+        device="cuda",
+        nvme_folder=str(nvme),
+    )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    write_json(folder.run, run)
+    assert run.swap_folder is not None
+    file = run.swap_folder / "model" / "zero_stage_3" / "float32params" / "rank0" / "0.swp"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    return file
+
+
+def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    first, second, other_home = (
+        JobFolder(tmp_path / home, "fits-1").attempt(number) for home, number in (("a", 1), ("a", 2), ("b", 1))
+    )
+    mine, newer, foreign = (swapped(folder, tmp_path / "nvme") for folder in (first, second, other_home))
+    launcher = launcher_of(first)
+    launcher.start(ranks_of("wait", "wait"), "/")
+    os.kill(launcher.status()["pids"][0], signal.SIGKILL)
+    ended(launcher)
+    assert (mine.exists(), newer.exists(), foreign.exists()) == (False, True, True)
+    clear("nobody", str(second.path))  # as a node that lives is told when the launcher is gone
+    clear("nobody", str(second.path))
+    assert [path.name for path in (tmp_path / "nvme").iterdir()] == [foreign.relative_to(tmp_path / "nvme").parts[0]]
 
 
 def test_ports_are_below_the_ephemeral_range_and_differ() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,6 +88,9 @@ def _of(optimizer: Optimizer, training: TrainingSpec = WARM_UP) -> TrainingSpec:
     return dataclasses.replace(training, optimizer=optimizer)
 
 
+# Below 1 MiB nothing is swapped.
+LARGE = ModelSpec(decoder=dataclasses.replace(gang.DECODER, hidden_size=512, intermediate_size=1024))
+FILES = {"offload_target": OffloadTarget.NVME}
 BF16, FP16 = {"precision": Precision.BF16}, {"precision": Precision.FP16}
 ON_HOST = {"offload": Offload.OPTIMIZER}
 ALL_ON_HOST = {"offload": Offload.PARAMETERS}
@@ -275,30 +279,74 @@ def _with_scale(home: Path, scale: float) -> Path:
     return new
 
 
-def test_offload_to_files_wants_a_folder_and_says_so() -> None:
-    with pytest.raises(SpecError, match="needs a folder"):
-        deepspeed_nvme.required_folder(None)
+def _in_files(home: Path, job: str, **changes: Any) -> TrainingRun:
+    case = Case(engine=DEEPSPEED, stage=3, fields=ALL_ON_HOST | FILES)
+    return gang.training_run(home, job, case.plan, (), **{"nvme_folder": str(home / "nvme"), **changes})
+
+
+def test_offload_to_files_wants_a_folder_that_exists_and_says_so(tmp_path: Path) -> None:
+    for folder, said in ((None, "needs a folder"), (str(tmp_path / "nvme"), "can be written to")):
+        with pytest.raises(SpecError, match=said):
+            deepspeed_nvme.swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
+
+
+def test_what_is_missing_for_offload_to_files_is_said_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    said = deepspeed_nvme.nvme_problem(tmp_path)
+    assert said is not None
+    if "is not compiled" not in said:
+        pytest.skip(said)
+    assert f"TORCH_EXTENSIONS_DIR={tmp_path} {sys.executable} -m {deepspeed_nvme.__name__}" in said
 
 
 def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:
-    for epoch in ("1", "3"):
-        (tmp_path / "a" / epoch / "model").mkdir(parents=True)
-    assert deepspeed_nvme.swap_folder(tmp_path, "jobs/a", 2, "") == tmp_path / "a" / "2" / "model"
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["3"]
+    (tmp_path / "nvme").mkdir()
+    run = _in_files(tmp_path, "a", epoch=2)
+    assert run.swap_folder is not None
+    job = run.swap_folder.parent
+    for name in ("1", "3"):
+        (job / name / "model").mkdir(parents=True)
+    _skip_without_files()
+    assert deepspeed_nvme.swap_folder(run) == job / "2"
+    assert [path.name for path in job.iterdir()] == ["3"]
+
+
+def _skip_without_files() -> None:
+    problem = deepspeed_nvme.nvme_problem(deepspeed_nvme.extensions_folder())
+    if problem:
+        pytest.skip(problem)
+
+
+def test_files_change_nothing_of_a_training(tmp_path: Path) -> None:
+    """Off the fp32 curve by its precision alone, a plan that swaps to files trains as the same plan in memory."""
+    _skip_without_files()
+    (tmp_path / "nvme").mkdir()
+    text = gang.ragged_text(tmp_path)
+    short = dataclasses.replace(WARM_UP, max_steps=4, learning_rate=1e-3)
+    runs = {
+        (number, where): _legs(
+            tmp_path,
+            text,
+            f"{number} {where}",
+            Case(engine=DEEPSPEED, stage=3, training=short, model=LARGE, fields=precision | offload | target),
+        )
+        for number, (precision, offload) in enumerate(itertools.product(({}, BF16), (ON_HOST, ALL_ON_HOST)))
+        for where, target in (("memory", {}), ("files", FILES))
+    }
+    gang.launch([Part(run=run) for legs in runs.values() for run in legs])
+    for number in range(4):
+        files, memory = (_curve(runs[number, where]) for where in ("files", "memory"))
+        assert len(files) == short.max_steps
+        assert files == pytest.approx(memory, abs=1e-6, rel=0)
 
 
 def test_a_training_hops_from_ddp_to_files_and_back(tmp_path: Path) -> None:
-    problem = deepspeed_nvme.nvme_problem()
-    if problem:
-        pytest.skip(problem)
+    _skip_without_files()
+    (tmp_path / "nvme").mkdir()
     text = gang.ragged_text(tmp_path)
-    large = dataclasses.replace(gang.DECODER, hidden_size=512, intermediate_size=1024)  # below 1 MiB nothing is swapped
-    model = ModelSpec(decoder=large)
-    files = {"offload_target": OffloadTarget.NVME}
     short = dataclasses.replace(STAGED, learning_rate=1e-4)
-    ddp = Case(engine=TORCH, stage=0, training=short, model=model)
+    ddp = Case(engine=TORCH, stage=0, training=short, model=LARGE)
     cases = [
-        Case(engine=DEEPSPEED, stage=3, training=short, model=model, fields=fields | files)
+        Case(engine=DEEPSPEED, stage=3, training=short, model=LARGE, fields=fields | FILES)
         for fields in (ON_HOST, ALL_ON_HOST)
     ]
     reference = _legs(tmp_path, text, "ddp", ddp)
