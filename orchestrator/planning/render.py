@@ -8,7 +8,7 @@ from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.specs.job import JobSpec, Knob
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, OffloadTarget, Plan, Precision, ZeroStage
 
-SWITCHED_ON = (ActivationCheckpointing.FULL.value, Precision.BF16.value)  # what a bare switch of a script turns on
+SWITCHED_OFF = (ActivationCheckpointing.NONE.value, Precision.FP32.value)  # where a script's bare switch is absent
 
 # As our engines scale (training/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
@@ -79,6 +79,6 @@ def script_command(
             arguments += [knob.flag, word]
         elif knob.env is not None:
             env[knob.env] = word
-        elif knob.switch is not None and value in SWITCHED_ON:
+        elif knob.switch is not None and value not in SWITCHED_OFF:
             arguments.append(knob.switch)
     return tuple(arguments), env

@@ -104,6 +104,8 @@ class Knob(Noun):
     def _one_way(self) -> Knob:
         if sum(way is not None for way in (self.flag, self.switch, self.env)) != 1:
             raise ValueError("a knob is taken in exactly one way: flag, switch or env")
+        if self.switch is not None and self.values:
+            raise ValueError("a switch is there or not: it takes no `values`; use `flag` or `env`")
         return self
 
 
@@ -118,6 +120,13 @@ class Knobs(Noun):
     deepspeed_config: Knob | None = None
     resume_from: Knob | None = None
     output_dir: Knob | None = None
+
+    @model_validator(mode="after")
+    def _switches_say_yes_or_no(self) -> Knobs:
+        for name, knob in self:
+            if knob is not None and knob.switch is not None and name not in ("activation_checkpointing", "precision"):
+                raise ValueError(f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`")
+        return self
 
 
 class DeclaredProfile(Noun):

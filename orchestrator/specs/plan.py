@@ -130,6 +130,8 @@ class Plan:
             reason = self._why_illegal_for_torch()
         if reason is None and self.engine is Engine.DEEPSPEED:
             reason = self._why_illegal_for_deepspeed()
+        if reason is None and self.engine is Engine.SCRIPT:
+            reason = self._why_illegal_for_script()
         return reason
 
     def _why_layout_is_illegal(self) -> str | None:
@@ -183,6 +185,15 @@ class Plan:
             return "optimizer=adafactor factors whole matrices; DeepSpeed's stages 1 to 3 hold flat pieces of them"
         if self.optimizer is Optimizer.ADAMW_8BIT:
             return "optimizer=adamw_8bit quantises whole tensors: engine=torch with zero_stage=0 and tp=1"
+        return None
+
+    def _why_illegal_for_script(self) -> str | None:
+        if self.layout.tp > 1 or self.layout.pp > 1:
+            return "engine=script runs data parallel only (tp=pp=1): nothing tells a script how to cut its model"
+        if self.offload_target is OffloadTarget.NVME:
+            return "engine=script offloads to host memory only: nobody removes what a script leaves in files"
+        if self.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT) and self.zero_stage is not ZeroStage.NONE:
+            return f"optimizer={self.optimizer} works on whole tensors; a script's ZeRO stages hold flat pieces of them"
         return None
 
     @property

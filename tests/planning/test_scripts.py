@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from orchestrator.memory.profiles import profile_of
@@ -10,13 +12,14 @@ from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
 from orchestrator.planning.render import deepspeed_config, script_command
 from orchestrator.planning.search import Hardware, frontier, plans
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import IllegalPlan, SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
     Offload,
+    OffloadTarget,
     ParallelLayout,
     Plan,
     Precision,
@@ -128,6 +131,67 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
     arguments, _ = script_command(script(), plan, output_dir="o", resume_from="c", deepspeed_config_path=None)
     assert "--checkpoint" not in arguments
     assert arguments[-4:] == ("--resume", "c", "--out", "o")
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_a_switch_says_every_precision_but_fp32(precision: Precision) -> None:
+    spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
+    for one in plans(spec, machine()):
+        arguments, _ = script_command(spec, one, output_dir="o", resume_from=None, deepspeed_config_path=None)
+        assert one.precision is precision
+        assert ("--mixed" in arguments) is (precision is not Precision.FP32)
+
+
+@pytest.mark.parametrize(
+    ("knob", "said"),
+    [
+        ({"switch": "--checkpoint"}, {"none", "full"}),
+        ({"flag": "--recompute"}, {"none", "full"}),
+        ({"flag": "--recompute", "values": {"selective": "some"}}, {"none", "selective", "full"}),
+    ],
+)
+def test_a_script_recomputes_selectively_only_where_its_knob_has_a_word_for_it(
+    knob: dict[str, object], said: set[str]
+) -> None:
+    spec = script(knobs=KNOBS | {"activation_checkpointing": knob})
+    assert {one.activation_checkpointing.value for one in plans(spec, machine())} == said
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"activation_checkpointing": {"switch": "-c", "values": {"selective": "s"}}},
+        {"micro_batch_size": {"switch": "-b"}},
+    ],
+)
+def test_a_switch_that_would_have_to_say_more_than_yes_or_no_is_refused(knobs: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="switch"):
+        script(knobs=knobs)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
+def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensors(optimizer: str) -> None:
+    knobs = KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}
+    found = list(plans(script(knobs=knobs, training={"optimizer": optimizer}), machine(DeviceKind.CUDA)))
+    assert {one.zero_stage for one in found} == {ZeroStage.NONE}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layout": ParallelLayout(tp=2)},
+        {"layout": ParallelLayout(pp=2), "gradient_accumulation_steps": 2},
+        {
+            "zero_stage": ZeroStage.PARAMETERS,
+            "offload": Offload.PARAMETERS,
+            "offload_target": OffloadTarget.NVME,
+        },
+    ],
+    ids=["tp", "pp", "nvme"],
+)
+def test_what_no_script_can_be_told_is_no_plan(fields: dict[str, Any]) -> None:
+    with pytest.raises(IllegalPlan, match="script"):
+        Plan(engine=Engine.SCRIPT, micro_batch_size=1, **fields)
 
 
 def test_a_deepspeed_file_says_clipping_and_the_three_batch_sizes() -> None:
