@@ -23,6 +23,7 @@ from orchestrator.specs.plan import (
     Degradation,
     Engine,
     Offload,
+    OffloadTarget,
     ParallelLayout,
     Plan,
     Precision,
@@ -37,8 +38,11 @@ SETTINGS = (
     "dp",
     "tp",
     "pp",
+    "dp_replicate",
+    "pipeline_stages_per_rank",
     "zero_stage",
     "offload",
+    "offload_target",
     "micro_batch_size",
     "gradient_accumulation_steps",
     "activation_checkpointing",
@@ -192,28 +196,39 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
     layout = ParallelLayout(dp=_number(said, "dp", spec.gpus.min), tp=_number(said, "tp", 1), pp=_number(said, "pp", 1))
     zero_stage = _zero_stage(said)
     offload = _choice(said, "offload", Offload, Offload.NONE)
+    target = _choice(said, "offload_target", OffloadTarget, OffloadTarget.CPU)
+    copies = _number(said, "dp_replicate", 1)
     micro_batch_size = _number(said, "micro_batch_size", 1)
     length = spec.data.sequence_length if spec.model is not None else None
     return Plan(
-        engine=_choice(said, "engine", Engine, _default_engine(spec, zero_stage, offload)),
+        engine=_choice(said, "engine", Engine, _default_engine(spec, layout, zero_stage, offload, target, copies)),
         layout=layout,
+        dp_replicate=copies,
+        pipeline_stages_per_rank=_number(said, "pipeline_stages_per_rank", 1),
         zero_stage=zero_stage,
         offload=offload,
+        offload_target=target,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=_accumulation(spec, said, micro_batch_size, layout.dp),
         activation_checkpointing=_choice(
             said, "activation_checkpointing", ActivationCheckpointing, ActivationCheckpointing.NONE
         ),
         precision=_choice(said, "precision", Precision, spec.precision),
+        optimizer=spec.training.optimizer,
         sequence_length=_number(said, "sequence_length", 1) if "sequence_length" in said else length,
     )
 
 
-def _default_engine(spec: JobSpec, zero_stage: ZeroStage, offload: Offload) -> Engine:
+def _default_engine(
+    spec: JobSpec, layout: ParallelLayout, zero_stage: ZeroStage, offload: Offload, target: OffloadTarget, copies: int
+) -> Engine:
+    """DeepSpeed for what only it can do, and for stage 2 where both can."""
     if spec.is_script:
         return Engine.SCRIPT
-    deepspeed_only = zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS) or offload is Offload.OPTIMIZER
-    return Engine.DEEPSPEED if deepspeed_only else Engine.TORCH
+    torch_only = layout.tp > 1 or layout.pp > 1 or copies > 1
+    deepspeed_only = zero_stage is ZeroStage.OPTIMIZER or offload is Offload.OPTIMIZER or target is OffloadTarget.NVME
+    either = zero_stage is ZeroStage.GRADIENTS and not torch_only
+    return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
 
 
 def _accumulation(spec: JobSpec, said: dict[str, str], micro_batch_size: int, dp: int) -> int:
