@@ -128,7 +128,7 @@ REFUSED = {
     "missing file": (["submit", "nothing.yaml"], ["nothing.yaml: the file does not exist"]),
     "bad override": (["submit", "lm.yaml", "--set", "training.max_step=3"], ["training.max_step", "max_steps"]),
     "bad cluster": (["up", "--cluster", "lm.yaml"], ["lm.yaml", "nodes", "required"]),
-    "illegal plan": (["estimate", "lm.yaml", "--set", "zero_stage=2", "--set", "engine=torch"], ["FSDP2"]),
+    "illegal plan": (["estimate", "lm.yaml", "--set", "zero_stage=1", "--set", "engine=torch"], ["FSDP2"]),
     "indivisible batch": (["estimate", "lm.yaml", "--set", "dp=2", "--set", "micro_batch=3"], ["divisor of"]),
     "other global batch": (
         ["estimate", "lm.yaml", "--set", "gradient_accumulation_steps=3"],
@@ -236,6 +236,24 @@ def test_doctor_answers_without_a_service_and_without_a_gpu(desk: Desk) -> None:
     assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(found)
     assert answer.code == any(finding["verdict"] == "bad" for finding in found.values())
     assert all(finding["to_do"] for finding in found.values() if finding["verdict"] != "ok")
+
+
+@pytest.mark.parametrize("folder", ["", "missing", None])
+def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(desk: Desk, folder: str | None) -> None:
+    device: dict[str, object] = {"name": "d", "memory": "1GiB", "bf16_tflops": 1, "fp32_tflops": 1}
+    device |= {"memory_bandwidth": "1GB/s", "link_bandwidth": "1GB/s"}
+    device |= {} if folder is None else {"nvme_folder": str(desk.folder / folder)}
+    cluster = {"name": "c", "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}]}
+    lifecycle.prepare(desk.home)
+    (desk.home / "cluster.yaml").write_text(json.dumps(cluster))
+    found = [one for one in desk.ask("doctor", "--json").data["findings"] if one["subject"] == "nvme"]
+    text = " ".join(one["found"] + one["to_do"] for one in found)
+    if folder is None:
+        assert found == []
+    elif folder == "missing":
+        assert f"{desk.folder / folder} cannot be written to" in text
+    else:  # the folder is there: tools are missing, or what has to be compiled, into the home's own extensions
+        assert "install" in text or f"TORCH_EXTENSIONS_DIR={desk.home / 'torch_extensions'} {sys.executable}" in text
 
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.client import is_up
+from orchestrator.service.intake import read_cluster
 from orchestrator.specs.units import format_bytes
 
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -43,7 +45,7 @@ class Finding:
 
 def findings(home: Path) -> list[Finding]:
     """Every check in order; a check that fails in a way nobody foresaw is itself a bad finding."""
-    checks: list[tuple[str, Callable[[], Finding]]] = [
+    checks: list[tuple[str, Callable[[], Finding | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
         ("deepspeed", lambda: _package("deepspeed", "it runs ZeRO stages 1 and 2, and offload")),
@@ -52,13 +54,14 @@ def findings(home: Path) -> list[Finding]:
         ("nvml", _nvml),
         ("cuda", _cuda),
         ("compiler", _compiler),
+        ("nvme", lambda: _nvme(home)),
         ("host memory", _host_memory),
         ("shm", lambda: _space("shm", Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
         ("disk", lambda: _space("disk", home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
         ("home", lambda: _home(home)),
         ("service", lambda: _service(home)),
     ]
-    return [_checked(subject, check) for subject, check in checks]
+    return [finding for subject, check in checks if (finding := _checked(subject, check))]
 
 
 def findings_table(found: list[Finding]) -> Table:
@@ -71,7 +74,7 @@ def findings_table(found: list[Finding]) -> Table:
     return table
 
 
-def _checked(subject: str, check: Callable[[], Finding]) -> Finding:
+def _checked(subject: str, check: Callable[[], Finding | None]) -> Finding | None:
     try:
         return check()
     except Exception as error:  # a doctor reports what he could not examine
@@ -128,6 +131,28 @@ def _compiler() -> Finding:
         return Finding(subject="compiler", verdict=OK, found=found)
     to_do = "apt install g++ ninja-build: DeepSpeed builds its CPU optimizer with them, for plans with offload"
     return Finding(subject="compiler", verdict=WARN, found=found, to_do=to_do)
+
+
+def _nvme(home: Path) -> Finding | None:
+    """Whether plans can offload to files; None where no device of this home's cluster names a folder for them."""
+    kept = home / "cluster.yaml"
+    devices = [node.device for node in read_cluster(kept).nodes] if kept.exists() else []
+    folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
+    if not folders:
+        return None
+    closed = [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]
+    if closed:
+        found = f"{', '.join(closed)} cannot be written to here"
+        to_do = "make it on every node whose device names it as nvme_folder: plans may offload to it"
+        return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
+        from orchestrator.training.deepspeed_nvme import nvme_problem
+
+        problem = nvme_problem(home / "torch_extensions")
+    if problem:
+        found, _, to_do = problem.partition(": ")
+        return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
+    return Finding(subject="nvme", verdict=OK, found=f"{', '.join(folders)}, and what DeepSpeed needs for it")
 
 
 def _host_memory() -> Finding:
