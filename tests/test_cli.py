@@ -128,7 +128,10 @@ REFUSED = {
     "missing file": (["submit", "nothing.yaml"], ["nothing.yaml: the file does not exist"]),
     "bad override": (["submit", "lm.yaml", "--set", "training.max_step=3"], ["training.max_step", "max_steps"]),
     "bad cluster": (["up", "--cluster", "lm.yaml"], ["lm.yaml", "nodes", "required"]),
-    "illegal plan": (["estimate", "lm.yaml", "--set", "zero_stage=1", "--set", "engine=torch"], ["FSDP2"]),
+    "illegal plan": (
+        ["estimate", "lm.yaml", "--set", "zero_stage=1", "--set", "engine=torch"],
+        ["FSDP2", "stage 1 is DeepSpeed"],
+    ),
     "indivisible batch": (["estimate", "lm.yaml", "--set", "dp=2", "--set", "micro_batch=3"], ["divisor of"]),
     "other global batch": (
         ["estimate", "lm.yaml", "--set", "gradient_accumulation_steps=3"],

@@ -82,14 +82,16 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
     assert low.weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
 
 
-def saved_bytes_per_token(config: dict[str, Any], lora: LoraSpec | None, *, autocast: bool) -> float:
+def saved_bytes_per_token(config: dict[str, Any], lora: LoraSpec | None, precision: str) -> float:
     """What a layer keeps for its backward pass, as the slope over the tokens of a sample."""
     made = model(config, real=True)
     layer = (adapt(made, lora) if lora else made).model.layers[0]
+    dtype, autocast = torch.bfloat16 if precision == "cast" else torch.float32, precision == "autocast"
+    layer.to(dtype)
     live = []
     for length in LENGTHS:
         with VirtualDevice(2**40) as device:
-            hidden = torch.randn(1, length, config["hidden_size"], requires_grad=True) * 1.0
+            hidden = torch.randn(1, length, config["hidden_size"], requires_grad=True, dtype=dtype) * 1.0
             tables = made.model.rotary_emb(hidden, torch.arange(length)[None])
             before = device.live_bytes
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -100,13 +102,13 @@ def saved_bytes_per_token(config: dict[str, Any], lora: LoraSpec | None, *, auto
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["whole", "adapters"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "cast"])
 @pytest.mark.parametrize("family", DEFAULTS)
-def test_a_layer_saves_what_the_closed_form_says(family: str, autocast: bool, lora: LoraSpec | None) -> None:
+def test_a_layer_saves_what_the_closed_form_says(family: str, precision: str, lora: LoraSpec | None) -> None:
     config = {**CONFIGS[family], "head_dim": 16}
-    precision = Precision.BF16 if autocast else Precision.FP32
-    layer = profile(config, lora, precision=precision, autocast=autocast).segments[1]
-    measured = saved_bytes_per_token(config, lora, autocast=autocast)
+    arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
+    layer = profile(config, lora, precision=arithmetic, autocast=precision == "autocast").segments[1]
+    measured = saved_bytes_per_token(config, lora, precision)
     assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=0.05)
 
 

@@ -9,13 +9,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Plan
-from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, training_run_from_json, write_json
+from orchestrator.specs.run import (
+    AttemptFolder,
+    JobFolder,
+    TrainingRun,
+    training_run_from_json,
+    write_json,
+)
 
 GLOBAL_BATCH = 8
 SEQUENCE_LENGTH = 32
@@ -30,6 +37,7 @@ DECODER = DecoderSpec(
 TRAINING = TrainingSpec(max_steps=8, learning_rate=3e-3, clip_norm=0.5, checkpoint_every_steps=4, keep_checkpoints=9)
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LAUNCH_TIMEOUT_S = 240
+MAIN = "main"  # in place of runs: the real entry
 
 
 def ragged_text(folder: Path) -> tuple[str, ...]:
@@ -83,9 +91,9 @@ def launch(parts: list[Part], timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
 
 
 def spawn(run: TrainingRun) -> list[subprocess.Popen[bytes]]:
-    """The real entry, `orchestrator.training.main`, on every rank."""
+    """`orchestrator.training.main` on every rank, which leaves as under the guard: gloo may abort on its way out."""
     path = str(AttemptFolder(run.attempt_folder).run)
-    return start_ranks(["-m", "orchestrator.training.main", path], run.plan.world_size)
+    return start_ranks(["-m", "tests.training.gang", MAIN, path], run.plan.world_size)
 
 
 def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[bytes]]:
@@ -155,5 +163,18 @@ def _work(words: list[str]) -> None:
     os._exit(0)  # gloo may abort on its way out
 
 
+def _main(path: str) -> None:
+    """One rank of `spawn`."""
+    from orchestrator.training import main
+
+    try:
+        code = main.main([path])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    _work(sys.argv[1:])
+    _main(sys.argv[2]) if sys.argv[1] == MAIN else _work(sys.argv[1:])

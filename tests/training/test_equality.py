@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from orchestrator.planning.search import Hardware, plans
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, Freeze, ModelSpec, Schedule, TrainingSpec
+from orchestrator.specs.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, Schedule, TrainingSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -28,8 +28,8 @@ from orchestrator.specs.plan import (
     ZeroStage,
     in_short,
 )
-from orchestrator.specs.run import TrainingRun
-from tests.training import gang
+from orchestrator.specs.run import AttemptFolder, TrainingRun, write_json
+from tests.training import gang, tiny_hf
 from tests.training.gang import Part
 
 GLOBAL_BATCH = 8
@@ -200,6 +200,23 @@ def test_a_staged_training_hops_over_every_strategy_and_its_curve_stays_the_same
     assert plain != pytest.approx(expected, abs=1e-3)  # freezing is another training
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_adapters_hop_over_every_strategy_that_takes_them_and_their_curve_stays_the_same(tmp_path: Path) -> None:
+    folder = tiny_hf.folder(tmp_path, "llama")
+    lora = ModelSpec(hf=str(folder), lora=LoraSpec(rank=4, alpha=8.0))
+
+    def model(run: TrainingRun, seed: int) -> ModelSpec:
+        config = {"run": dataclasses.asdict(dataclasses.replace(run, model=lora)), "seed": seed}
+        return ModelSpec(factory=f"{Path(__file__).with_name('seeded_lora.py')}:build", config=config)
+
+    legs = [leg for leg in CHAIN if leg.layout.tp == leg.layout.pp == 1]
+    assert len(legs) >= 12
+    chain, expected = hop(tmp_path, legs, dataclasses.replace(HOPPING, learning_rate=3e-2), model)
+    assert expected[len(legs)] < expected[1] - 0.1  # they learn
+    assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
+
+
 def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
     """What the planner emits for the decoder on that many devices of one node, or of two, host offload included."""
     device = DeviceSpec(
@@ -248,22 +265,29 @@ def losses(
     return {each: gang.losses(run) for each, run in runs.items()}
 
 
-def hop(home: Path, legs: Sequence[Plan], training: TrainingSpec) -> tuple[dict[int, float], dict[int, float]]:
+def hop(
+    home: Path,
+    legs: Sequence[Plan],
+    training: TrainingSpec,
+    model: Callable[[TrainingRun, int], ModelSpec] | None = None,
+) -> tuple[dict[int, float], dict[int, float]]:
     """Loss by step of one training whose legs, a step each, begin with other weights and load the last checkpoint.
 
     The last leg runs on to the end. Beside it, the losses of one uninterrupted process. The schedule must not depend
-    on where a leg ends.
+    on where a leg ends. `model(run, seed)` is our decoder where it is not given.
     """
     assert training.schedule is Schedule.CONSTANT
     home.mkdir(exist_ok=True)
     text = gang.ragged_text(home)
     last = max(training.max_steps, len(legs))
     stops = [*range(1, len(legs)), last]
-    runs = [
-        _run(home, "chain", leg, text, training=dataclasses.replace(training, max_steps=stop), seed=number)
-        for number, (leg, stop) in enumerate(zip(legs, stops, strict=True))
-    ]
-    reference = _run(home, "reference", ONE_PROCESS, text, training=dataclasses.replace(training, max_steps=last))
+
+    def run(job: str, leg: Plan, stop: int, seed: int) -> TrainingRun:
+        settings = dataclasses.replace(training, max_steps=stop)
+        return _run(home, job, leg, text, training=settings, seed=seed, model=model)
+
+    runs = [run("chain", leg, stop, seed) for seed, (leg, stop) in enumerate(zip(legs, stops, strict=True))]
+    reference = run("reference", ONE_PROCESS, last, 0)
     for _, together in itertools.groupby([reference, *runs], key=lambda run: run.plan.world_size):
         gang.launch([Part(run=run) for run in together])
     return {step: loss for run in runs for step, loss in gang.losses(run).items()}, gang.losses(reference)
@@ -289,12 +313,16 @@ def _run(
     decoder: DecoderSpec = DECODER,
     training: TrainingSpec = TRAINING,
     seed: int = 0,
+    model: Callable[[TrainingRun, int], ModelSpec] | None = None,
 ) -> TrainingRun:
+    run = gang.training_run(home, job, chosen, text, training=training)
     config = {
         "decoder": dataclasses.asdict(decoder),
         "text": text,
         "sequence_length": SEQUENCE_LENGTH,
         "seed": seed,
     }
-    model = ModelSpec(factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config)
-    return gang.training_run(home, job, chosen, text, model=model, training=training)
+    ours = ModelSpec(factory=f"{Path(__file__).with_name('seeded_decoder.py')}:build", config=config)
+    run = dataclasses.replace(run, model=model(run, seed) if model else ours)
+    write_json(AttemptFolder(run.attempt_folder).run, run)
+    return run

@@ -1,0 +1,16 @@
+"""Adapters beside a transformers model from a factory: their first values follow from a seed of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from orchestrator.specs.run import training_run_from_json
+from orchestrator.training.hf_model import hf_recipe
+from orchestrator.training.recipe import Recipe
+
+
+def build(config: dict[str, Any]) -> Recipe:
+    """The recipe of the run in `config`, made with another seed."""
+    run = training_run_from_json(config["run"])
+    return hf_recipe(dataclasses.replace(run, training=dataclasses.replace(run.training, seed=config["seed"])))
