@@ -76,10 +76,15 @@ def swap_folder(run: TrainingRun) -> Path:
     problem = nvme_problem(extensions_folder())
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
-    for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
-        if old.name.isdigit() and int(old.name) < run.epoch:
-            shutil.rmtree(old, ignore_errors=True)
+    remove_older(folder)
     return folder
+
+
+def remove_older(folder: Path) -> None:
+    """Remove what older attempts of the job left beside an attempt's folder."""
+    for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if old.name.isdigit() and int(old.name) < int(folder.name):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:

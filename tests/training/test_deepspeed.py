@@ -299,15 +299,10 @@ def test_what_is_missing_for_offload_to_files_is_said_with_the_command_that_mend
 
 
 def test_older_attempts_leave_no_swap_files_behind(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    run = _in_files(tmp_path, "a", epoch=2)
-    assert run.swap_folder is not None
-    job = run.swap_folder.parent
-    for name in ("1", "3"):
-        (job / name / "model").mkdir(parents=True)
-    _skip_without_files()
-    assert deepspeed_nvme.swap_folder(run) == job / "2"
-    assert [path.name for path in job.iterdir()] == ["3"]
+    for name in ("1", "3", "model"):
+        (tmp_path / name).mkdir()
+    deepspeed_nvme.remove_older(tmp_path / "2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "model"]
 
 
 def _skip_without_files() -> None:
