@@ -61,13 +61,16 @@ class Staircase:
 
     def beats(self, gpus: int, step_s: float, device_bytes: int) -> bool:
         """Whether some plan needs no more of anything, and less of something."""
-        costs = (gpus, step_s, device_bytes)
-        return any(
-            other_s <= step_s and other_bytes <= device_bytes and (fewer, other_s, other_bytes) != costs
-            for fewer, seen in self._seen.items()
-            if fewer <= gpus
-            for other_s, other_bytes in seen
-        )
+        for fewer, seen in self._seen.items():
+            if fewer <= gpus:
+                for other_s, other_bytes in seen:
+                    if (
+                        other_s <= step_s
+                        and other_bytes <= device_bytes
+                        and (fewer < gpus or other_s < step_s or other_bytes < device_bytes)
+                    ):
+                        return True
+        return False
 
     def add(self, gpus: int, step_s: float, device_bytes: int) -> None:
         seen = self._seen.setdefault(gpus, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from orchestrator.specs.plan import Precision
 
@@ -64,9 +65,9 @@ class Source(StrEnum):
     ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """What a model costs at one precision and sequence length; planning reads only this."""
+    """What a model costs at one precision and sequence length; planning reads only this, thousands of times."""
 
     family: str
     precision: Precision
@@ -75,15 +76,22 @@ class ModelProfile:
     workspace_bytes: int = 0
     tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.family, self.precision, self.segments, self.workspace_bytes, self.tensor_parallel))
+
+    @cached_property
     def parameters(self) -> int:
         return sum(segment.count * segment.parameters for segment in self.segments)
 
-    @property
+    @cached_property
     def trained_parameters(self) -> int:
         return sum(segment.count * segment.trained_parameters for segment in self.segments)
 
-    @property
+    @cached_property
     def largest_trained(self) -> int:
         """Elements of the largest tensor that is trained."""
         return max(min(segment.largest_parameter, segment.trained_parameters) for segment in self.segments)
@@ -92,12 +100,12 @@ class ModelProfile:
         """Bytes of all weights at `width` bytes each, but for those that are frozen in a form of their own."""
         return sum(segment.count * segment.weight_bytes(width) for segment in self.segments)
 
-    @property
+    @cached_property
     def boundary_bytes(self) -> int:
         """Per sample, what one layer hands to the next."""
         return max(self.segments, key=lambda segment: segment.count).checkpointed_bytes
 
-    @property
+    @cached_property
     def forward_flops(self) -> float:
         """Per sample."""
         return sum(segment.count * segment.forward_flops for segment in self.segments)
