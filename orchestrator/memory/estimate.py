@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from orchestrator.memory import deepspeed, torch_engines
-from orchestrator.memory.moments import ACTIVATIONS, Moment, Rank, allocated_bytes
+from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank, allocated_bytes
 from orchestrator.memory.pipeline import ranks
+from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, MomentBytes
@@ -98,13 +99,28 @@ def _told_apart(total: int, moment: Moment) -> MomentBytes:
 
 
 def _host_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Host memory of one rank: fp32 masters, both moments and gradients of its shard; parameters where they live there.
+    """Host memory of one rank: what is offloaded, and the copy of what it writes of a checkpoint.
 
+    Offloaded are fp32 masters, both moments and gradients of its shard, and parameters where they live there.
     DeepSpeed's own estimate is 16 to 18 bytes per parameter x 1.5 (deepspeed/runtime/zero/stage3.py); users report
     that less was not enough. With NVMe only the buffers of its swapping are in host memory.
     """
+    copied = _checkpoint_bytes(profile, plan)
     if plan.offload is Offload.NONE:
-        return 0
+        return copied
     shard = -(-profile.parameters // (plan.layout.dp // plan.dp_replicate))
     whole = shard * (24 if plan.offload is Offload.OPTIMIZER else 27)
-    return whole if plan.offload_target is OffloadTarget.CPU else min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
+    if plan.offload_target is OffloadTarget.NVME:
+        whole = min(whole, deepspeed.nvme_buffer_bytes(profile, plan))
+    return whole + copied
+
+
+def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """What is trained, in fp32, and its optimizer states; every part is copied by one of the ranks that hold it.
+
+    training/host_copy.py; a script's own checkpoints are its own affair.
+    """
+    if plan.engine is Engine.SCRIPT:
+        return 0
+    whole = FP32_BYTES * profile.trained_parameters + state_bytes(profile, plan, 1)
+    return -(-whole // plan.layout.dp)

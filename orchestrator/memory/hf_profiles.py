@@ -85,6 +85,9 @@ def as_transformers(
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim
+    if low and not autocast:  # norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
+        wider = 4 if config["model_type"] == "gemma" and model.lora is None else 0
+        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 2) * shape.hidden_size)
     layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more)
     if model.lora is not None:
         embedding, layer, head = _adapted(
@@ -105,8 +108,9 @@ def _adapted(
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
     Under low precision the base's matrices are held in it (training/hf_model.py), or in 4 bits; embedding and norms
-    stay fp32. An adapter keeps what stands between its two matrices; a norm whose weight is frozen does not keep what
-    the weight is multiplied with.
+    stay fp32. An adapter keeps what stands between its two matrices; under selective checkpointing also what the second
+    returned, since a matrix product did. A norm whose weight is frozen does not keep what the weight is multiplied
+    with.
     """
     embedding, layer, head = segments
     sizes = list(_adapted_sizes(lora, shape))
@@ -115,6 +119,7 @@ def _adapted(
     matrices = sum(inputs * outputs for inputs, outputs in _projections(shape).values())
     held = NF4_BYTES if lora.quantise_base else 2 if low else 4
     between = sequence_length * (2 if low else 4) * lora.rank * len(sizes)
+    returned = sequence_length * (2 if low else 4) * sum(outputs for _, outputs in sizes)
     normed = sequence_length * (2 if low and not autocast else 4) * shape.hidden_size
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
     head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
@@ -126,7 +131,7 @@ def _adapted(
             trained=trained,
             frozen_bytes=frozen_layer,
             saved_bytes=layer.saved_bytes + between - 2 * normed,
-            selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between,
+            selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
         ),

@@ -14,7 +14,7 @@ from orchestrator.memory.moments import (
     waiting_bytes,
 )
 from orchestrator.memory.updates import state_bytes, temporaries
-from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 
 
 def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, foreach: bool = False) -> list[Moment]:
@@ -58,7 +58,9 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     Repeated parts are units of their own, everything else is the root unit, which stays gathered from forward to the
     end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
     ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
-    At stage 2 every part stays gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks.
+    At stage 2 every part stays gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks,
+    and keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0), beside those to which they are added.
     """
     profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
     trained = rank.trained_parameters
@@ -70,7 +72,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("workspace", profile.workspace_bytes),
         ("pipeline buffers", rank.buffer_bytes(plan)),
     )
-    waiting = waiting_bytes(rank, plan, casts=False)
+    waiting, copies = waiting_bytes(rank, plan, casts=False), int(plan.dp_replicate > 1)
     found: list[Moment] = []
     for passage in passages(rank, plan, casts=False):
         if plan.layout.pp > 1:
@@ -78,7 +80,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         else:
             transients = _unit(rank, plan, passage, compute, gloo=not cuda)
         # of reduced gradients the rank has a shard
-        reduced = 0 if plan.layout.pp > 1 else trained if rank.accumulates else max(0, passage.done - passage.ends_done)
+        fresh = max(0, passage.done - passage.ends_done)
+        reduced = 0 if plan.layout.pp > 1 else trained + copies * fresh if rank.accumulates else fresh
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         activations = (ACTIVATIONS, waiting + passage.activation_bytes)
         found.append((passage.name, (*fixed, gradients, *transients, activations)))
@@ -99,8 +102,9 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
     When the backward pass of a unit starts, the flat buffer of the one behind it is still there, and so are a copy of
-    gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added. The
-    first unit to go backward was gathered just before: gloo may still hold the flat buffer that it came in.
+    gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added. At
+    stage 3 under full checkpointing the flat buffer that the unit came in was measured too (two gloo ranks, torch
+    2.13.0+cpu, 2026-11), under none and selective it was not.
     """
     segment, keeps = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS
     gathered, reducing = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0
@@ -109,7 +113,8 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
         if not keeps:
             is_first = passage.position == segment.count - 1
             gathered += unit if is_first and not starts else 2 * unit
-            gathered += unit if passage.position == 0 and starts and gloo else 0
+            full = plan.activation_checkpointing is ActivationCheckpointing.FULL
+            gathered += unit if full and starts and gloo and not is_first else 0
         if passage.position > 0:
             gathered += unit if keeps and starts else 0
             reducing = segment.trained_parameters * (2 if starts and gloo else 1)
@@ -153,6 +158,8 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int) -> Causes:
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
     root, trained = rank.end_parameters, rank.trained_end_parameters
     reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
+    if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
+        reduced += rank.trained_parameters - trained
     shard = -(-root // shards)
     whole = (FP32_BYTES if plan.layout.pp > 1 else compute) * trained
     return (

@@ -14,7 +14,7 @@ from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -40,6 +40,19 @@ DEEP = DecoderSpec(
     num_key_value_heads=2,
 )
 WIDE = DecoderSpec(vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
+# Little is trained of it, so that what is gathered weighs.
+ADAPTED = ModelSpec(
+    hf={
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    lora=LoraSpec(rank=8),
+)
 STAGES = {
     Engine.TORCH: (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS),
     Engine.DEEPSPEED: tuple(ZeroStage),
@@ -130,6 +143,24 @@ def parallel_plans(
     )
 
 
+def adapted_plans() -> list[Plan]:
+    """Where what is gathered, recomputed and returned by adapters shows; DeepSpeed, which leaves some behind, last."""
+    none, selective, whole = ActivationCheckpointing
+    low = Precision.BF16
+    return _legal(
+        (engine, stage, micro, {"dp": RANKS}, {"activation_checkpointing": mode, "precision": precision})
+        for engine, stage, micro, mode, precision in (
+            (Engine.TORCH, 2, 1, whole, Precision.FP32),
+            (Engine.TORCH, 3, 1, whole, Precision.FP32),
+            (Engine.TORCH, 2, 8, selective, Precision.FP32),
+            (Engine.TORCH, 2, 1, whole, low),
+            (Engine.TORCH, 0, 4, none, low),
+            (Engine.DEEPSPEED, 3, 1, whole, Precision.FP32),
+            (Engine.DEEPSPEED, 3, 1, whole, low),
+        )
+    )
+
+
 def optimizer_plans() -> list[Plan]:
     """Every update rule that runs on a virtual device, where its states show."""
     return _legal(
@@ -185,6 +216,8 @@ def full(folder: Path) -> list[Row]:
         ]
         found += rows(decoder, tried, folder / f"{name}-{ranks}")
     found += rows(DEEP, optimizer_plans(), folder / "optimizers")
+    found += rows(ADAPTED, adapted_plans(), folder / "adapted")
+    found += rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
     dropping = [each for engine in STAGES for each in plans(engine, (4,), Precision.FP32)]
     return found + rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
 

@@ -16,7 +16,7 @@ from orchestrator.specs.plan import ActivationCheckpointing, Engine, Precision
 from orchestrator.training import cross_entropy
 from orchestrator.training import deepspeed_settings as engine
 from orchestrator.training.pipeline import layer_range
-from tests.memory.matrix import DEEP, WIDE, Row, full, parallel_plans, plans, rows, table
+from tests.memory.matrix import ADAPTED, DEEP, WIDE, Row, adapted_plans, full, parallel_plans, plans, rows, table
 
 MEAN_ERROR_MAX = 0.05
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -25,12 +25,13 @@ pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, sev
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """One launch per engine, one per number of ranks of other layouts, and one of a lone rank with a shared weight."""
+    """One launch per engine, per number of ranks of other layouts, of adapters, and of a lone rank's shared weight."""
     folder = tmp_path_factory.mktemp("peaks")
     found = rows(DEEP, plans(Engine.TORCH, (2, 8), Precision.FP32), folder / "torch")
     found += rows(DEEP, plans(Engine.DEEPSPEED, (2, 8), Precision.FP32, modes=(NONE, FULL)), folder / "deepspeed")
     found += rows(DEEP, parallel_plans(2, (2, 8), Precision.FP32, (NONE, SELECTIVE)), folder / "two")
     found += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,)), folder / "four")
+    found += rows(ADAPTED, adapted_plans(), folder / "adapted")
     lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]
     return found + rows(dataclasses.replace(WIDE, tie_word_embeddings=True), lone, folder / "lone")
 
