@@ -113,8 +113,8 @@ def test_every_kind_of_plan_gives_the_losses_of_one_process(tmp_path: Path) -> N
 def test_every_plan_that_the_planner_emits_gives_the_losses_of_one_process(tmp_path: Path, ranks: int) -> None:
     emitted = emitted_plans(ranks, Precision.FP32)
     assert len(emitted) > 80
-    emitted += one_of_each_strategy(emitted_plans(ranks, Precision.BF16))
-    emitted += one_of_each_strategy(emitted_plans(ranks, Precision.FP16))
+    for precision in (Precision.BF16, Precision.FP16) if ranks <= 2 else (Precision.BF16,):
+        emitted += one_of_each_strategy(emitted_plans(ranks, precision))
     curves = losses(tmp_path, [ONE_PROCESS, *emitted], timeout_s=3500)
     expected = curves.pop(ONE_PROCESS)
     check(curves, expected)
@@ -212,7 +212,7 @@ def test_adapters_hop_over_every_strategy_that_takes_them_and_their_curve_stays_
 
     legs = [leg for leg in CHAIN if leg.layout.tp == leg.layout.pp == 1]
     assert len(legs) >= 12
-    chain, expected = hop(tmp_path, legs, dataclasses.replace(HOPPING, learning_rate=3e-2), model)
+    chain, expected = hop(tmp_path, legs, dataclasses.replace(HOPPING, learning_rate=1e-2), model)
     assert expected[len(legs)] < expected[1] - 0.1  # they learn
     assert chain == pytest.approx(expected, abs=TOLERANCE[Precision.FP32], rel=0)
 
