@@ -23,6 +23,8 @@ from orchestrator.backends.mlflow_server import MlflowServer
 from orchestrator.service import lifecycle
 from orchestrator.service.client import Client, service_file
 from orchestrator.service.intake import read_job
+from orchestrator.specs.run import JobFolder
+from orchestrator.training import checkpoint_folder
 
 STEPS = 60
 PATIENCE_S = 150.0
@@ -75,6 +77,11 @@ training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         return [json.loads(line)["step"] for line in lines]
 
+    def saves(self, job_id: str) -> None:
+        """Wait for the first checkpoint, which is written while training goes on."""
+        folder = JobFolder(self.home, job_id).checkpoints
+        until(lambda: checkpoint_folder.latest_complete(folder), f"a checkpoint of {job_id}")
+
     def trains(self, job_id: str, number: int, steps: int) -> None:
         until(lambda: len(self.steps(job_id, number)) >= steps, f"step {steps} of attempt {number} of {job_id}")
 
@@ -121,7 +128,7 @@ def never_two_at_once(job: Job) -> bool:
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(orchestra: Orchestra) -> None:
     job_id = orchestra.submit()
-    orchestra.trains(job_id, 1, 12)
+    orchestra.saves(job_id)
     os.kill(orchestra.rank_pid(job_id, 1), signal.SIGKILL)
     job = orchestra.ended(job_id)
     assert job["status"] == "succeeded", job["reason"]
