@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from orchestrator.training.checkpoint_folder import Written
 from orchestrator.training.host_copy import HostCopy
 
 STALE = "stale"
+HAND_OVER_S = 0.001  # a new thread keeps the interpreter for 5 ms (sys.getswitchinterval): training goes first
 
 
 class StaleAttempt(Exception):
@@ -73,6 +75,7 @@ class Saver:
         self._copy = None
 
     def _save(self, copy: HostCopy, cursor: Cursor) -> None:
+        time.sleep(HAND_OVER_S)
         try:
             copy.wait()
             folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
