@@ -191,16 +191,19 @@ def _part(key: str, group: dist.ProcessGroup | None) -> Callable[[nn.Module], Te
 
     def part(module: nn.Module) -> Tensor | None:
         values = module._parameters[key]
-        if values is None:
-            return None
+        if values is None or _is_fsdp_shard(values):
+            return values  # only FSDP2 reads a shard, and it wants the very parameter
         return _local(values) if group is None else _summed_backward(_local(values), group)
 
     return part
 
 
+def _is_fsdp_shard(values: Tensor) -> bool:
+    return isinstance(values, DTensor) and values.device_mesh.ndim > 1
+
+
 def _local(values: Tensor) -> Tensor:
-    """This rank's part; what FSDP2 keeps sharded, on a mesh of more axes, as it is: then only FSDP2 reads it."""
-    return values.to_local() if isinstance(values, DTensor) and values.device_mesh.ndim == 1 else values
+    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
