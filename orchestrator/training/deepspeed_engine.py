@@ -46,11 +46,10 @@ from orchestrator.training.optimizers import (
     scale_gradients,
     state_names,
 )
+from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
-
-LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 class DeepSpeedEngine:

@@ -12,8 +12,9 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import LoraSpec
-from orchestrator.specs.plan import Engine, Precision, ZeroStage
+from orchestrator.specs.plan import Engine, ZeroStage
 from orchestrator.specs.run import TrainingRun
+from orchestrator.training.precision import LOW_PRECISION
 
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
 
@@ -62,12 +63,11 @@ def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
         raise SpecError("4-bit layers cannot be cut", path=path, got=got, allowed="engine=torch with zero_stage=0")
     if not isinstance(hf, str):
         raise SpecError("random weights are not quantised", path="model.hf", got=hf, allowed="a folder or a name")
-    low = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=low[plan.precision],
+        bnb_4bit_compute_dtype=LOW_PRECISION.get(plan.precision, torch.float32),
     )
     try:
         module = auto_class.from_pretrained(

@@ -24,6 +24,7 @@ from orchestrator.training.cross_entropy import linear_cross_entropy
 from orchestrator.training.hf_adapters import adapt, quantised
 from orchestrator.training.hf_parallel import keep_own_heads, stages_of, tensor_parallel_of, tensor_parallel_sizes_of
 from orchestrator.training.hf_weights import FirstValues, fill, stored_weights, without_memory
+from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.recipe import IGNORED_LABEL, Batch, Recipe
 from orchestrator.training.tokenised import dataset_of
 
@@ -154,8 +155,6 @@ def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> 
 
 def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
     """Frozen matrices that autocast would cast at every use are held in the plan's precision: the same numbers."""
-    from orchestrator.training.torch_engine import LOW_PRECISION
-
     low = LOW_PRECISION.get(plan.precision)
     embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     for each in module.modules() if low else ():

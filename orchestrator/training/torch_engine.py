@@ -36,12 +36,11 @@ from orchestrator.training.freezing import freeze_for
 from orchestrator.training.loss_scale import LossScale
 from orchestrator.training.optimizers import Updates, clip_factor, scale_gradients
 from orchestrator.training.pipeline import Pipeline, Share, Stage
+from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
 from orchestrator.training.tensor_parallel import TensorParallel, tensor_parallel
-
-LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 
 
 class TorchEngine:

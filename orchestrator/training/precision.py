@@ -1,0 +1,9 @@
+"""Low precisions as torch knows them."""
+
+from __future__ import annotations
+
+import torch
+
+from orchestrator.specs.plan import Precision
+
+LOW_PRECISION = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
