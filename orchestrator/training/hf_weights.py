@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from orchestrator.specs.errors import SpecError
+from orchestrator.training.recipe import seeded_generator
 
 
 class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,11 +49,9 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, name: str) -> None:
     """Do what `FirstValues` noted to `values`, with random numbers that follow from (seed, name) on every device."""
     op, arguments = operation
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     drawn = any(argument.name == "generator" for argument in op._schema.arguments)
     host = torch.empty(values.shape)
-    op(host, *arguments, **({"generator": generator} if drawn else {}))
+    op(host, *arguments, **({"generator": seeded_generator(seed, name)} if drawn else {}))
     values.copy_(host)
 
 

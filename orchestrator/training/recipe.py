@@ -114,12 +114,17 @@ def materialise(
 
 def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
     """Fill `values` from N(0, std**2) by (seed, name), the same on every device."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    generator = seeded_generator(seed, name)
     if values.device.type == "cpu":
         values.normal_(std=std, generator=generator)
     else:
         values.copy_(torch.empty(values.shape, dtype=values.dtype).normal_(std=std, generator=generator))
+
+
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """A generator in host memory whose numbers follow from (seed, name) alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
