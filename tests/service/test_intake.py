@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.memory.hf_profiles import decoder_shape
+from orchestrator.memory.profiles import profile_of
 from orchestrator.service.intake import read_cluster, read_job, read_overrides
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.profile import Source
 
 MODEL = """\
 name: lm
@@ -89,7 +91,11 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused(
 
 def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
     profile = "profile: {parameters: 1000, activations_per_sample: 1MiB}\n"
-    read_job(job_file(tmp_path, HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile))
+    text = HF.replace("hf: model", "hf: {model_type: gpt2}").replace("./model", "x/y") + profile
+    spec = read_job(job_file(tmp_path, text))
+    known = profile_of(spec, precision=spec.precision, sequence_length=None)
+    assert known is not None
+    assert (known.source, known.parameters) == (Source.DECLARED, 1000)
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "llama3_8b_lora"])
