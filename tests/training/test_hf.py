@@ -341,10 +341,11 @@ ON_FOUR_RANKS = {
 }
 
 
+LONG_FAMILIES = [pytest.param(name, marks=pytest.mark.long) for name in ("llama", "mistral", "qwen2", "gemma")]
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(each, marks=pytest.mark.long) for each in ("llama", "mistral", "qwen2", "gemma"))]
-)
+@pytest.mark.parametrize("family", ["qwen3", *LONG_FAMILIES])
 def test_every_combination_trains_as_one_process(tmp_path: Path, family: str) -> None:
     world = World(tmp_path)
     tiny_hf.folder(tmp_path, family, num_hidden_layers=4)
