@@ -165,6 +165,7 @@ def _decoder(
         cast_bytes=(2 * matrices + 8 * s * d) if low and autocast else 0,
         largest_parameter=h * max(f, q),
         factored=2 * (q + h) + 2 * (kv + h) + 3 * (f + h) + 2 * h,
+        matmuls=((s, h, q), (s, h, kv), (s, h, kv), (s, q, h), (s, h, f), (s, h, f), (s, f, h)),
     )
     return ModelProfile(
         family=family,
@@ -201,6 +202,7 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
         forward_flops=2.0 * s * v * h,
         largest_parameter=v * h,
         factored=v + 2 * h,
+        matmuls=((s, h, v),),
         chunks=LossChunks(
             chunk_tokens=CHUNK_TOKENS,
             sample_tokens=s,

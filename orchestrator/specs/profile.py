@@ -46,6 +46,7 @@ class Segment:
     selective_transient_bytes: int = 0  # above what is saved, at the peak of a part that is recomputed selectively
     factored: int | None = None  # rows and columns of all its matrices, and its vectors; None: as if one square
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
+    matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
 
     @property
     def trained_parameters(self) -> int:
