@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Causes, Moment, Passage, Rank, passages
+from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
@@ -45,26 +45,23 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("optimizer states", on_device * state_bytes(profile, plan, 1 if stage is ZeroStage.NONE else dp)),
         ("workspace", profile.workspace_bytes),
     )
-    found: list[Moment] = [
-        (
-            passage.name,
-            (*fixed, *_transients(profile, plan, buckets, passage), (ACTIVATIONS, passage.activation_bytes)),
-        )
-        for passage in passages(rank, plan, casts=False)
+    found = [
+        Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at)
+        for at, passage in enumerate(rank.passages)
     ]
     found.append(_build(rank, plan))
     updated = temporaries(plan, profile.largest_trained if stage is ZeroStage.NONE else share, cuda=cuda)
     if stage is ZeroStage.NONE:
         # gloo's thread may still hold the flat copy that it reduced when the optimizer begins: seen on a busy machine.
         reduced = (("gradients", width * count), ("gradient buckets", width * count))
-        found.append(("optimizer step", (*fixed, *reduced, ("optimizer temporaries", updated))))
+        found.append(Moment("optimizer step", (*fixed, *reduced, ("optimizer temporaries", updated))))
         return found
     kept = width * (shard + buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (
         ("gradients", on_device * (kept + FP32_BYTES * shard)),
         ("optimizer temporaries", on_device * updated),
     )
-    found.append(("optimizer step", (*fixed, *step)))
+    found.append(Moment("optimizer step", (*fixed, *step)))
     return found
 
 
@@ -89,9 +86,9 @@ def _build(rank: Rank, plan: Plan) -> Moment:
         layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.count > 1), default=0)
         rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if part.count == 1)
         cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
-        return ("build", (("parameters", cut), ("whole module", max(layer, rest))))
+        return Moment("build", (("parameters", cut), ("whole module", max(layer, rest))))
     flat = width * profile.trained_parameters if plan.zero_stage is not ZeroStage.NONE else 0
-    return ("build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat)))
+    return Moment("build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat)))
 
 
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from orchestrator.memory import deepspeed, torch_engines
-from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank, allocated_bytes
-from orchestrator.memory.pipeline import ranks
+from orchestrator.memory.activations import activations
+from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank
+from orchestrator.memory.pipeline import all_in_flight, ranks
+from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
-from orchestrator.specs.profile import MemoryEstimate, ModelProfile, MomentBytes
+from orchestrator.specs.profile import LossChunks, MemoryEstimate, ModelProfile, MomentBytes
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
 # compared with a device). With planning's margin of 5 % on top this covers the worst of them.
@@ -29,50 +31,108 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
     live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
     top.
     """
-    moments = _of_all_ranks(profile, plan, device)
-    allocated, rank, worst = max(moments, key=_first)
-    reserved, total = _around(allocated, plan, device)
+    found = [
+        (
+            rank,
+            moment,
+            moment.counted_bytes + rank.buffer_bytes(plan),
+            live[moment.activations].bytes_of(plan.micro_batch_size),
+        )
+        for rank in _ranks(profile, plan)
+        for live in (activations(rank, plan.activation_checkpointing, casts=autocasts(plan)),)
+        for moment in _moments(rank, plan, device)
+    ]
+    rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
+    causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
+    reserved = _reserved_bytes(counted + activation, device)
     return MemoryEstimate(
-        moment=worst[0] + rank.name,
-        by_cause=tuple((cause, count) for cause, count in worst[1] if count),
-        allocated_bytes=allocated,
+        moment=worst.name + rank.name,
+        by_cause=tuple((cause, count) for cause, count in causes if count),
+        allocated_bytes=counted + activation,
         reserved_bytes=reserved,
-        device_bytes=total,
+        device_bytes=reserved + _outside_bytes(plan, device),
         host_bytes=_host_bytes(rank.held, plan),
         source=profile.source,
-        moments=tuple(_told_apart(total, moment) for total, _, moment in moments),
+        moments=tuple(
+            MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
+            for _, moment, counted, activation in found
+        ),
     )
 
 
+# Live bytes of a rank at a moment over the micro-batch, but for the pipeline's buffers: per sample, at any micro-batch,
+# and of a loss in chunks.
+_Line = tuple[int, int, LossChunks | None]
+
+
+class DeviceBytes:
+    """What a device must hold for the plans that differ from one in checkpointing and in the cut of the batch only.
+
+    A search asks for thousands of plans that it then drops. Activations are straight lines over the micro-batch, and
+    nothing else changes with it; on CUDA nothing else changes with what is recomputed either.
+    """
+
+    def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
+        self._profile, self._device = profile, device
+        self._outside_bytes = _outside_bytes(plan, device)
+        self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
+        self._lines: dict[object, list[tuple[Rank, list[_Line]]]] = {}
+
+    def __call__(self, plan: Plan) -> int:
+        """`device_bytes` of the plan's estimate, in a tenth of the time."""
+        key = (all_in_flight(plan), plan.activation_checkpointing)
+        lines = self._lines.get(key) or self._lines.setdefault(key, self._lines_of(plan))
+        micro, allocated = plan.micro_batch_size, 0
+        for rank, moments in lines:
+            live = [
+                per_sample * micro + fixed + (0 if chunks is None else chunks.peak_bytes(micro))
+                for per_sample, fixed, chunks in moments
+            ]
+            allocated = max(allocated, max(live) + rank.buffer_bytes(plan))
+        return _reserved_bytes(allocated, self._device) + self._outside_bytes
+
+    def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
+        mode = plan.activation_checkpointing
+        key = (all_in_flight(plan), None if self._device.kind is DeviceKind.CUDA else mode)
+        counted = self._counted.get(key) or self._counted.setdefault(key, self._counted_of(plan))
+        found = []
+        for rank, moments in counted:
+            live = activations(rank, mode, casts=autocasts(plan))
+            lines = [(live[at][0], live[at][1] + counted_bytes, live[at][2]) for counted_bytes, at in moments]
+            found.append((rank, lines))
+        return found
+
+    def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
+        """Bytes that are counted at every moment of every rank, with the place of its activations."""
+        return [
+            (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
+            for rank in _ranks(self._profile, plan)
+        ]
+
+
 def device_bytes(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> int:
-    """`device_bytes` of the estimate, in half the time: a search asks for thousands of plans that it then drops."""
-    return _around(max(_of_all_ranks(profile, plan, device), key=_first)[0], plan, device)[1]
+    """`device_bytes` of the estimate."""
+    return DeviceBytes(profile, plan, device)(plan)
 
 
-def _of_all_ranks(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> list[tuple[int, Rank, Moment]]:
-    """Every moment of every kind of rank, with its bytes."""
+def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
-    cuda = device.kind is DeviceKind.CUDA
-    return [
-        (allocated_bytes(moment), rank, moment)
-        for rank in ranks(profile, plan)
-        for moment in _moments(rank, plan, cuda)
-    ]
+    return ranks(profile, plan)
 
 
-def _first(one: tuple[int, Rank, Moment]) -> int:
-    return one[0]
-
-
-def _around(allocated: int, plan: Plan, device: DeviceSpec) -> tuple[int, int]:
-    """Reserved and device bytes."""
+def _reserved_bytes(allocated_bytes: int, device: DeviceSpec) -> int:
     if device.kind is not DeviceKind.CUDA:
-        return allocated, allocated
-    reserved = round((allocated + WORKSPACE_BYTES) * FRAGMENTATION)
-    return reserved, reserved + CONTEXT_BYTES + _communicator_bytes(plan)
+        return allocated_bytes
+    return round((allocated_bytes + WORKSPACE_BYTES) * FRAGMENTATION)
 
 
-def _moments(rank: Rank, plan: Plan, cuda: bool) -> list[Moment]:
+def _outside_bytes(plan: Plan, device: DeviceSpec) -> int:
+    """What the device holds for the plan beside what the allocator reserves."""
+    return CONTEXT_BYTES + _communicator_bytes(plan) if device.kind is DeviceKind.CUDA else 0
+
+
+def _moments(rank: Rank, plan: Plan, device: DeviceSpec) -> list[Moment]:
+    cuda = device.kind is DeviceKind.CUDA
     if plan.engine is Engine.DEEPSPEED:
         return deepspeed.moments(rank, plan, cuda=cuda)
     if plan.engine is Engine.TORCH:
@@ -90,12 +150,6 @@ def _communicator_bytes(plan: Plan) -> int:
     axes = [layout.tp, layout.pp, layout.dp // plan.dp_replicate, plan.dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
     return sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
-
-
-def _told_apart(total: int, moment: Moment) -> MomentBytes:
-    name, causes = moment
-    activations = causes[-1][1] if causes[-1][0] == ACTIVATIONS else 0
-    return MomentBytes(name=name, counted_bytes=total - activations, activation_bytes=activations)
 
 
 def _host_bytes(profile: ModelProfile, plan: Plan) -> int:

@@ -1,43 +1,70 @@
-"""When can the peak of a training step come? Activations and finished gradients along forward and backward pass."""
+"""When can the peak of a training step come? The passages of forward and backward pass, and what is counted at each.
+
+A passage is told by what is through its backward pass there; what activations are live (memory.activations) and which
+buffers an engine has (memory.torch_engines, memory.deepspeed) follow from it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from orchestrator.specs.plan import ActivationCheckpointing, Plan
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment
 
 Causes = tuple[tuple[str, int], ...]
-Moment = tuple[str, Causes]  # its name, and the bytes of every cause that is live then
 
 ACTIVATIONS = "activations"  # the cause whose bytes the profile says; all others follow from counting
 FP32_BYTES = 4
+# Places in `activations`, behind those of all passages: when the forward pass comes to the last layer, and of none.
+FORWARDED, NOTHING = -2, -1
 _BYTES = itemgetter(1)  # of a cause
 
 
-class Passage(NamedTuple):
-    """A point of the forward or backward pass where a part of the model is at its own peak.
+class Moment(NamedTuple):
+    """Bytes by cause that follow from counting, whatever the micro-batch is; activations lie beside them.
 
-    A tuple, since a search makes thousands: that takes a third of the time of a frozen dataclass.
+    A tuple, as Passage is, since a search makes thousands: that takes a third of the time of a frozen dataclass.
     """
 
     name: str
+    counted: Causes
+    activations: int = NOTHING  # which of the rank's `activations` are live: those of a passage, FORWARDED or NOTHING
+
+    @property
+    def counted_bytes(self) -> int:
+        return sum(map(_BYTES, self.counted))
+
+
+class Point(Enum):
+    """Where one part of the model stands."""
+
+    FORWARD = "forward"
+    START = "start of backward"
+    PEAK = "backward"
+    GRADIENT = "gradient"
+    END = "end of backward"
+
+
+class Passage(NamedTuple):
+    """A point of the forward or backward pass where a part of the model is at its own peak."""
+
+    name: str
+    point: Point
     segment: Segment
-    activation_bytes: int  # saved and transient
+    place: int  # of the segment in the model, or in the stage of a pipeline
+    position: int  # of the part in its segment, in backward order: the deepest is 0
     done: int  # trained parameters of the parts that are through their backward pass
     own: int  # trained parameters of this part whose gradient exists
-    position: int  # of the part in its segment, in backward order: the deepest is 0
-    backward: bool
-    units_done: int = 0  # of all parameters, those of repeated parts that are through their backward pass
-    ends_done: int = 0  # of `done`, those of parts that are not repeated
+    units_done: int  # of all parameters, those of repeated parts that are through their backward pass
+    ends_done: int  # of `done`, those of parts that are not repeated
 
-
-def allocated_bytes(moment: Moment) -> int:
-    """Live bytes at the moment."""
-    return sum(map(_BYTES, moment[1]))
+    @property
+    def backward(self) -> bool:
+        return self.point is not Point.FORWARD
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +81,11 @@ class Rank:
     has_loss: bool = True
     in_flight: int = 1
     accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
-    received: float = 0.0  # messages that it keeps of every micro-batch: hidden states, or their gradients
+    neighbours: int = 0  # from which one of its stages receives hidden states, or their gradients
+
+    @cached_property
+    def passages(self) -> tuple[Passage, ...]:
+        return passages(self.stage, self.has_loss)
 
     @cached_property
     def parameters(self) -> int:
@@ -74,141 +105,66 @@ class Rank:
         return sum(segment.trained_parameters for segment in self.held.segments if segment.count == 1)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """What it keeps of the messages of a step (torch/distributed/pipelining/stage.py)."""
-        samples = plan.micro_batch_size * plan.gradient_accumulation_steps
-        return int(self.received * samples * self.held.boundary_bytes)
+        """What it keeps of the messages of a step (torch/distributed/pipelining/stage.py).
 
-
-def waiting_bytes(rank: Rank, plan: Plan, *, casts: bool) -> int:
-    """What the other micro-batches in flight keep while one is at a passage."""
-    if rank.in_flight == 1:
-        return 0
-    segments, micro, mode = rank.stage.segments, plan.micro_batch_size, plan.activation_checkpointing
-    return (rank.in_flight - 1) * sum(segment.count * _kept_bytes(segment, micro, mode, casts) for segment in segments)
-
-
-def forward_bytes(rank: Rank, plan: Plan, *, casts: bool) -> int:
-    """What is kept when the forward pass comes to the last repeated part."""
-    segments, micro, mode = rank.stage.segments, plan.micro_batch_size, plan.activation_checkpointing
-    last = max(range(len(segments)), key=lambda at: segments[at].count)
-    counts = [segment.count for segment in segments[:last]] + [segments[last].count - 1]
-    kept = (_kept_bytes(segment, micro, mode, casts) for segment in segments)
-    return sum(count * each for count, each in zip(counts, kept, strict=False))
-
-
-def passages(rank: Rank, plan: Plan, *, casts: bool) -> tuple[Passage, ...]:
-    """The points that can be the worst of one micro-batch, in the order in which they come.
-
-    Between the second and the last part of a segment everything changes linearly, so three parts are enough. `casts`:
-    autocast keeps low-precision copies of the weights until the forward pass is over; those that the backward pass
-    needs live on.
-    """
-    return _passages(rank.stage, rank.has_loss, plan.micro_batch_size, plan.activation_checkpointing, casts)
+        All that it receives has a buffer. Interleaved schedules wait at the end of a step for what they sent, which
+        counts beside the activations once its own backward pass is over.
+        """
+        samples, messages = plan.micro_batch_size * plan.gradient_accumulation_steps, float(self.neighbours)
+        if plan.pipeline_stages_per_rank > 1:
+            waiting = self.in_flight / (plan.gradient_accumulation_steps * plan.pipeline_stages_per_rank)
+            messages *= 2.0 - waiting
+        return int(messages * samples * self.held.boundary_bytes)
 
 
 @lru_cache(maxsize=8192)
-def _passages(
-    stage: ModelProfile, has_loss: bool, micro: int, mode: ActivationCheckpointing, casts: bool
-) -> tuple[Passage, ...]:
+def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
+    """The points that can be the worst of one micro-batch, in the order in which they come.
+
+    Between the second and the last part of a segment everything changes linearly, so three parts are enough.
+    """
     segments = stage.segments
-    kept = [_kept_bytes(segment, micro, mode, casts) for segment in segments]
-    total = sum(segment.count * each for segment, each in zip(segments, kept, strict=True))
-    cast_again = casts and mode is not ActivationCheckpointing.NONE
-    found = [_forward_end(segments, micro, total, casts=cast_again)]
+    last, chunks = segments[-1], segments[-1].chunks
+    in_forward = min(chunks.gradients, last.trained_parameters) if chunks is not None else 0
+    found = [Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, 0, 0)]
     done = units = ends = 0
-    for segment, each in reversed(list(zip(segments, kept, strict=True))):
-        cast, repeated = segment.cast_bytes if casts else 0, segment.count > 1
+    for place, segment in reversed(list(enumerate(segments))):
+        repeated, is_loss = segment.count > 1, has_loss and segment is last and segment.count == 1
         for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
-            part = _Part(
-                segment=segment,
-                position=position,
-                is_loss=has_loss and segment is segments[-1] and not repeated,
-                before=total - (position + 1) * each + cast,
-                kept=each - cast,
-                done=done + position * segment.trained_parameters,
-                units_done=units + position * segment.parameters,
-                ends_done=ends,
+            order = (
+                "" if not repeated else "last " if position == 0 else "first " if position == segment.count - 1 else ""
             )
-            found += _backward(part, micro, mode)
-        total -= segment.count * each
+            found += [
+                Passage(
+                    name=f"{point.value} of {order}{segment.name}",
+                    point=point,
+                    segment=segment,
+                    place=place,
+                    position=position,
+                    done=done + position * segment.trained_parameters,
+                    own=own,
+                    units_done=units + position * segment.parameters,
+                    ends_done=ends,
+                )
+                for point, own in _backward(segment, is_loss=is_loss)
+            ]
         done += segment.count * segment.trained_parameters
         units += segment.count * segment.parameters if repeated else 0
         ends += 0 if repeated else segment.trained_parameters
     return tuple(found)
 
 
-def _kept_bytes(segment: Segment, micro: int, mode: ActivationCheckpointing, casts: bool) -> int:
-    """From forward to backward, by one part."""
-    if mode is ActivationCheckpointing.FULL:
-        return micro * segment.checkpointed_bytes
-    if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
-        return micro * segment.selective_bytes
-    recomputed = mode is not ActivationCheckpointing.NONE
-    return micro * segment.saved_bytes + (segment.cast_bytes if casts and not recomputed else 0)
-
-
-class _Part(NamedTuple):
-    segment: Segment
-    position: int
-    is_loss: bool
-    before: int  # bytes that parts before it keep
-    kept: int  # bytes that it keeps itself
-    done: int
-    units_done: int
-    ends_done: int
-
-
-def _backward(part: _Part, micro: int, mode: ActivationCheckpointing) -> list[Passage]:
-    """Backward pass of one part: its start, its activations at their peak, all of its gradients made.
+def _backward(segment: Segment, *, is_loss: bool) -> tuple[tuple[Point, int], ...]:
+    """Backward pass of one part, with the gradients that it has by then: its start, its peak, all of them made.
 
     In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet; a
     loss that holds all logits has its peak before the head has any gradient, one in chunks has the head's from the
     forward pass.
     """
-    segment, position = part.segment, part.position
-    saved, largest = micro * segment.saved_bytes, min(segment.largest_parameter, segment.trained_parameters)
-    order = (
-        "" if segment.count == 1 else "last " if position == 0 else "first " if position == segment.count - 1 else ""
-    )
-
-    def passage(stage: str, activation_bytes: int, own: int) -> Passage:
-        return Passage(
-            name=f"{stage} of {order}{segment.name}",
-            segment=segment,
-            activation_bytes=part.before + activation_bytes,
-            done=part.done,
-            own=own,
-            position=position,
-            backward=True,
-            units_done=part.units_done,
-            ends_done=part.ends_done,
-        )
-
-    selective = mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None
-    transient = micro * (segment.selective_transient_bytes if selective else segment.transient_bytes)
-    peak_bytes = saved + transient + FP32_BYTES * segment.summed_gradients
-    end_bytes = micro * min(segment.checkpointed_bytes, segment.saved_bytes)
-    end = passage("end of backward", end_bytes, segment.trained_parameters)
-    if part.is_loss and segment.chunks is not None:
-        return [passage("backward", peak_bytes, min(segment.chunks.gradients, segment.trained_parameters)), end]
-    if part.is_loss:
-        return [passage("backward", peak_bytes, 0), passage("gradient", saved, largest), end]
-    return [passage("start of backward", part.kept, 0), passage("backward", peak_bytes, largest), end]
-
-
-def _forward_end(segments: tuple[Segment, ...], micro: int, kept_bytes: int, *, casts: bool) -> Passage:
-    """The loss has just been computed; autocast still keeps every weight that it has cast."""
-    last = segments[-1]
-    cast = sum(segment.count * segment.cast_bytes for segment in segments) if casts else 0
-    chunks = last.chunks
-    return Passage(
-        name=f"forward {last.name}",
-        segment=last,
-        activation_bytes=kept_bytes
-        + cast
-        + (chunks.peak_bytes(micro) if chunks is not None else micro * last.transient_bytes // 2),
-        done=0,
-        own=min(chunks.gradients, last.trained_parameters) if chunks is not None else 0,
-        position=0,
-        backward=False,
-    )
+    trained = segment.trained_parameters
+    largest = min(segment.largest_parameter, trained)
+    if is_loss and segment.chunks is not None:
+        return (Point.PEAK, min(segment.chunks.gradients, trained)), (Point.END, trained)
+    if is_loss:
+        return (Point.PEAK, 0), (Point.GRADIENT, largest), (Point.END, trained)
+    return (Point.START, 0), (Point.PEAK, largest), (Point.END, trained)

@@ -18,44 +18,41 @@ def ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     Where as many micro-batches are in flight as a step has, no gradient exists then; a rank is listed twice.
     """
     if plan.layout.pp == 1:
-        return _whole(profile, plan.gradient_accumulation_steps > 1)
-    return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, plan.gradient_accumulation_steps)
+        return _whole(profile, is_alone=all_in_flight(plan))
+    return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, fills=all_in_flight(plan))
+
+
+def all_in_flight(plan: Plan) -> bool:
+    """Whether a step has as many micro-batches as wait on the first rank: one more, and any number is like it."""
+    passes = plan.gradient_accumulation_steps * plan.pipeline_stages_per_rank
+    return passes == in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
 
 
 @lru_cache(maxsize=1024)
-def _whole(profile: ModelProfile, accumulates: bool) -> tuple[Rank, ...]:
-    return (Rank(name="", held=profile, stage=profile, accumulates=accumulates),)
+def _whole(profile: ModelProfile, *, is_alone: bool) -> tuple[Rank, ...]:
+    return (Rank(name="", held=profile, stage=profile, accumulates=not is_alone),)
 
 
 @lru_cache(maxsize=4096)
-def _stages(profile: ModelProfile, pp: int, per_rank: int, micro_batches: int) -> tuple[Rank, ...]:
+def _stages(profile: ModelProfile, pp: int, per_rank: int, *, fills: bool) -> tuple[Rank, ...]:
     layers, count = _repeated(profile).count, pp * per_rank
     held = [sum(layers_of(layers, stage, count) for stage in range(rank, count, pp)) for rank in range(pp)]
     found = []
     for rank in sorted({0, held.index(max(held)), pp - 1}):
-        most, passes = in_flight(rank, pp, per_rank, micro_batches), micro_batches * per_rank
-        alone = Rank(
+        waiting = Rank(
             name=f" in pipeline rank {rank}",
             held=_part(profile, held[rank], first=rank == 0, last=rank == pp - 1),
             stage=_part(profile, -(-held[rank] // per_rank), first=rank == 0, last=rank == pp - 1),
             has_loss=rank == pp - 1,
-            in_flight=most,
-            received=_messages(rank, pp, per_rank, most / passes),
+            in_flight=in_flight(rank, pp, per_rank),
+            accumulates=True,
+            neighbours=2 * per_rank - (rank in (0, pp - 1)),
         )
-        if most == passes:
-            found.append(alone)
-        found.append(replace(alone, in_flight=min(most, passes - 1), accumulates=True))
+        if fills and rank == 0:
+            found.append(replace(waiting, accumulates=False))
+            waiting = replace(waiting, in_flight=waiting.in_flight - 1)
+        found.append(waiting)
     return tuple(found)
-
-
-def _messages(rank: int, pp: int, per_rank: int, waiting: float) -> float:
-    """Messages that a rank keeps of a micro-batch.
-
-    All that it receives has a buffer. Interleaved schedules wait at the end of a step for what they sent, which counts
-    beside the activations once its own backward pass is over.
-    """
-    neighbours = 2 * per_rank - (rank in (0, pp - 1))
-    return neighbours * (1.0 if per_rank == 1 else 2.0 - waiting)
 
 
 def layers_of(layers: int, stage: int, stages: int) -> int:
@@ -63,15 +60,15 @@ def layers_of(layers: int, stage: int, stages: int) -> int:
     return layers * (stage + 1) // stages - layers * stage // stages
 
 
-def in_flight(rank: int, pp: int, per_rank: int, micro_batches: int) -> int:
+def in_flight(rank: int, pp: int, per_rank: int) -> int:
     """The most forward passes of single stages that wait for their backward pass on the rank.
 
     1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1; interleaved: the forwards of the warm-up,
-    and one (torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B).
+    and one (torch/distributed/pipelining/schedules.py, ScheduleInterleaved1F1B). No plan has too few micro-batches.
     """
     if per_rank == 1:
-        return min(micro_batches, pp - rank)
-    return min(micro_batches * per_rank, (per_rank - 1) * pp + 2 * (pp - 1 - rank) + 1)
+        return pp - rank
+    return (per_rank - 1) * pp + 2 * (pp - 1 - rank) + 1
 
 
 def _repeated(profile: ModelProfile) -> Segment:

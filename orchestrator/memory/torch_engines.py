@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import (
-    ACTIVATIONS,
-    FP32_BYTES,
-    Causes,
-    Moment,
-    Passage,
-    Rank,
-    forward_bytes,
-    passages,
-    waiting_bytes,
-)
+from orchestrator.memory.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 
@@ -31,7 +21,6 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
         ("optimizer states", state_bytes(profile, plan, 1)),
         ("gradient buckets", buckets),
         ("workspace", profile.workspace_bytes),
-        ("pipeline buffers", rank.buffer_bytes(plan)),
     )
 
     def gradients(passage: Passage) -> int:
@@ -41,14 +30,13 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
             return FP32_BYTES * min(passage.own, passage.segment.largest_parameter)
         return FP32_BYTES * (passage.done + passage.own)
 
-    waiting = waiting_bytes(rank, plan, casts=True)
-    found: list[Moment] = [
-        (passage.name, (*fixed, ("gradients", gradients(passage)), (ACTIVATIONS, waiting + passage.activation_bytes)))
-        for passage in passages(rank, plan, casts=True)
+    found = [
+        Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at)
+        for at, passage in enumerate(rank.passages)
     ]
     own = 0 if buckets and bucket_views else FP32_BYTES * count
     temporary = FP32_BYTES * count if foreach else temporaries(plan, profile.largest_trained, cuda=cuda)
-    found.append(("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
+    found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
 
 
@@ -70,11 +58,10 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("parameters", device * -(-profile.weight_bytes(FP32_BYTES) // shards)),
         ("optimizer states", device * state_bytes(profile, plan, shards)),
         ("workspace", profile.workspace_bytes),
-        ("pipeline buffers", rank.buffer_bytes(plan)),
     )
-    waiting, copies = waiting_bytes(rank, plan, casts=False), int(plan.dp_replicate > 1)
+    copies = int(plan.dp_replicate > 1)
     found: list[Moment] = []
-    for passage in passages(rank, plan, casts=False):
+    for at, passage in enumerate(rank.passages):
         if plan.layout.pp > 1:
             transients = _pipelined(rank, passage, compute)
         else:
@@ -83,18 +70,18 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         fresh = max(0, passage.done - passage.ends_done)
         reduced = 0 if plan.layout.pp > 1 else trained + copies * fresh if rank.accumulates else fresh
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
-        activations = (ACTIVATIONS, waiting + passage.activation_bytes)
-        found.append((passage.name, (*fixed, gradients, *transients, activations)))
+        found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
     if unit and plan.layout.pp == 1:
-        found.append(("gathering of last layer", (*fixed, *_last_gathering(rank, plan, unit, compute, shards, device))))
-    found.append(("gradient reduction of the root", (*fixed, *_root_reduction(rank, plan, shards, device))))
+        gathering = _last_gathering(rank, plan, unit, compute, shards, device)
+        found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
+    found.append(Moment("gradient reduction of the root", (*fixed, *_root_reduction(rank, plan, shards, device))))
     if device:
         step = (
             ("gradients", FP32_BYTES * -(-trained // shards)),
             ("optimizer temporaries", temporaries(plan, -(-profile.largest_trained // shards), cuda=cuda)),
         )
-        found.append(("optimizer step", (*fixed, *step)))
+        found.append(Moment("optimizer step", (*fixed, *step)))
     return found
 
 
@@ -135,7 +122,6 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
     return (
         ("gradients", device * FP32_BYTES * -(-(rank.trained_parameters if rank.accumulates else 0) // shards)),
         ("gathered parameters", compute * gathered),
-        (ACTIVATIONS, forward_bytes(rank, plan, casts=False)),
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
+from typing import NamedTuple
 
-from orchestrator.memory.estimate import device_bytes, estimate
+from orchestrator.memory.estimate import DeviceBytes, estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.frontier import MARGIN, Candidate, Frontier, Staircase, pareto
+from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
+from orchestrator.planning.pareto import Costed, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan
@@ -28,6 +30,7 @@ __all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "plans", "profi
 
 # What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
 UNPLANNED = {"name": "job", "family": None, "priority": 0, "retries": Retries(), "env": (), "secrets": ()}
+REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
 ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
@@ -41,9 +44,16 @@ class _Variant:
     degradation: Degradation
 
 
+class _Weighed(NamedTuple):
+    profile: ModelProfile
+    plan: Plan
+    device_bytes: int
+
+
 def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
+    Every legal plan is weighed; what needs more than REACH devices' memory is of interest only where all plans do.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
     return _frontier(spec.model_copy(update=UNPLANNED), hardware)
@@ -51,10 +61,19 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
 
 @lru_cache(maxsize=512)
 def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
-    found = pareto(_candidates(spec, hardware))
-    if not found.candidates:
+    weighed: dict[Degradation, list[_Weighed]] = {}
+    for variant in _variants(spec):
+        for family in _families(spec, hardware, variant):
+            weighed.setdefault(variant.degradation, []).extend(_weigh(spec, hardware, family))
+    if not weighed:
         raise why_no_strategy(spec, hardware)
-    return found
+    return Frontier(
+        tuple(
+            _candidate(spec, hardware, costed, degradation)
+            for degradation, plans_of_class in sorted(weighed.items())
+            for costed in pareto(_costs(hardware, plans_of_class))
+        )
+    )
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
@@ -134,68 +153,53 @@ def _default_length(spec: JobSpec) -> int | None:
     return int(knob.default) if knob is not None and knob.default is not None else None
 
 
-def _candidates(spec: JobSpec, hardware: Hardware) -> Iterator[Candidate]:
-    """Legal plans with their costs, without those that others beat."""
-    seen = {degradation: Staircase() for degradation in Degradation}
-    found: list[tuple[Plan, int, float, Degradation]] = []
-    for variant in _variants(spec):
-        staircase = seen[variant.degradation]
-        for family in _families(spec, hardware, variant):
-            for plan, needed_bytes, taken_s in _unbeaten(spec, hardware, family, staircase):
-                staircase.add(plan.world_size, taken_s, needed_bytes)
-                found.append((plan, needed_bytes, taken_s, variant.degradation))
-    for plan, needed_bytes, taken_s, degradation in found:
-        if not seen[degradation].beats(plan.world_size, taken_s, needed_bytes):
-            profile = profile_for(spec, hardware, plan)
-            needed = estimate(profile, plan, hardware.device)
-            yield Candidate(plan=plan, estimate=needed, step_s=taken_s, degradation=degradation)
+def _weigh(spec: JobSpec, hardware: Hardware, family: Iterator[Plan]) -> Iterator[_Weighed]:
+    """The plans of a family with the profile that they share and their device bytes."""
+    first = next(family, None)
+    if first is None:
+        return
+    profile = profile_for(spec, hardware, first)
+    device_bytes = DeviceBytes(profile, first, hardware.device)
+    for plan in chain((first,), family):
+        yield _Weighed(profile, plan, device_bytes(plan))
 
 
-def _unbeaten(
-    spec: JobSpec, hardware: Hardware, family: Iterator[Plan], staircase: Staircase
-) -> Iterator[tuple[Plan, int, float]]:
-    """Plans that nothing seen so far beats, with their device bytes and seconds.
+def _costs(hardware: Hardware, weighed: list[_Weighed]) -> list[Costed]:
+    """What the plans within reach cost; all of them where none is."""
+    reach_bytes = REACH * hardware.device.memory
+    within = [one for one in weighed if one.device_bytes <= reach_bytes]
+    return [
+        Costed(plan, step_s(profile, plan, hardware), device_bytes) for profile, plan, device_bytes in within or weighed
+    ]
 
-    They differ in micro-batch only, and more samples never need less as long as gradients of an earlier micro-batch lie
-    beside the activations: so what one of them needs bounds the next, and one beyond the device is enough.
-    """
-    needed_bytes, is_beyond = 0, False
-    for plan in family:
-        if plan.gradient_accumulation_steps <= plan.layout.pp:  # all micro-batches go forward before any gradient
-            needed_bytes = 0
-        if needed_bytes > hardware.device.memory:
-            continue
-        profile = profile_for(spec, hardware, plan)
-        taken_s = step_s(profile, plan, hardware)
-        if staircase.beats(plan.world_size, taken_s, needed_bytes):
-            continue
-        needed_bytes = device_bytes(profile, plan, hardware.device)
-        if needed_bytes > hardware.device.memory and is_beyond:
-            continue
-        is_beyond = needed_bytes > hardware.device.memory
-        if not staircase.beats(plan.world_size, taken_s, needed_bytes):
-            yield plan, needed_bytes, taken_s
+
+def _candidate(spec: JobSpec, hardware: Hardware, costed: Costed, degradation: Degradation) -> Candidate:
+    needed = estimate(profile_for(spec, hardware, costed.plan), costed.plan, hardware.device)
+    assert needed.device_bytes == costed.device_bytes, (costed, needed)
+    return Candidate(plan=costed.plan, estimate=needed, step_s=costed.step_s, degradation=degradation)
 
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[Iterator[Plan]]:
-    """Plans that differ in micro-batch only, smallest first."""
+    """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
+    modes = checkpointing(spec)
     for layout in layouts(spec, hardware):
         cuts = batch_cuts(spec, layout.dp)
-        for strategy, recompute in product(strategies(spec, hardware, layout), checkpointing(spec)):
-            if cuts and _can_run(spec, strategy, recompute, variant):
-                yield _family(spec, strategy, recompute, variant, cuts)
+        for strategy in strategies(spec, hardware, layout):
+            runnable = [mode for mode in modes if _can_run(spec, strategy, mode, variant)]
+            if cuts and runnable:
+                yield _family(spec, strategy, runnable, variant, cuts)
 
 
 def _family(
     spec: JobSpec,
     strategy: Strategy,
-    recompute: ActivationCheckpointing,
+    modes: Sequence[ActivationCheckpointing],
     variant: _Variant,
     cuts: tuple[tuple[int, int], ...],
 ) -> Iterator[Plan]:
-    for micro, accumulation in cuts:
+    for mode, (micro, accumulation) in product(modes, cuts):
         try:
-            yield _plan(spec, strategy, recompute, variant, micro, accumulation)
+            yield _plan(spec, strategy, mode, variant, micro, accumulation)
         except IllegalPlan:  # too few micro-batches for the pipeline
             continue
 

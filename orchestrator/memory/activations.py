@@ -1,0 +1,106 @@
+"""What is saved for the backward pass, moment by moment, as straight lines over the micro-batch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from orchestrator.memory.moments import FP32_BYTES, NOTHING, Passage, Point, Rank, passages
+from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
+
+
+class Activations(NamedTuple):
+    """Bytes per sample of the micro-batch, bytes at any micro-batch, and a loss in chunks, whose bytes bend."""
+
+    per_sample_bytes: int
+    fixed_bytes: int = 0
+    chunks: LossChunks | None = None
+
+    def bytes_of(self, micro_batch_size: int) -> int:
+        line_bytes = self.per_sample_bytes * micro_batch_size + self.fixed_bytes
+        return line_bytes if self.chunks is None else line_bytes + self.chunks.peak_bytes(micro_batch_size)
+
+
+@lru_cache(maxsize=16384)
+def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tuple[Activations, ...]:
+    """What is live at every passage of the rank, then where the last layer goes forward, then none at all.
+
+    The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
+    until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
+    """
+    alone = _of_one_micro_batch(rank.stage, rank.has_loss, mode, casts)
+    if rank.in_flight == 1:
+        return alone
+    kept = [_kept(segment, mode, casts) for segment in rank.stage.segments]
+    others = rank.in_flight - 1
+    saved_bytes, copied_bytes = (others * sum(each) for each in zip(*kept, strict=True))
+    beside = (
+        Activations(each.per_sample_bytes + saved_bytes, each.fixed_bytes + copied_bytes, each.chunks)
+        for each in alone[:NOTHING]
+    )
+    return (*beside, alone[NOTHING])
+
+
+@lru_cache(maxsize=8192)
+def _of_one_micro_batch(
+    stage: ModelProfile, has_loss: bool, mode: ActivationCheckpointing, casts: bool
+) -> tuple[Activations, ...]:
+    segments = stage.segments
+    kept = [_kept(segment, mode, casts) for segment in segments]
+    saved = list(accumulate((saved for saved, _ in kept), initial=0))
+    copied = list(accumulate((copied for _, copied in kept), initial=0))
+
+    def up_to(place: int, parts: int) -> tuple[int, int]:
+        """What all segments before the place and so many parts of it keep."""
+        count, (all_saved, all_copied) = segments[place].count, kept[place]
+        return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
+
+    recast = casts and mode is not ActivationCheckpointing.NONE
+    found = []
+    for passage in passages(stage, has_loss):
+        if passage.point is Point.FORWARD:
+            found.append(_forward_end(segments, saved[-1], copied[-1], recast=recast))
+            continue
+        parts = passage.segment.count - passage.position
+        if passage.point is Point.START:
+            found.append(Activations(*up_to(passage.place, parts)))
+            continue
+        saved_before, copied_before = up_to(passage.place, parts - 1)
+        own_saved, own_fixed = _backward(passage, mode)
+        cast_bytes = passage.segment.cast_bytes if casts else 0
+        found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + own_fixed))
+    deepest = max(range(len(segments)), key=lambda place: segments[place].count)
+    found.append(Activations(*up_to(deepest, segments[deepest].count - 1)))
+    return (*found, Activations(0))
+
+
+def _kept(segment: Segment, mode: ActivationCheckpointing, casts: bool) -> tuple[int, int]:
+    """From forward to backward, by all parts of a segment: per sample, and copies of weights."""
+    if mode is ActivationCheckpointing.FULL:
+        return segment.count * segment.checkpointed_bytes, 0
+    if mode is ActivationCheckpointing.SELECTIVE:
+        selective = segment.selective_bytes
+        return segment.count * (segment.saved_bytes if selective is None else selective), 0
+    return segment.count * segment.saved_bytes, segment.count * segment.cast_bytes if casts else 0
+
+
+def _forward_end(segments: tuple[Segment, ...], saved_bytes: int, copied_bytes: int, *, recast: bool) -> Activations:
+    """The loss has just been computed; autocast still keeps every weight that it has cast."""
+    last = segments[-1]
+    transient = -(-last.transient_bytes // 2) if last.chunks is None else 0
+    cast = sum(segment.count * segment.cast_bytes for segment in segments) if recast else 0
+    return Activations(saved_bytes + transient, copied_bytes + cast, last.chunks)
+
+
+def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int]:
+    """Of a part that goes backward, per sample, and of a shared weight's gradients that meet."""
+    segment = passage.segment
+    if passage.point is Point.END:
+        return min(segment.checkpointed_bytes, segment.saved_bytes), 0
+    if passage.point is Point.GRADIENT:
+        return segment.saved_bytes, 0
+    selective = mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None
+    transient = segment.selective_transient_bytes if selective else segment.transient_bytes
+    return segment.saved_bytes + transient, FP32_BYTES * segment.summed_gradients
