@@ -23,6 +23,9 @@ class Activations(NamedTuple):
         return line_bytes if self.chunks is None else line_bytes + self.chunks.peak_bytes(micro_batch_size)
 
 
+NONE = Activations(0)
+
+
 @lru_cache(maxsize=16384)
 def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tuple[Activations, ...]:
     """What is live at every passage of the rank, then where the last layer goes forward, then none at all.
@@ -47,6 +50,9 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
 def _of_one_micro_batch(
     stage: ModelProfile, has_loss: bool, mode: ActivationCheckpointing, casts: bool
 ) -> tuple[Activations, ...]:
+    if stage.moments:
+        lines = (Activations(one.sample_bytes, one.fixed_bytes) if one.mode is mode else NONE for one in stage.moments)
+        return (*lines, NONE, NONE)
     segments = stage.segments
     kept = [_kept(segment, mode, casts) for segment in segments]
     saved = list(accumulate((saved for saved, _ in kept), initial=0))
@@ -73,7 +79,7 @@ def _of_one_micro_batch(
         found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + own_fixed))
     deepest = max(range(len(segments)), key=lambda place: segments[place].count)
     found.append(Activations(*up_to(deepest, segments[deepest].count - 1)))
-    return (*found, Activations(0))
+    return (*found, NONE)
 
 
 def _kept(segment: Segment, mode: ActivationCheckpointing, casts: bool) -> tuple[int, int]:

@@ -83,8 +83,8 @@ def _build(rank: Rank, plan: Plan) -> Moment:
     profile, width = rank.held, _width(plan)
     made, cast = profile.weight_bytes(FP32_BYTES), profile.weight_bytes(width)
     if plan.zero_stage is ZeroStage.PARAMETERS:
-        layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.count > 1), default=0)
-        rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if part.count == 1)
+        layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
+        rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit)
         cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
         return Moment("build", (("parameters", cut), ("whole module", max(layer, rest))))
     flat = width * profile.trained_parameters if plan.zero_stage is not ZeroStage.NONE else 0
@@ -101,7 +101,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     shard = -(-count // plan.layout.dp)
     accumulates = plan.gradient_accumulation_steps > 1
     begun = passage.done + passage.own > 0
-    own = min(passage.own, passage.segment.largest_parameter)
+    own = passage.fresh
     flushed = min(buckets.reduce, passage.done) if passage.done + passage.own > buckets.reduce else 0
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + own if accumulates else passage.done + passage.own

@@ -42,6 +42,7 @@ class Moment(NamedTuple):
 class Point(Enum):
     """Where one part of the model stands."""
 
+    ENTRY = "start of forward"
     FORWARD = "forward"
     START = "start of backward"
     PEAK = "backward"
@@ -59,12 +60,16 @@ class Passage(NamedTuple):
     position: int  # of the part in its segment, in backward order: the deepest is 0
     done: int  # trained parameters of the parts that are through their backward pass
     own: int  # trained parameters of this part whose gradient exists
-    units_done: int  # of all parameters, those of repeated parts that are through their backward pass
-    ends_done: int  # of `done`, those of parts that are not repeated
+    fresh: int  # of those, what an engine copies from and lets go at once; 0 where it is among the activations
+    units_done: int  # of all parameters, those of layers that are through their backward pass
+    ends_done: int  # of `done`, those of parts that are no layers
+    ahead: Segment | None = None  # of a layer: the one that goes backward next, and went forward before it
+    behind: Segment | None = None  # and its other neighbour
+    turn: int = 0  # trained parameters of its recipe, where several train in turn
 
     @property
     def backward(self) -> bool:
-        return self.point is not Point.FORWARD
+        return self.point is not Point.FORWARD and self.point is not Point.ENTRY
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +90,7 @@ class Rank:
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
-        return passages(self.stage, self.has_loss)
+        return traced_passages(self.stage) if self.stage.moments else passages(self.stage, self.has_loss)
 
     @cached_property
     def parameters(self) -> int:
@@ -97,12 +102,12 @@ class Rank:
 
     @cached_property
     def end_parameters(self) -> int:
-        """Of the parts that are not repeated: embedding, head."""
-        return sum(segment.parameters for segment in self.held.segments if segment.count == 1)
+        """Of the parts that are no layers: embedding, head."""
+        return sum(segment.parameters for segment in self.held.segments if not segment.is_unit)
 
     @cached_property
     def trained_end_parameters(self) -> int:
-        return sum(segment.trained_parameters for segment in self.held.segments if segment.count == 1)
+        return sum(segment.trained_parameters for segment in self.held.segments if not segment.is_unit)
 
     def buffer_bytes(self, plan: Plan) -> int:
         """What it keeps of the messages of a step (torch/distributed/pipelining/stage.py).
@@ -126,25 +131,26 @@ def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
     segments = stage.segments
     last, chunks = segments[-1], segments[-1].chunks
     in_forward = min(chunks.gradients, last.trained_parameters) if chunks is not None else 0
-    found = [Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, 0, 0)]
+    fresh = min(in_forward, last.largest_parameter)
+    found = [Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0)]
     done = units = ends = 0
     for place, segment in reversed(list(enumerate(segments))):
         repeated, is_loss = segment.count > 1, has_loss and segment is last and segment.count == 1
         for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
-            order = (
-                "" if not repeated else "last " if position == 0 else "first " if position == segment.count - 1 else ""
-            )
             found += [
                 Passage(
-                    name=f"{point.value} of {order}{segment.name}",
+                    name=f"{point.value} of {_order(segment, position)}{segment.name}",
                     point=point,
                     segment=segment,
                     place=place,
                     position=position,
                     done=done + position * segment.trained_parameters,
                     own=own,
+                    fresh=min(own, segment.largest_parameter),
                     units_done=units + position * segment.parameters,
                     ends_done=ends,
+                    ahead=segment if position < segment.count - 1 else None,
+                    behind=segment if position > 0 else None,
                 )
                 for point, own in _backward(segment, is_loss=is_loss)
             ]
@@ -152,6 +158,49 @@ def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
         units += segment.count * segment.parameters if repeated else 0
         ends += 0 if repeated else segment.trained_parameters
     return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
+    """The same of a model that was traced: its moments, those of every kind of checkpointing."""
+    layers = [(place, segment) for place, segment in enumerate(stage.segments) if segment.is_unit]
+    first = {place: sum(before.count for _, before in layers[:number]) for number, (place, _) in enumerate(layers)}
+    units = [segment for _, segment in layers for _ in range(segment.count)]
+    found = []
+    for moment in stage.moments:
+        segment, ahead, behind = stage.segments[moment.segment], None, None
+        if segment.is_unit:
+            at = first[moment.segment] + segment.count - 1 - moment.position
+            ahead = units[at - 1] if at > 0 else None
+            behind = units[at + 1] if at + 1 < len(units) else None
+        if moment.backward:
+            point = Point.START if moment.starts else Point.PEAK
+        else:
+            point = Point.ENTRY if moment.starts else Point.FORWARD
+        found.append(
+            Passage(
+                name=f"{point.value} of {_order(segment, moment.position)}{segment.name}",
+                point=point,
+                segment=segment,
+                place=moment.segment,
+                position=moment.position,
+                done=moment.done,
+                own=moment.own,
+                fresh=0,
+                units_done=moment.units_done,
+                ends_done=moment.ends_done,
+                ahead=ahead,
+                behind=behind,
+                turn=stage.turns[moment.turn] if stage.turns else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _order(segment: Segment, position: int) -> str:
+    if segment.count == 1:
+        return ""
+    return "last " if position == 0 else "first " if position == segment.count - 1 else ""
 
 
 def _backward(segment: Segment, *, is_loss: bool) -> tuple[tuple[Point, int], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Rank
+from orchestrator.memory.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 
@@ -25,17 +25,18 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
 
     def gradients(passage: Passage) -> int:
         if rank.accumulates:
-            return FP32_BYTES * (count + min(passage.own, passage.segment.largest_parameter))
+            return FP32_BYTES * ((passage.turn or count) + passage.fresh)
         if buckets and bucket_views and plan.layout.pp == 1:
-            return FP32_BYTES * min(passage.own, passage.segment.largest_parameter)
+            return FP32_BYTES * passage.fresh
         return FP32_BYTES * (passage.done + passage.own)
 
     found = [
         Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at)
         for at, passage in enumerate(rank.passages)
     ]
-    own = 0 if buckets and bucket_views else FP32_BYTES * count
-    temporary = FP32_BYTES * count if foreach else temporaries(plan, profile.largest_trained, cuda=cuda)
+    own = 0 if buckets and bucket_views else FP32_BYTES * max(profile.turns, default=count)
+    largest, before = profile.largest_trained, profile.updated_before_largest
+    temporary = FP32_BYTES * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
     found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
 
@@ -43,7 +44,7 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
 def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
-    Repeated parts are units of their own, everything else is the root unit, which stays gathered from forward to the
+    Layers are units of their own, everything else is the root unit, which stays gathered from forward to the
     end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
     ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
     At stage 2 every part stays gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks,
@@ -72,14 +73,15 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
-    if unit and plan.layout.pp == 1:
+    if unit and plan.layout.pp == 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, unit, compute, shards, device)
         found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     found.append(Moment("gradient reduction of the root", (*fixed, *_root_reduction(rank, plan, shards, device))))
     if device:
+        largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         step = (
             ("gradients", FP32_BYTES * -(-trained // shards)),
-            ("optimizer temporaries", temporaries(plan, -(-profile.largest_trained // shards), cuda=cuda)),
+            ("optimizer temporaries", temporaries(plan, largest, cuda=cuda, before=before)),
         )
         found.append(Moment("optimizer step", (*fixed, *step)))
     return found
@@ -95,18 +97,22 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
     """
     segment, keeps = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS
     gathered, reducing = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0
-    if segment.count > 1 and passage.backward:
-        unit, starts = segment.parameters, passage.own == 0
+    ahead, behind, starts = passage.ahead, passage.behind, passage.point is Point.START
+    if segment.is_unit and passage.backward:
+        unit = segment.parameters
         if not keeps:
-            is_first = passage.position == segment.count - 1
-            gathered += unit if is_first and not starts else 2 * unit
+            gathered += unit + max(unit if starts else 0, ahead.parameters if ahead else 0)
             full = plan.activation_checkpointing is ActivationCheckpointing.FULL
-            gathered += unit if full and starts and gloo and not is_first else 0
-        if passage.position > 0:
-            gathered += unit if keeps and starts else 0
-            reducing = segment.trained_parameters * (2 if starts and gloo else 1)
+            gathered += unit if full and starts and gloo and ahead else 0
+        if behind:
+            gathered += behind.parameters if keeps and starts else 0
+            reducing = behind.trained_parameters * (2 if starts and gloo else 1)
             if starts and rank.accumulates:
-                reducing += segment.trained_parameters * plan.dp_replicate // plan.layout.dp
+                reducing += behind.trained_parameters * plan.dp_replicate // plan.layout.dp
+    elif segment.is_unit and rank.stage.moments:
+        gathered += 0 if keeps else segment.parameters
+        if passage.point is Point.ENTRY:  # see _last_gathering
+            gathered += segment.parameters + (ahead.parameters if ahead else 0)
     whole = compute * (passage.ends_done + passage.own) + FP32_BYTES * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
@@ -128,8 +134,7 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
 def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
     """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
     if rank.accumulates:
-        fresh = compute * min(passage.own, passage.segment.largest_parameter)
-        whole = FP32_BYTES * rank.trained_parameters + fresh
+        whole = FP32_BYTES * rank.trained_parameters + compute * passage.fresh
     else:
         whole = FP32_BYTES * (passage.done + passage.own)
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))

@@ -24,16 +24,18 @@ def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) * -(-trained // shards)
 
 
-def temporaries(plan: Plan, elements: int, *, cuda: bool) -> int:
+def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
     """Bytes held while a tensor of so many elements is updated.
 
-    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one.
+    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one. AdamW's
+    denominator for the tensor that went `before` lives until that for the next one is there (torch/optim/adam.py,
+    _single_tensor_adam, torch 2.13.0).
     """
     if plan.optimizer is Optimizer.ADAMW_8BIT:
         return 0
     if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
         return 0
-    return FP32_BYTES * elements * (2 if plan.optimizer is Optimizer.ADAMW else 1)
+    return FP32_BYTES * (2 * elements + before if plan.optimizer is Optimizer.ADAMW else elements)
 
 
 def _factored(profile: ModelProfile) -> int:

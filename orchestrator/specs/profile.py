@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
-from orchestrator.specs.plan import Precision
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,12 @@ class Segment:
     factored: int | None = None  # rows and columns of all its matrices, and its vectors; None: as if one square
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
     matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
+    unit: bool = False  # a layer of the model, although no other one is like it
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether its parts are layers, which are sharded one by one; all else is sharded together."""
+        return self.unit or self.count > 1
 
     @property
     def trained_parameters(self) -> int:
@@ -58,10 +65,32 @@ class Segment:
         return width * self.trained_parameters + (self.frozen_bytes or width * frozen)
 
 
+class TracedMoment(NamedTuple):
+    """A moment of a traced training step that can be the worst; a tuple, since a job's record holds dozens.
+
+    Bytes are those of all live tensors but parameters, buffers and gradients that lie at their parameters; parameters
+    and gradients are counted in elements.
+    """
+
+    mode: ActivationCheckpointing
+    turn: int  # of recipes that train in turn
+    segment: int  # what runs: its index in the profile
+    position: int  # of the part in its segment, from the deepest
+    backward: bool
+    starts: bool  # nothing of the part has run yet
+    fixed_bytes: int
+    sample_bytes: int
+    own: int  # gradients of a layer that is in its backward pass
+    done: int  # all other gradients
+    ends_done: int  # of `done`, those of what is no layer
+    units_done: int  # parameters of layers that are through their backward pass
+
+
 class Source(StrEnum):
     """Where a profile comes from: how far it can be trusted."""
 
     CLOSED_FORM = "closed form"
+    TRACED = "traced"
     DECLARED = "declared"
     ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
 
@@ -76,6 +105,10 @@ class ModelProfile:
     segments: tuple[Segment, ...]
     workspace_bytes: int = 0
     tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
+    moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
+    turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
+    attention: str = ""  # the kernel that the trace assumed
+    updated_before_largest: int = 0  # elements that an update holds besides those for the largest tensor
 
     def __hash__(self) -> int:
         return self._hash
@@ -110,6 +143,15 @@ class ModelProfile:
     def forward_flops(self) -> float:
         """Per sample."""
         return sum(segment.count * segment.forward_flops for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedProfile:
+    """A profile with what plans ask for it by: its precision, whether autocast computes in it, tokens per sample."""
+
+    sequence_length: int
+    autocast: bool
+    profile: ModelProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
