@@ -1,0 +1,174 @@
+"""The frontier as a picture: step time against the bytes that a device needs, in characters for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.specs.units import BINARY_UNITS, format_bytes, format_seconds
+
+COLUMNS, ROWS = 78, 17
+LABEL_COLUMNS = 10  # left of the axis: "512 MiB", "1.25 GiB"
+WIDE_SPAN = 4.0  # highest over lowest: beyond it ticks are powers, below it equal steps
+STEPS_WANTED = 5
+ROWS_BETWEEN, COLUMNS_BETWEEN = 2, 3  # at least so many between two labels
+PADDING = 1.06  # room beyond the outermost points
+
+
+class Mark(StrEnum):
+    """What became, or would become, of a plan. Later ones are drawn over earlier ones."""
+
+    TOO_BIG = "too big"
+    FITS = "fits"
+    REFUTED = "ran out of memory"
+    CHOSEN = "chosen"
+
+
+SYMBOLS = {Mark.TOO_BIG: "·", Mark.FITS: "○", Mark.REFUTED: "✗", Mark.CHOSEN: "●"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One plan; `label` stands beside it."""
+
+    step_s: float
+    needed_bytes: int
+    mark: Mark
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """Plans of one job on one kind of device, and the line where its memory ends."""
+
+    device: str
+    capacity_bytes: int
+    points: tuple[Point, ...]
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """Step times that the picture spans."""
+        return _padded([point.step_s for point in self.points])
+
+    @property
+    def span_bytes(self) -> tuple[float, float]:
+        """Bytes that the picture spans."""
+        return _padded([self.capacity_bytes, *(point.needed_bytes for point in self.points)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A logarithmic scale over cells 0 to `cells` - 1."""
+
+    low: float
+    high: float
+    cells: int
+
+    def cell(self, value: float) -> int:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return round(share * (self.cells - 1))
+
+
+def drawn(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[str]:
+    """The picture as lines of at most `columns` characters; both scales are logarithmic."""
+    assert picture.points, "nothing to draw"
+    across = _Axis(*picture.span_s, columns - LABEL_COLUMNS - 1)
+    up = _Axis(*picture.span_bytes, rows)
+    grid = [[" "] * across.cells for _ in range(rows)]
+    limit = up.cell(picture.capacity_bytes)
+    grid[limit] = ["╌"] * across.cells
+    order = list(Mark)
+    for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
+        _draw(grid, across.cell(point.step_s), up.cell(point.needed_bytes), point)
+    ends = f" memory ends: {format_bytes(picture.capacity_bytes)} "
+    clear = next((at for at in range(across.cells - len(ends), 0, -1) if _is_clear(grid[limit], at, len(ends))), None)
+    if clear is not None:
+        grid[limit][clear : clear + len(ends)] = ends
+    labels = dict(_labels(up, byte_ticks(*picture.span_bytes), byte_tick, lambda _: ROWS_BETWEEN))
+    lines = [f"{'needs':>{LABEL_COLUMNS - 1}}"]
+    for row in range(rows - 1, -1, -1):
+        lines.append(f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}")
+    return [line.rstrip() for line in (*lines, *_foot(picture, across))]
+
+
+def legend(picture: Picture) -> str:
+    """What the symbols mean, of those that occur."""
+    used = {point.mark for point in picture.points}
+    return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
+
+
+def byte_ticks(low: float, high: float) -> list[float]:
+    """Round values between `low` and `high`: powers of two, or equal steps where they span little."""
+    if high / low >= WIDE_SPAN:
+        return [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+    unit = max(unit for unit in BINARY_UNITS.values() if unit <= high)
+    return [unit * value for value in _equal_steps(low / unit, high / unit)]
+
+
+def byte_tick(count: float) -> str:
+    """A round count as short as it can be said: `256 MiB`, `1.5 GiB`."""
+    unit = max((name for name in BINARY_UNITS if BINARY_UNITS[name] <= max(1, count)), key=BINARY_UNITS.__getitem__)
+    return f"{count / BINARY_UNITS[unit]:.4g} {unit}"
+
+
+def second_ticks(low: float, high: float) -> list[float]:
+    """Round values between `low` and `high`: 1, 2 and 5 times powers of ten, or equal steps where they span little."""
+    if high / low < WIDE_SPAN:
+        return _equal_steps(low, high)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ladder = (digit * 10.0**power for power in powers for digit in (1, 2, 5))
+    return [value for value in ladder if low <= value <= high]
+
+
+def _padded(values: Sequence[float]) -> tuple[float, float]:
+    return min(values) / PADDING, max(values) * PADDING
+
+
+def _equal_steps(low: float, high: float) -> list[float]:
+    least = (high - low) / STEPS_WANTED
+    power = 10.0 ** math.floor(math.log10(least))
+    step = power * next(digit for digit in (1, 2, 5, 10) if digit * power >= least)
+    return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _draw(grid: list[list[str]], column: int, row: int, point: Point) -> None:
+    line = grid[row]
+    line[column] = SYMBOLS[point.mark]
+    end = column + 1 + len(point.label)
+    if point.label and end <= len(line) and all(one in " ╌" for one in line[column + 1 : end]):
+        line[column + 1 : end] = point.label
+
+
+def _is_clear(line: Sequence[str], at: int, length: int) -> bool:
+    return all(one == "╌" for one in line[at : at + length])
+
+
+def _labels(
+    axis: _Axis, ticks: Sequence[float], text_of: Callable[[float], str], room: Callable[[str], int]
+) -> Iterator[tuple[int, str]]:
+    """Cell and text of each tick that leaves room to the one before it."""
+    free = 0
+    for tick in ticks:
+        text, cell = text_of(tick), axis.cell(tick)
+        if cell >= free:
+            yield cell, text
+            free = cell + room(text)
+
+
+def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
+    """The axis of seconds with its labels, and the legend."""
+    name = "step time"
+    ruler, texts = ["─"] * across.cells, [" "] * across.cells
+    end = across.cells - len(name) - COLUMNS_BETWEEN
+    ticks = second_ticks(*picture.span_s)
+    for cell, text in _labels(across, ticks, format_seconds, lambda text: len(text) + COLUMNS_BETWEEN):
+        if cell + len(text) <= end:
+            ruler[cell] = "┬"
+            texts[cell : cell + len(text)] = text
+    texts[-len(name) :] = name
+    margin = " " * LABEL_COLUMNS
+    yield f"{margin}└{''.join(ruler)}"
+    yield f"{margin} {''.join(texts)}"
+    yield f"{margin} {legend(picture)}"

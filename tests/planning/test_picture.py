@@ -1,0 +1,90 @@
+"""Laws of the picture in the terminal: aligned, within its width, every mark where it belongs."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.planning.picture import (
+    COLUMNS,
+    LABEL_COLUMNS,
+    SYMBOLS,
+    Mark,
+    Picture,
+    Point,
+    byte_ticks,
+    drawn,
+    second_ticks,
+)
+
+MIB = 2**20
+marks = st.sampled_from(Mark)
+points = st.builds(
+    Point,
+    step_s=st.floats(1e-4, 1e4),
+    needed_bytes=st.integers(1, 2**42),
+    mark=marks,
+    label=st.sampled_from(("", "1", "1,2")),
+)
+pictures = st.builds(
+    Picture,
+    device=st.just("device"),
+    capacity_bytes=st.integers(1, 2**42),
+    points=st.lists(points, min_size=1, max_size=60).map(tuple),
+)
+STAIRS = Picture(
+    device="device",
+    capacity_bytes=256 * MIB,
+    points=(
+        Point(step_s=0.05, needed_bytes=600 * MIB, mark=Mark.TOO_BIG),
+        Point(step_s=0.07, needed_bytes=300 * MIB, mark=Mark.REFUTED, label="1"),
+        Point(step_s=0.12, needed_bytes=180 * MIB, mark=Mark.CHOSEN, label="2"),
+        Point(step_s=0.3, needed_bytes=90 * MIB, mark=Mark.FITS),
+    ),
+)
+
+
+@given(pictures)
+@settings(deadline=None)
+def test_every_line_is_within_its_width_and_the_axes_meet(picture: Picture) -> None:
+    lines = drawn(picture)
+    assert max(map(len, lines)) <= COLUMNS <= 80
+    body = [line[LABEL_COLUMNS] for line in lines[1:-2]]
+    assert set(body[:-1]) <= {"│", "┤"}
+    assert body[-1] == "└"
+
+
+@given(pictures)
+@settings(deadline=None)
+def test_ticks_are_within_the_picture_and_ascend(picture: Picture) -> None:
+    for ticks, (low, high) in (
+        (byte_ticks(*picture.span_bytes), picture.span_bytes),
+        (second_ticks(*picture.span_s), picture.span_s),
+    ):
+        assert ticks
+        assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
+        assert all(one < other for one, other in itertools.pairwise(ticks))
+
+
+def test_faster_is_further_left_heavier_is_higher_and_the_line_lies_between() -> None:
+    lines = drawn(STAIRS)
+    places = [
+        next((row, line.index(SYMBOLS[mark])) for row, line in enumerate(lines) if SYMBOLS[mark] in line)
+        for mark in (Mark.TOO_BIG, Mark.REFUTED, Mark.CHOSEN, Mark.FITS)
+    ]
+    assert places == sorted(places)
+    assert len({column for _, column in places}) == len({row for row, _ in places}) == 4
+    (limit,) = (row for row, line in enumerate(lines) if "memory ends: 256.00 MiB" in line)
+    assert places[1][0] < limit < places[2][0]
+
+
+def test_attempts_stand_beside_their_marks_and_the_legend_names_what_occurs() -> None:
+    lines = drawn(STAIRS)
+    text = "\n".join(lines)
+    assert "✗1" in text
+    assert "●2" in text
+    assert lines[-1].strip().split("   ") == ["● chosen", "✗ ran out of memory", "○ fits", "· too big"]
+    few = Picture(device="device", capacity_bytes=MIB, points=STAIRS.points[-1:])
+    assert drawn(few)[-1].strip() == "○ fits"
