@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from orchestrator.memory.calibration import Calibration
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Degrade, GpuRange, JobSpec
 from orchestrator.specs.plan import Degradation, Plan, in_short
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.units import format_bytes
 
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
+MOMENTS_SHOWN = 8
 SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
 
 
@@ -27,6 +29,16 @@ def breakdown(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     return (*causes, *((cause, count) for cause, count in around if count))
 
 
+def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
+    """The MOMENTS_SHOWN worst moments of a step in the order in which they come, each of the rank that it weighs on."""
+    worst: dict[str, MomentBytes] = {}
+    for moment in estimate.moments:
+        if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
+            worst[moment.name] = moment
+    shown = sorted(worst.values(), key=_total, reverse=True)[:MOMENTS_SHOWN]
+    return tuple(moment for moment in worst.values() if moment in shown)
+
+
 def nearest(frontier: Frontier, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
     """The untried candidate that needs the least memory; None where all were refuted."""
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
@@ -34,72 +46,76 @@ def nearest(frontier: Frontier, refuted: frozenset[Plan] = frozenset()) -> Candi
 
 
 def why_nothing_fits(
-    spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float, refuted: frozenset[Plan] = frozenset()
+    spec: JobSpec,
+    hardware: Hardware,
+    capacity_bytes: int,
+    calibrated: Calibration,
+    refuted: frozenset[Plan] = frozenset(),
 ) -> str:
     """The plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
     closest = nearest(frontier(spec, hardware), refuted) or nearest(frontier(spec, hardware))
     assert closest is not None, "a frontier is never empty"
     lines = [
         f"no plan fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
-        f"closest: {in_short(closest.plan)} needs {format_bytes(needed_bytes(closest, correction))} "
+        f"closest: {in_short(closest.plan)} needs {format_bytes(needed_bytes(closest, calibrated))} "
         f"at its worst moment ({closest.estimate.moment})",
         *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(closest.estimate)),
     ]
-    lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, correction)]
+    lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, calibrated)]
     return "\n".join(lines)
 
 
-def what_would_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> tuple[str, ...]:
+def what_would_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> tuple[str, ...]:
     """Changes by which the job would fit, each one really planned; empty where none of them helps."""
     ways = (_more_devices, _larger_devices, _lower_precision, _shorter_samples)
-    return tuple(sentence for way in ways for sentence in way(spec, hardware, capacity_bytes, correction))
+    return tuple(sentence for way in ways for sentence in way(spec, hardware, capacity_bytes, calibrated))
 
 
-def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
+def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     if spec.is_script and spec.knobs.micro_batch_size is None:
         return
     devices = spec.gpus.max
     while (devices := devices * 2) <= DEVICES_MAX:
         larger = _more(hardware, devices)
-        best = _first_fit(_with(spec, gpus=GpuRange(min=devices, max=devices)), larger, capacity_bytes, correction)
+        best = _first_fit(_with(spec, gpus=GpuRange(min=devices, max=devices)), larger, capacity_bytes, calibrated)
         if best is not None:
-            needed = format_bytes(needed_bytes(best, correction))
+            needed = format_bytes(needed_bytes(best, calibrated))
             yield f"{devices} devices instead of {spec.gpus.max} ({in_short(best.plan)}): {needed} each"
             return
 
 
-def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, correction: float) -> Iterator[str]:
+def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     own = [c for c in frontier(spec, hardware).candidates if c.degradation is Degradation.EXACT]
-    least = min(own, key=lambda candidate: needed_bytes(candidate, correction))
-    yield f"devices with at least {format_bytes(needed_bytes(least, correction))} free ({in_short(least.plan)})"
+    least = min(own, key=lambda candidate: needed_bytes(candidate, calibrated))
+    yield f"devices with at least {format_bytes(needed_bytes(least, calibrated))} free ({in_short(least.plan)})"
 
 
-def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
+def _lower_precision(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     if spec.degrade.limit >= Degradation.NUMERIC:
         return
-    best = _first_fit(_with(spec, degrade=Degrade(allow="numeric")), hardware, capacity_bytes, correction)
+    best = _first_fit(_with(spec, degrade=Degrade(allow="numeric")), hardware, capacity_bytes, calibrated)
     if best is not None and best.degradation is Degradation.NUMERIC:
-        needed = format_bytes(needed_bytes(best, correction))
+        needed = format_bytes(needed_bytes(best, calibrated))
         yield f"degrade.allow: numeric ({in_short(best.plan)}): {needed} each"
 
 
-def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Iterator[str]:
+def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
     if spec.model is None or spec.model.decoder is None:
         return
     length = spec.data.sequence_length
     while (length := length // 2) >= SEQUENCE_LENGTH_MIN:
         allowed = Degrade(allow="semantic", sequence_lengths=(length,))
-        best = _first_fit(_with(spec, degrade=allowed), hardware, capacity_bytes, correction)
+        best = _first_fit(_with(spec, degrade=allowed), hardware, capacity_bytes, calibrated)
         if best is not None and best.degradation is Degradation.SEMANTIC:
-            needed = format_bytes(needed_bytes(best, correction))
+            needed = format_bytes(needed_bytes(best, calibrated))
             yield f"degrade.sequence_lengths: [{length}] with degrade.allow: semantic: {needed} each"
         if best is not None:
             return
 
 
-def _first_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, correction: float) -> Candidate | None:
+def _first_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Candidate | None:
     try:
-        return next(fitting(frontier(spec, hardware), capacity_bytes, correction), None)
+        return next(fitting(frontier(spec, hardware), capacity_bytes, calibrated), None)
     except SpecError:  # this many devices cannot share the global batch
         return None
 
@@ -116,3 +132,7 @@ def _more(hardware: Hardware, devices: int) -> Hardware:
         nodes=nodes,
         network_bandwidth=hardware.network_bandwidth,
     )
+
+
+def _total(moment: MomentBytes) -> int:
+    return moment.counted_bytes + moment.activation_bytes

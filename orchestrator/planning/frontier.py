@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.memory import calibration
+from orchestrator.memory.calibration import MARGIN as MARGIN
+from orchestrator.memory.calibration import Calibration
 from orchestrator.specs.plan import Degradation, Engine, Offload, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
-
-# A plan must leave this much of the capacity free. The closed form errs by a few percent on virtual devices (see
-# tests/memory/test_closed_form.py), and on CUDA it covers, with memory.estimate.FRAGMENTATION, the worst replayed
-# allocator trace (1.08 x 1.05 = 1.134 against 1.132).
-MARGIN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +90,21 @@ def _order(candidate: Candidate) -> tuple[object, ...]:
     )
 
 
-def needed_bytes(candidate: Candidate, correction: float) -> int:
+def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
     """Free bytes that one device must have for the candidate: its corrected estimate and the margin."""
-    return int(corrected_bytes(candidate.estimate, correction) * MARGIN)
+    return calibration.needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
-def fits(candidate: Candidate, capacity_bytes: int, correction: float) -> bool:
-    """Whether the corrected estimate, with its margin, is within `capacity_bytes` of one device."""
-    return needed_bytes(candidate, correction) <= capacity_bytes
+def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
+    """The probability that the candidate runs within `capacity_bytes` of one device."""
+    return calibration.fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
+
+
+def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:
+    """Whether the corrected estimate, with its margin, is within `capacity_bytes` of one device, and never burst it."""
+    return needed_bytes(candidate, calibrated) <= capacity_bytes and not calibrated.refutes(
+        candidate.plan, candidate.estimate, capacity_bytes
+    )
 
 
 def fits_as_measured(candidate: Candidate, capacity_bytes: int, peak_bytes: int) -> bool:
@@ -110,21 +114,26 @@ def fits_as_measured(candidate: Candidate, capacity_bytes: int, peak_bytes: int)
 
 
 def fitting(
-    frontier: Frontier, capacity_bytes: int, correction: float, refuted: frozenset[Plan] = frozenset()
+    frontier: Frontier, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> Iterator[Candidate]:
     """The candidates that fit and were not refuted, in the frontier's order."""
     return (
         candidate
         for candidate in frontier.candidates
-        if candidate.plan not in refuted and fits(candidate, capacity_bytes, correction)
+        if candidate.plan not in refuted and fits(candidate, capacity_bytes, calibrated)
     )
 
 
-def why_rejected(candidate: Candidate, capacity_bytes: int, correction: float, refuted: frozenset[Plan]) -> str | None:
+def why_rejected(
+    candidate: Candidate, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
+) -> str | None:
     """Why the candidate cannot be taken, as a sentence; None where it can."""
     if candidate.plan in refuted:
         return "ran out of memory before"
-    needed = needed_bytes(candidate, correction)
-    if needed <= capacity_bytes:
-        return None
-    return f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}; worst moment: {candidate.estimate.moment}"
+    needed = needed_bytes(candidate, calibrated)
+    if needed > capacity_bytes:
+        needs = f"needs {format_bytes(needed)} of {format_bytes(capacity_bytes)}"
+        return f"{needs}; worst moment: {candidate.estimate.moment}"
+    if not fits(candidate, capacity_bytes, calibrated):
+        return "ran out of memory before, in another job of this family"
+    return None

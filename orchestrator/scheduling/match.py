@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from orchestrator.memory.calibration import correction
+from orchestrator.memory.calibration import Calibration, calibration, is_known
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, fits, fits_as_measured
+from orchestrator.planning.frontier import Candidate, fit_probability, fits, fits_as_measured, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.placement import Device, busy_devices, place
@@ -30,6 +30,9 @@ class Chosen:
     candidate: Candidate
     placement: Placement
     device: str
+    correction: float  # on the activations, as learned by now
+    needed_bytes: int | None  # None: its peak was measured before
+    fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,9 @@ def choose(state: State, job: Job, reserved: frozenset[str]) -> Chosen | Wait | 
     return waits[0] if waits else _wait_for_absent_nodes(state, job)
 
 
-def learned_correction(state: State, job: Job, device: str) -> float:
-    """Factor on the activations that reality has taught for this job's family on this kind of device."""
-    return correction(state.observations, device=device, family=job.spec.family_name)
+def learned(state: State, job: Job, device: str) -> Calibration:
+    """What reality has taught of this job's family on this kind of device."""
+    return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
 
 
 def _wait_for_absent_nodes(state: State, job: Job) -> Wait | NeverFits:
@@ -94,8 +97,8 @@ def _fitting(state: State, job: Job, group: Group) -> list[Candidate] | NeverFit
     fitting = [candidate for candidate in untried if holds(candidate, device.memory)]
     if fitting:
         return fitting
-    factor = learned_correction(state, job, device.name)
-    return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, factor, job.refuted))
+    calibrated = learned(state, job, device.name)
+    return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted))
 
 
 def _place_first(
@@ -112,12 +115,30 @@ def _place_first(
         now = partial(_holds_now, candidate, judge, busy, reserved)
         placement = place(candidate.plan.world_size, group.nodes, now)
         if placement is not None:
-            return Chosen(candidate=candidate, placement=placement, device=device.name)
+            return _chosen(state, job, group, candidate, placement)
         return Wait(
             reason=f"waits for {candidate.plan.world_size} free {device.name}",
             nodes=frozenset(node.name for node in group.nodes),
         )
     return Wait(reason=f"waits for memory that other processes hold on {device.name}")
+
+
+def _chosen(state: State, job: Job, group: Group, candidate: Candidate, placement: Placement) -> Chosen:
+    """The candidate with what is expected of it on the fullest of these devices."""
+    device = group.hardware.device.name
+    calibrated = learned(state, job, device)
+    judged = candidate.plan not in measured_peaks(job, device)
+    free_bytes = {node.name: node.free_bytes for node in group.nodes}
+    capacity_bytes = min(free_bytes[part.node][index] for part in placement for index in part.devices)
+    known = judged and is_known(candidate.estimate, calibrated.correction)
+    return Chosen(
+        candidate=candidate,
+        placement=placement,
+        device=device,
+        correction=calibrated.correction,
+        needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+    )
 
 
 def _holds(candidate: Candidate, judge: Fits, busy: frozenset[Device], node: Node, index: int) -> bool:
@@ -134,19 +155,19 @@ def _holds_now(
 
 def _judge(state: State, job: Job, device: str) -> Fits:
     """By the prediction, corrected as the family's measurements say; a plan that this job ran by its measured peak."""
-    factor = learned_correction(state, job, device)
-    measured = _measured_peaks(job, device)
+    calibrated = learned(state, job, device)
+    measured = measured_peaks(job, device)
 
     def judge(candidate: Candidate, free_bytes: int) -> bool:
         peak_bytes = measured.get(candidate.plan)
         if peak_bytes is not None:
             return fits_as_measured(candidate, free_bytes, peak_bytes)
-        return fits(candidate, free_bytes, factor)
+        return fits(candidate, free_bytes, calibrated)
 
     return judge
 
 
-def _measured_peaks(job: Job, device: str) -> dict[Plan, int]:
+def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
     """Allocated peak of each plan that this job has run on this kind of device without running out of its memory."""
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from orchestrator.memory.calibration import observed_correction
+from orchestrator.memory.calibration import remembered
 from orchestrator.planning.frontier import Candidate
-from orchestrator.scheduling.classify import classify, needed_bytes
-from orchestrator.scheduling.match import Chosen, NeverFits, Wait, choose, learned_correction
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
+from orchestrator.scheduling.classify import classify
+from orchestrator.scheduling.match import Chosen, NeverFits, Wait, choose
+from orchestrator.scheduling.outcome import observe
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.plan import changes
 from orchestrator.specs.state import (
     Action,
@@ -24,6 +25,7 @@ from orchestrator.specs.state import (
     Launch,
     NodesSeen,
     Observation,
+    Observed,
     Record,
     Released,
     Started,
@@ -36,7 +38,6 @@ from orchestrator.specs.state import (
 CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoint
 BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
 BACK_OFF_MAX_S = 300.0
-OBSERVATIONS_MAX = 1000  # newest kept: more than a cluster's families need
 
 # Which of the job's budgets a failure uses up. A failure without a budget is final.
 BUDGETS = {
@@ -83,6 +84,8 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _finished(state, event)
         case Released():
             return _released(state, event)
+        case Observed():
+            return _with_observations(state, event.observations), ()
         case Woke():
             return state, ()
 
@@ -133,14 +136,15 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
-    failure = classify(job, attempt, event.evidence, _capacity_bytes(state, attempt))
+    capacity_bytes = _capacity_bytes(state, attempt)
+    failure = classify(job, attempt, event.evidence, capacity_bytes)
     attempt = replace(
         attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence, failure=failure
     )
     job = _with_attempt(job, attempt)
     job = _succeeded(job) if failure is None else _failed(job, attempt, failure, event.at_s)
-    observed = _observe(job, attempt, event.evidence)
-    state = replace(state, observations=(*state.observations, *observed)[-OBSERVATIONS_MAX:])
+    observed = observe(job, attempt, capacity_bytes)
+    state = _with_observations(state, () if observed is None else (observed,))
     return _with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
@@ -165,27 +169,6 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     wait_s = 0.0 if failure.kind in AT_ONCE else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
     reason = f"restarts after {failure.kind}: {failure.reason}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=at_s + wait_s, reason=reason)
-
-
-def _observe(job: Job, attempt: Attempt, evidence: Evidence) -> tuple[Observation, ...]:
-    """What reality answered to the predicted peak; nothing where the attempt came to no training step."""
-    if any(report.injected for report in evidence.ooms):
-        return ()
-    measured = [needed_bytes(report) for report in evidence.ooms]
-    measured += [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
-    if not measured and attempt.failure and attempt.failure.kind is FailureKind.DEVICE_OOM:
-        measured = [attempt.estimate.allocated_bytes + 1]  # only its log says so: it needs more than we thought
-    if not measured:
-        return ()
-    return (
-        Observation(
-            device=attempt.device,
-            family=job.spec.family_name,
-            predicted_bytes=attempt.estimate.allocated_bytes,
-            measured_bytes=max(measured),
-            correction=observed_correction(attempt.estimate, max(measured)),
-        ),
-    )
 
 
 # 2. order the waiting
@@ -233,8 +216,10 @@ def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
         placement=chosen.placement,
         device=chosen.device,
         estimate=chosen.candidate.estimate,
-        correction=learned_correction(state, job, chosen.device),
+        correction=chosen.correction,
         step_s=chosen.candidate.step_s,
+        needed_bytes=chosen.needed_bytes,
+        fit_probability=chosen.fit_probability,
         change=changes(before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
@@ -274,6 +259,10 @@ def _all_released(job: Job) -> bool:
 
 def _with_job(state: State, job: Job) -> State:
     return replace(state, jobs={**state.jobs, job.id: job})
+
+
+def _with_observations(state: State, observed: Sequence[Observation]) -> State:
+    return replace(state, observations=remembered((*state.observations, *observed))) if observed else state
 
 
 def _with_attempt(job: Job, attempt: Attempt) -> Job:

@@ -22,6 +22,8 @@ from orchestrator.specs.state import (
     Job,
     Launch,
     NodesSeen,
+    Observation,
+    Observed,
     Record,
     State,
     Stop,
@@ -81,6 +83,13 @@ class Controller:
             if job.status.ended:
                 raise ServiceError(f"job {job_id} has ended already: {job.status}")
             self._apply(CancelRequested(job_id=job_id, at_s=self._clock()))
+
+    def observe(self, observations: Sequence[Observation]) -> int:
+        """Take in outcomes that were measured elsewhere; how many of them were new and are kept."""
+        with self._changed:
+            before = set(self._state.observations)
+            self._apply(Observed(observations=tuple(observations), at_s=self._clock()))
+            return len(set(self._state.observations) - before)
 
     def wait_for_change(self, version: int, timeout_s: float) -> int:
         """The version of the state, as soon as it is not `version` any more or after `timeout_s`; 0 says none yet."""
@@ -186,6 +195,8 @@ def _line(said: Event | Launch | Stop) -> str:
             return f"nodes_seen nodes={len(said.nodes)}"
         case Woke():
             return "woke"
+        case Observed():
+            return f"observed outcomes={len(said.observations)}"
         case Launch():
             devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in said.attempt.placement)
             return f"launch job={said.job.id} attempt={said.attempt.number} on={devices}"

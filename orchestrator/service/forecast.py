@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TypedDict, TypeVar
 
-from orchestrator.memory.calibration import correction
+from orchestrator.memory.calibration import Calibration, calibration, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, needed_bytes, why_rejected
+from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.service.views import EstimateView, estimate_view
@@ -60,10 +60,13 @@ class CandidateView(TypedDict):
     plan: str
     settings: dict[str, str]
     degradation: str
-    step_s: float
+    step_s: float  # as predicted, times what measured steps say
+    step_factor: float  # measured / predicted of the engine's steps so far, 1 where none was measured
     estimate: EstimateView
-    needed_bytes: int  # with calibration and margin: compared with the capacity
+    correction: float  # of the activations
+    needed_bytes: int  # corrected and with margin: compared with the capacity
     capacity_bytes: int  # of the fullest device among the emptiest that it needs
+    fit_probability: float | None  # None where nothing is known of its memory
     rejected: str | None
 
 
@@ -103,12 +106,12 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
     candidates = frontier(spec, hardware).candidates
-    views = [_view(spec, candidate, hardware.device.name, free_bytes, observations) for candidate in candidates]
+    calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
+    views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
-    factor = correction(observations, device=hardware.device.name, family=spec.family_name)
     nothing = None
     if chosen is None:
-        nothing = why_nothing_fits(spec, hardware, free_bytes[0], factor, frozenset())
+        nothing = why_nothing_fits(spec, hardware, free_bytes[0], calibrated)
     return Forecast(
         job=spec.name,
         device=hardware.device.name,
@@ -121,21 +124,24 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     )
 
 
-def _view(
-    spec: JobSpec, candidate: Candidate, device: str, free_bytes: Sequence[int], observations: Sequence[Observation]
-) -> CandidateView:
+def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:
     """`free_bytes` of all devices, largest first: a gang gets the emptiest, and the fullest of those is its limit."""
-    factor = correction(observations, device=device, family=spec.family_name)
-    capacity_bytes = free_bytes[candidate.plan.world_size - 1]
+    plan, estimate = candidate.plan, candidate.estimate
+    capacity_bytes = free_bytes[plan.world_size - 1]
+    step_factor = calibrated.step_factors.get(plan.engine, 1.0)
+    known = is_known(estimate, calibrated.correction)
     return CandidateView(
-        plan=in_short(candidate.plan),
-        settings=settings(candidate.plan),
+        plan=in_short(plan),
+        settings=settings(plan),
         degradation=candidate.degradation.name.lower(),
-        step_s=candidate.step_s,
-        estimate=estimate_view(candidate.estimate),
-        needed_bytes=needed_bytes(candidate, factor),
+        step_s=candidate.step_s * step_factor,
+        step_factor=step_factor,
+        estimate=estimate_view(estimate),
+        correction=calibrated.correction,
+        needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
-        rejected=why_rejected(candidate, capacity_bytes, factor, frozenset()),
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+        rejected=why_rejected(candidate, capacity_bytes, calibrated),
     )
 
 
@@ -181,7 +187,7 @@ def forecast_of(
         step_s=step_s(profile, plan, hardware),
         degradation=_degradation(spec, plan),
     )
-    return _view(spec, candidate, hardware.device.name, free_bytes, observations)
+    return _view(candidate, free_bytes, calibration(observations, device=hardware.device.name, family=spec.family_name))
 
 
 def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:

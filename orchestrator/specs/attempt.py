@@ -83,6 +83,7 @@ class Heartbeat:
     phase: str
     at_s: float
     loss: float | None = None
+    torch_version: str = ""  # "" before the program has imported it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,8 @@ class Attempt:
     estimate: MemoryEstimate  # as predicted, before correction
     correction: float  # measured / predicted of the family so far, at launch
     step_s: float  # as predicted
+    needed_bytes: int | None = None  # that a device had to have free: corrected, with its margin; None: measured before
+    fit_probability: float | None = None  # on the devices that it got; None: nothing was known, or measured before
     change: tuple[Change, ...] = ()  # against the attempt before
     change_reason: str = ""
     status: AttemptStatus = AttemptStatus.LAUNCHING
@@ -157,6 +160,12 @@ class Attempt:
         """Measured seconds per optimizer step of the slowest rank, where one was reported."""
         steps = [beat.step_s for beat in self.evidence.heartbeats if beat.step_s] if self.evidence else []
         return max(steps, default=None)
+
+    @property
+    def torch_version(self) -> str:
+        """The torch that its ranks ran under; "" where none told."""
+        versions = [beat.torch_version for beat in self.evidence.heartbeats] if self.evidence else []
+        return max(versions, default="")
 
 
 def attempt_name(job_id: str, number: int) -> str:

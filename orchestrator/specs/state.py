@@ -11,6 +11,7 @@ from orchestrator.specs.attempt import Attempt, Evidence, attempt_name
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import MomentBytes
 
 
 class FaultKind(StrEnum):
@@ -64,19 +65,31 @@ class Job:
     fault: Fault | None = None
 
     @property
+    def key(self) -> str:
+        """Its name in every home: ids alone begin anew in each."""
+        return f"{self.id}@{self.submitted_at_s!r}"
+
+    @property
     def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One predicted peak and what reality answered."""
+    """What was predicted of one attempt, and what reality answered."""
 
+    job: str  # Job.key
+    number: int  # of the attempt
     device: str  # DeviceSpec.name
     family: str
-    predicted_bytes: int
-    measured_bytes: int  # where the attempt ran out of memory: what it needed at least
-    correction: float  # factor on the activations that explains the measurement
+    torch_version: str  # that it ran under; "" where no rank told
+    plan: Plan
+    moments: tuple[MomentBytes, ...]  # as predicted, before any correction: those that can become the worst
+    predicted_bytes: int  # allocated, before any correction
+    measured_bytes: int  # allocated; where it ran out of memory: what it needed at least
+    ran_out: bool
+    step_ratio: float | None  # measured / predicted seconds of a step, where both are known
+    at_s: float  # when it ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +161,15 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Outcomes that were measured elsewhere, or in an earlier life of this home."""
+
+    observations: tuple[Observation, ...]
+    at_s: float
+    type: Literal["observed"] = "observed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Woke:
     """The time that `scheduling.step.wake_at_s` named has come."""
 
@@ -155,7 +177,7 @@ class Woke:
     type: Literal["woke"] = "woke"
 
 
-Event = Submitted | CancelRequested | NodesSeen | Started | Finished | Released | Woke
+Event = Submitted | CancelRequested | NodesSeen | Started | Finished | Released | Observed | Woke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,3 +70,10 @@ def format_seconds(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def format_probability(probability: float) -> str:
+    """`probability` for people: `98.7 %`, and never quite a certainty: a model of errors said it."""
+    if probability > 0.999:
+        return "> 99.9 %"
+    return "< 0.1 %" if 0 < probability < 0.001 else f"{100 * probability:.1f} %"

@@ -46,9 +46,11 @@ class Monitor:
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
+        self._torch_version = ""
 
     def attach(self, torch: Any) -> None:
         """Start listening; `torch` is the imported module."""
+        self._torch_version = str(torch.__version__)
         optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim does not keep the name
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
@@ -75,6 +77,7 @@ class Monitor:
             phase=self.phase,
             at_s=time.time(),
             loss=self._loss,
+            torch_version=self._torch_version,
         )
         self._end_if_stale()
         with contextlib.suppress(OSError):  # a full disk must not end the training

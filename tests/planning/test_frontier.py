@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import corrected_bytes, correction, observed_correction
+from orchestrator.memory.calibration import UNMEASURED, Calibration, corrected_bytes, observed_correction
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, pareto, why_rejected
@@ -20,7 +20,6 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.plan import Degradation, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
-from orchestrator.specs.state import Observation
 
 SECONDS_FOR_70B = 5.0  # 1.3 s on an idle core, for two sequence lengths; the bound leaves room for a busy machine
 
@@ -187,38 +186,6 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
         assert peaks == sorted(peaks)
 
 
-@given(st.lists(st.tuples(st.integers(1, 10**12), st.integers(1, 10**12)), max_size=6), st.integers(1, 10**12))
-@settings(deadline=None)
-def test_a_correction_never_shrinks_an_estimate_nor_lets_a_refuted_one_fit(
-    pairs: list[tuple[int, int]], capacity_bytes: int
-) -> None:
-    candidate = next(iter(frontier(decoder_job(), hardware()).candidates))
-    predicted = candidate.estimate.device_bytes
-    seen = [
-        Observation(device="device", family="job", predicted_bytes=p, measured_bytes=m, correction=m / p)
-        for p, m in pairs
-    ]
-    factor = correction(seen, device="device", family="job")
-    assert corrected_bytes(candidate.estimate, factor) >= predicted
-    measured = max(capacity_bytes, predicted) + 1
-    burst = Observation(
-        device="device",
-        family="job",
-        predicted_bytes=predicted,
-        measured_bytes=measured,
-        correction=observed_correction(candidate.estimate, measured),
-    )
-    refuted = correction([*seen, burst], device="device", family="job")
-    assert not fits(candidate, capacity_bytes, refuted)
-
-
-def test_observations_of_other_devices_and_families_say_nothing() -> None:
-    seen = Observation(device="a", family="f", predicted_bytes=1, measured_bytes=10, correction=10.0)
-    assert correction([seen], device="a", family="f") == 10
-    assert correction([seen], device="b", family="f") == 1
-    assert correction([seen], device="a", family="g") == 1
-
-
 def test_a_correction_leaves_what_was_counted_alone() -> None:
     """Sharding the states saves little where the activations are the trouble, and the correction sees that."""
     spec, here = decoder_job(global_batch_size=4), hardware(DeviceKind.VIRTUAL)
@@ -229,24 +196,25 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
         for stage in (ZeroStage.NONE, ZeroStage.PARAMETERS)
     )
     measured = 10 * whole.allocated_bytes
-    factor = observed_correction(whole, measured)
+    factor = observed_correction(whole.moments, measured)
     assert corrected_bytes(whole, factor) == pytest.approx(measured, abs=1)
     assert corrected_bytes(sharded, factor) > 0.9 * measured
 
 
 def test_what_fits_is_what_has_no_reason_against_it() -> None:
     found = frontier(decoder_job(), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
-    capacity = needed_bytes(found.candidates[len(found.candidates) // 2], 1.2)
+    learned = Calibration(correction=1.2)
+    capacity = needed_bytes(found.candidates[len(found.candidates) // 2], learned)
     refuted = frozenset({found.candidates[-1].plan})
-    accepted = [c for c in found.candidates if why_rejected(c, capacity, 1.2, refuted) is None]
-    assert accepted == list(fitting(found, capacity, 1.2, refuted))
+    accepted = [c for c in found.candidates if why_rejected(c, capacity, learned, refuted) is None]
+    assert accepted == list(fitting(found, capacity, learned, refuted))
     assert 0 < len(accepted) < len(found.candidates)
-    assert why_rejected(found.candidates[-1], capacity, 1.2, refuted) == "ran out of memory before"
+    assert why_rejected(found.candidates[-1], capacity, learned, refuted) == "ran out of memory before"
 
 
 def test_torch_goes_first_where_both_engines_would_do() -> None:
     spec = decoder_job(gpus=2)
-    first = next(fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, 1.0))
+    first = next(fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, UNMEASURED))
     assert first.plan.engine is Engine.TORCH
 
 
@@ -277,4 +245,4 @@ def test_70b_on_512_devices_is_planned_in_a_moment() -> None:
     began_s = time.process_time()
     found = frontier(spec, machine)
     assert time.process_time() - began_s < SECONDS_FOR_70B
-    assert any(fits(candidate, machine.device.memory, 1.0) for candidate in found.candidates)
+    assert any(fits(candidate, machine.device.memory, UNMEASURED) for candidate in found.candidates)

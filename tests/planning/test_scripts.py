@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.memory.calibration import UNMEASURED
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.explain import breakdown, nearest, what_would_fit, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
@@ -68,7 +69,7 @@ def decoder_job(hidden_size: int = 256, **changed: object) -> JobSpec:
 
 
 def fast_first(spec: JobSpec, hardware: Hardware) -> list[Candidate]:
-    return list(fitting(frontier(spec, hardware), hardware.device.memory, 1.0))
+    return list(fitting(frontier(spec, hardware), hardware.device.memory, UNMEASURED))
 
 
 def test_an_unknown_script_starts_as_it_would_alone_and_gets_lighter_after_each_failure() -> None:
@@ -225,14 +226,14 @@ def test_the_nearest_plan_needs_the_least() -> None:
 
 def test_every_way_to_fit_that_is_offered_really_fits() -> None:
     spec, hardware = decoder_job(hidden_size=768), machine()
-    capacity = min(needed_bytes(c, 1.0) for c in frontier(spec, hardware).candidates) - 2**20
-    assert not list(fitting(frontier(spec, hardware), capacity, 1.0))
-    ways = what_would_fit(spec, hardware, capacity, 1.0)
+    capacity = min(needed_bytes(c, UNMEASURED) for c in frontier(spec, hardware).candidates) - 2**20
+    assert not list(fitting(frontier(spec, hardware), capacity, UNMEASURED))
+    ways = what_would_fit(spec, hardware, capacity, UNMEASURED)
     assert ways[0].startswith("4 devices instead of 2")
     four = Hardware(device=hardware.device, devices_per_node=2, nodes=2, network_bandwidth=10**9)
-    assert list(fitting(frontier(decoder_job(hidden_size=768, gpus=4), four), capacity, 1.0))
+    assert list(fitting(frontier(decoder_job(hidden_size=768, gpus=4), four), capacity, UNMEASURED))
     assert any(way.startswith("devices with at least") for way in ways)
-    assert "worst moment" in why_nothing_fits(spec, hardware, capacity, 1.0)
+    assert "worst moment" in why_nothing_fits(spec, hardware, capacity, UNMEASURED)
 
 
 def test_a_declared_profile_wins_over_the_closed_form() -> None:

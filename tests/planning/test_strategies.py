@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.memory.calibration import UNMEASURED
 from orchestrator.memory.estimate import device_bytes, estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import fitting
@@ -228,5 +229,5 @@ def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
         gpus=8,
         precision="bf16",
     )
-    best = next(fitting(frontier(long, machine()), 80 * 2**30, 1.0))
+    best = next(fitting(frontier(long, machine()), 80 * 2**30, UNMEASURED))
     assert best.plan.layout.tp > 1

@@ -7,8 +7,8 @@ from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.plan import Engine, Plan
-from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.state import Job
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.state import Job, Observation
 
 MIB = 2**20
 
@@ -79,3 +79,23 @@ def attempt(number: int = 1, job_id: str = "lm-1", allocated_bytes: int = 100 * 
         step_s=0.1,
         launched_at_s=0.0,
     )
+
+
+def observation(correction: float = 1.0, ratio: float = 1.0, **changes: object) -> Observation:
+    """60 MiB counted, 40 MiB activations: these were `correction` times as large, and then all of it `ratio` times."""
+    moment = MomentBytes(name="backward", counted_bytes=60 * MIB, activation_bytes=40 * MIB)
+    said: dict[str, object] = {
+        "job": "elsewhere-1@0.0",
+        "number": 1,
+        "device": DEVICE.name,
+        "family": "lm",
+        "torch_version": "2.11.0",
+        "plan": Plan(engine=Engine.TORCH, micro_batch_size=8),
+        "moments": (moment,),
+        "predicted_bytes": 100 * MIB,
+        "measured_bytes": round(ratio * (60 + 40 * correction) * MIB),
+        "ran_out": False,
+        "step_ratio": None,
+        "at_s": 1.0,
+    }
+    return Observation(**{**said, **changes})  # type: ignore[arg-type]

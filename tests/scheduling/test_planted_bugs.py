@@ -63,13 +63,13 @@ def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
 
 def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "REFUTING", ())
-    patch.setattr(core, "_observe", lambda *_: ())
+    patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(match, "_smallest_refuted", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
-    patch.setattr(core, "_observe", lambda *_: ())
+    patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(match, "_smallest_refuted", lambda *_: float("inf"))
 
 

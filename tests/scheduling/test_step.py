@@ -25,7 +25,7 @@ from orchestrator.specs.state import (
     JobStatus,
     Launch,
     NodesSeen,
-    Observation,
+    Observed,
     Record,
     Released,
     Started,
@@ -34,7 +34,7 @@ from orchestrator.specs.state import (
     Submitted,
     Woke,
 )
-from tests.scheduling.factories import DEVICE, MIB, decoder_spec, node, script_spec
+from tests.scheduling.factories import DEVICE, MIB, decoder_spec, node, observation, script_spec
 
 NODES = NodesSeen(nodes=(node(),), at_s=0.0)
 
@@ -152,10 +152,7 @@ def test_a_plan_that_ran_is_judged_by_its_own_peak() -> None:
     state, actions = run(NODES, submitted())
     first = launches(actions)[0]
     preempted = replace(SUCCESS, ranks=(RankEnd(rank=0, exit_code=-15),))
-    harsh = Observation(
-        device=DEVICE.name, family="lm", predicted_bytes=MIB, measured_bytes=100 * MIB, correction=100.0
-    )
-    state, actions = run(finished(preempted), state=replace(state, observations=(harsh,)))
+    state, actions = run(finished(preempted), state=replace(state, observations=(observation(correction=100.0),)))
     _, actions = run(released(), state=state)
     assert [attempt.plan for attempt in launches(actions)] == [first.plan]
 
@@ -225,6 +222,43 @@ def test_success_ends_the_job_and_is_recorded() -> None:
     assert only_job(state).status is JobStatus.SUCCEEDED
     assert [type(action) for action in actions] == [Record]
     assert state.observations[-1].measured_bytes == 90 * MIB
+
+
+def test_what_a_family_ran_out_of_memory_with_is_not_begun_by_another_job_of_it() -> None:
+    """Even where several kinder outcomes say that nothing needs correcting."""
+    state, actions = run(NODES, submitted())
+    refuted = launches(actions)[0].plan
+    state, _ = run(finished(oom()), released(), state=state)
+    kind = tuple(observation(number=number, at_s=20.0 + number) for number in range(40))
+    state, _ = run(Observed(observations=kind, at_s=80.0), state=state)
+    _, actions = run(submitted(job_id="lm-2", at_s=90.0), state=replace(state, jobs={}))
+    (attempt,) = launches(actions)
+    assert attempt.correction == 1.0, "forty outcomes outvote one"
+    assert attempt.plan != refuted
+
+
+def test_a_job_that_ran_out_is_held_to_what_it_needed_itself() -> None:
+    kind = tuple(observation(number=number, at_s=float(number)) for number in range(10))
+    state, _ = run(NODES, Observed(observations=kind, at_s=0.5), submitted(), finished(oom()))
+    _, actions = run(released(), state=state)
+    assert launches(actions)[0].correction > 1.0
+
+
+def test_outcomes_are_taken_in_once_however_often_they_are_told() -> None:
+    told = Observed(observations=(observation(), observation(number=2, at_s=2.0)), at_s=3.0)
+    state, actions = run(told)
+    again, _ = run(told, replace(told, observations=told.observations[::-1]), state=state)
+    assert len(state.observations) == 2
+    assert (again.observations, actions) == (state.observations, [])
+
+
+def test_a_launch_says_what_it_needs_and_how_surely_it_fits() -> None:
+    _, actions = run(NODES, submitted())
+    (attempt,) = launches(actions)
+    assert attempt.fit_probability is not None
+    assert attempt.fit_probability >= 0.99
+    assert attempt.needed_bytes is not None
+    assert attempt.estimate.device_bytes < attempt.needed_bytes <= 256 * MIB
 
 
 def test_an_end_is_final() -> None:

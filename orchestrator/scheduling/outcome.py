@@ -1,0 +1,63 @@
+"""What does the end of an attempt say about its predictions?"""
+
+from __future__ import annotations
+
+from orchestrator.memory.calibration import corrected_allocated_bytes, lasting
+from orchestrator.scheduling.classify import needed_bytes
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.profile import Source
+from orchestrator.specs.state import Job, Observation
+
+
+def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
+    """What reality answered to the predictions of an ended attempt; None where it came to no training step.
+
+    `capacity_bytes` is the memory of its kind of device, where known.
+    """
+    assert attempt.ended_at_s is not None, attempt.name
+    measured = measured_bytes(attempt, capacity_bytes)
+    if measured is None:
+        return None
+    estimate, taken_s = attempt.estimate, attempt.measured_step_s
+    is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source is not Source.ASSUMED
+    return Observation(
+        job=job.key,
+        number=attempt.number,
+        device=attempt.device,
+        family=job.spec.family_name,
+        torch_version=attempt.torch_version,
+        plan=attempt.plan,
+        moments=lasting(estimate.moments),
+        predicted_bytes=estimate.allocated_bytes,
+        measured_bytes=measured,
+        ran_out=ran_out(attempt),
+        step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
+        at_s=attempt.ended_at_s,
+    )
+
+
+def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
+    """Allocated peak of the worst rank; where it ran out of memory, what it needed at least.
+
+    None where nothing was measured, or only what was made to fail.
+    """
+    evidence = attempt.evidence
+    if evidence is None or any(report.injected for report in evidence.ooms):
+        return None
+    peaks = [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
+    if ran_out(attempt):
+        peaks += [needed_bytes(report) for report in evidence.ooms] or [_burst_bytes(attempt, capacity_bytes)]
+    return max(peaks, default=None)
+
+
+def ran_out(attempt: Attempt) -> bool:
+    """Whether its plan was too much for its devices."""
+    return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
+
+
+def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
+    """Only its log says that it ran out: it needed more than was predicted, and more than the device leaves."""
+    estimate = attempt.estimate
+    predicted = corrected_allocated_bytes(estimate, attempt.correction)
+    around = estimate.device_bytes - estimate.allocated_bytes
+    return max(predicted, (capacity_bytes or 0) - around) + 1

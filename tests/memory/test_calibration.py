@@ -1,0 +1,261 @@
+"""Laws of calibration: what one outcome may change, what many do, and when a plan is said to fit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.memory.calibration import (
+    CONFIDENCE,
+    MARGIN,
+    OUTLIER_SPREADS,
+    PRIOR,
+    UNMEASURED,
+    WINDOW,
+    Calibration,
+    calibration,
+    corrected_bytes,
+    fit_probability,
+    lasting,
+    needed_bytes,
+    observed_correction,
+    remembered,
+)
+from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.state import Observation
+from tests.scheduling.factories import DEVICE, MIB, observation
+
+PLAN = Plan(engine=Engine.TORCH, micro_batch_size=8)
+OTHER_ENGINE = Plan(engine=Engine.DEEPSPEED, micro_batch_size=8)
+PRECISE = (1.0, 1.0, 0.995, 1.002, 0.998, 1.001, 1.0, 0.99)
+
+corrections = st.floats(1.0, 3.0)
+ratios = st.floats(0.7, 1.5)
+outcomes = st.lists(
+    st.tuples(corrections, ratios, st.booleans(), st.sampled_from((PLAN, OTHER_ENGINE))), max_size=WINDOW // 2
+)
+
+
+def estimate(counted: int = 60 * MIB, activations: int = 40 * MIB, overhead: int = 1) -> MemoryEstimate:
+    """`overhead` is what the allocator holds over what it gives out."""
+    total = counted + activations
+    return MemoryEstimate(
+        moment="backward",
+        by_cause=(("parameters", counted), ("activations", activations)),
+        allocated_bytes=total,
+        reserved_bytes=overhead * total,
+        device_bytes=overhead * total,
+        moments=(MomentBytes(name="backward", counted_bytes=counted, activation_bytes=activations),),
+    )
+
+
+def learned(seen: list[Observation], job: str = "") -> Calibration:
+    return calibration(remembered(seen), device=DEVICE.name, family="lm", job=job)
+
+
+def seen_of(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
+    return [observation(ratio=ratio, number=at, at_s=float(at)) for at, ratio in enumerate(ratios, start=first)]
+
+
+def drawn(rows: list[tuple[float, float, bool, Plan]]) -> list[Observation]:
+    return [
+        observation(correction=factor, ratio=ratio, ran_out=ran_out, plan=plan, number=at, at_s=float(at))
+        for at, (factor, ratio, ran_out, plan) in enumerate(rows, start=1)
+    ]
+
+
+def test_without_outcomes_the_margin_is_the_documented_one() -> None:
+    assert UNMEASURED.margin(Engine.TORCH) == pytest.approx(MARGIN)
+    assert UNMEASURED.within(Engine.TORCH, MARGIN) == pytest.approx(CONFIDENCE)
+    assert UNMEASURED.within(Engine.TORCH, 1.0) == pytest.approx(0.5)
+
+
+@given(outcomes)
+@settings(deadline=None)
+def test_the_margin_is_the_least_room_that_holds_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
+    found = learned(drawn(rows))
+    for engine in (Engine.TORCH, Engine.DEEPSPEED):
+        margin = found.margin(engine)
+        assert found.within(engine, margin * (1 + 1e-9)) >= CONFIDENCE - 1e-9
+        assert found.within(engine, margin * (1 - 1e-3)) < CONFIDENCE
+
+
+@given(outcomes, st.integers(1, 2**36), st.integers(0, 2**36), st.integers(1, 2**37), st.integers(0, 2**36))
+@settings(deadline=None)
+def test_a_plan_fits_no_better_where_it_needs_more_and_no_worse_where_there_is_more(
+    rows: list[tuple[float, float, bool, Plan]], counted: int, more: int, capacity_bytes: int, room: int
+) -> None:
+    found = learned(drawn(rows))
+    for overhead in (1, 2):
+        light, heavy = estimate(counted, 1000, overhead), estimate(counted + more, 1000, overhead)
+        here = fit_probability(PLAN, light, found, capacity_bytes)
+        assert 0.0 <= here <= 1.0
+        assert fit_probability(PLAN, heavy, found, capacity_bytes) <= here
+        assert fit_probability(PLAN, light, found, capacity_bytes + room) >= here
+
+
+@given(outcomes, st.integers(1, 2**37))
+@settings(deadline=None)
+def test_what_is_said_to_fit_fits_with_the_stated_share(
+    rows: list[tuple[float, float, bool, Plan]], capacity_bytes: int
+) -> None:
+    found = learned([one for one in drawn(rows) if not one.ran_out])
+    for overhead in (1, 2):
+        asked = estimate(overhead=overhead)
+        share = fit_probability(PLAN, asked, found, capacity_bytes)
+        assert (share >= CONFIDENCE - 1e-9) == (needed_bytes(PLAN, asked, found) <= capacity_bytes)
+
+
+@given(outcomes, st.integers(0, 2**36))
+@settings(deadline=None)
+def test_no_outcome_shrinks_an_estimate(rows: list[tuple[float, float, bool, Plan]], activations: int) -> None:
+    asked = estimate(activations=activations)
+    assert corrected_bytes(asked, learned(drawn(rows)).correction) >= asked.device_bytes
+
+
+@given(outcomes, st.integers(1, 2**36), st.lists(ratios, max_size=WINDOW))
+@settings(deadline=None)
+def test_a_refuted_plan_never_fits_what_it_burst_whatever_else_is_seen(
+    rows: list[tuple[float, float, bool, Plan]], burst_bytes: int, kinder: list[float]
+) -> None:
+    asked = estimate()
+    failed = observation(
+        job="burst", number=1, at_s=0.0, ran_out=True, plan=PLAN, measured_bytes=burst_bytes + 1, torch_version="2.10"
+    )
+    after = [observation(ratio=one, number=100 + at, at_s=100.0 + at) for at, one in enumerate(kinder)]
+    found = learned([failed, *drawn(rows), *after])
+    assert fit_probability(PLAN, asked, found, burst_bytes) == 0.0
+    assert found.refutes(PLAN, asked, burst_bytes)
+    lighter = estimate(counted=asked.allocated_bytes - 40 * MIB - 1)
+    assert not learned([failed]).refutes(PLAN, lighter, burst_bytes), "a smaller model of the family is another matter"
+
+
+@given(
+    st.lists(st.floats(1.0, 1.2), min_size=2, max_size=WINDOW - 1),
+    st.floats(1.0, 1e6),
+    st.integers(0, WINDOW),
+    st.data(),
+)
+@settings(deadline=None)
+def test_one_outlier_leaves_the_correction_within_the_range_of_the_others(
+    factors: list[float], outlier: float, at: int, data: st.DataObject
+) -> None:
+    at = min(at, len(factors))
+    mixed = [*factors[:at], outlier, *factors[at:]]
+    ran_out = data.draw(st.booleans())
+    seen = [
+        observation(correction=factor, number=number, at_s=float(number), ran_out=ran_out and number == at)
+        for number, factor in enumerate(mixed)
+    ]
+    expected = [observed_correction(one.moments, one.measured_bytes) for one in seen if one.number != at]
+    assert min(expected) <= learned(seen).correction <= max(expected)
+
+
+def test_one_outlier_among_precise_outcomes_widens_the_margin_to_three_spreads_at_most() -> None:
+    precise = seen_of(PRECISE)
+    before = learned(precise).margin(Engine.TORCH)
+    after = learned([*precise, observation(ratio=20.0, number=99, at_s=99.0)]).margin(Engine.TORCH)
+    fence = max(PRECISE) * 2.718281828459045 ** (OUTLIER_SPREADS * PRIOR.stdev)
+    assert before < after <= fence < 1.07
+
+
+@given(outcomes)
+@settings(deadline=None)
+def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tuple[float, float, bool, Plan]]) -> None:
+    once, twice = learned(drawn(rows)), learned(drawn(rows + rows))
+    assert twice.correction == once.correction
+    for engine in (Engine.TORCH, Engine.DEEPSPEED):
+        assert twice.margin(engine) <= once.margin(engine) * (1 + 1e-12)
+
+
+def test_the_margin_falls_with_precise_outcomes_and_rises_with_others() -> None:
+    found = [learned(seen_of(PRECISE[:1] * count)).margin(Engine.TORCH) for count in (0, 1, 4, 16, WINDOW)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == pytest.approx(1.05)
+    assert found[-1] < 1.01
+    scattered = learned([observation(ratio=one, number=at, moments=()) for at, one in enumerate((0.8, 1.3, 1.1, 0.9))])
+    assert scattered.margin(Engine.TORCH) == pytest.approx(1.3)
+
+
+def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_documented_one() -> None:
+    precise = learned(seen_of(PRECISE * 3))
+    assert precise.margin(Engine.TORCH) < MARGIN
+    asked = estimate(overhead=2)
+    assert needed_bytes(PLAN, asked, precise) >= MARGIN * asked.device_bytes
+
+
+def test_engines_share_the_correction_of_activations_but_not_the_precision_of_their_own_terms() -> None:
+    seen = [observation(correction=2.0, number=at, at_s=float(at)) for at in range(3)]
+    found = learned(seen)
+    assert found.correction == pytest.approx(2.0)
+    assert found.margin(Engine.TORCH) < MARGIN
+    assert found.margin(Engine.DEEPSPEED) == pytest.approx(MARGIN)
+
+
+def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:
+    found = learned([observation(correction=4.0, ran_out=True)])
+    assert (found.correction, found.ratios[Engine.TORCH]) == (4.0, ())
+
+
+def test_a_job_is_held_to_its_own_failure() -> None:
+    failed = observation(correction=5.0, job="mine", ran_out=True, at_s=50.0)
+    seen = [*seen_of(PRECISE), failed]
+    assert learned(seen).correction < 1.1
+    assert learned(seen, job="mine").correction == 5.0
+
+
+def test_outcomes_of_other_devices_families_and_older_torches_do_not_count() -> None:
+    far = observation(correction=3.0)
+    for changed in ({"device": "b"}, {"family": "g"}):
+        assert learned([replace(far, **changed)]) == UNMEASURED
+    newer = observation(number=2, at_s=2.0, torch_version="2.12")
+    assert learned([far, newer]).correction == 1.0
+    assert learned([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
+
+
+def test_steps_are_corrected_by_the_median_of_their_engine() -> None:
+    taken = [
+        observation(number=at, at_s=float(at), step_ratio=one) for at, one in enumerate((1.2, 9.0, 1.3, None, 1.1, 1.4))
+    ]
+    assert learned(taken).step_factors == {Engine.TORCH: 1.3}
+
+
+@given(outcomes, st.integers(0, 2**32))
+@settings(deadline=None)
+def test_neither_order_nor_repetition_of_outcomes_matters(
+    rows: list[tuple[float, float, bool, Plan]], seed: int
+) -> None:
+    seen = drawn(rows * 4)
+    kept = remembered(seen)
+    shuffled = random.Random(seed).sample(seen, len(seen))
+    assert remembered([*shuffled, *kept]) == kept
+    assert remembered([*remembered(shuffled[::2]), *shuffled]) == kept
+
+
+def test_what_is_kept_is_bounded_by_key_and_every_refuted_plan_stays() -> None:
+    early = [
+        observation(number=at, at_s=float(at), ran_out=True, plan=replace(PLAN, gradient_accumulation_steps=1 + at % 3))
+        for at in range(30)
+    ]
+    late = seen_of((1.0,) * 100, first=100)
+    kept = remembered([*early, *late])
+    assert len(kept) == WINDOW + 3
+    assert kept[-WINDOW:] == tuple(late[-WINDOW:])
+    assert {one.plan for one in kept if one.ran_out} == {one.plan for one in early}
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=8), st.floats(1.0, 50.0))
+def test_the_lasting_moments_reach_every_peak(moments: list[tuple[int, int]], factor: float) -> None:
+    def peak(found: tuple[MomentBytes, ...]) -> float:
+        return max((one.counted_bytes + factor * one.activation_bytes for one in found), default=0.0)
+
+    every = tuple(
+        MomentBytes(name=str(at), counted_bytes=counted, activation_bytes=activations)
+        for at, (counted, activations) in enumerate(moments)
+    )
+    assert peak(lasting(every)) == peak(every)
