@@ -180,6 +180,15 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
 
 
 @app.command()
+def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Explain a job: bytes by cause and moment beside what was measured, what was wrong, and what it changed."""
+    from orchestrator.service.tables import explanation_panel
+
+    explanation = _client(home).explanation(job_id)
+    _answer(dict(explanation), as_json, explanation_panel(explanation))
+
+
+@app.command()
 def logs(
     job_id: JobId,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job ends.")] = False,
@@ -250,6 +259,22 @@ def estimate(
 
 
 @app.command()
+def calibrate(
+    tracking_uri: Annotated[str, typer.Option("--from-mlflow", metavar="URI", help="MLflow that knows the outcomes.")],
+    experiment: Annotated[str, typer.Option("--experiment", help="Its experiment.")] = "orchestrator",
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Teach the service what attempts of other homes, or of earlier ones, have measured."""
+    from orchestrator.backends.mlflow_outcomes import read_outcomes
+
+    client = _client(home)
+    found = read_outcomes(tracking_uri, experiment)
+    kept = client.observe(found)
+    _answer({"found": len(found), "new": kept}, as_json, f"{len(found)} outcomes found, {kept} of them new.")
+
+
+@app.command()
 def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
     """Print the JSON Schema of job or cluster files, for editors."""
     from orchestrator.specs.cluster import cluster_json_schema
@@ -298,11 +323,10 @@ def _hardware(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequenc
     if cluster is not None or not _is_up(home):
         kept = home / "cluster.yaml"
         return idle_nodes(read_cluster(cluster or (kept if kept.exists() else None))), ()
-    from orchestrator.service.views import node_from_view
-    from orchestrator.specs.state import Observation
+    from orchestrator.service.views import node_from_view, observations_from_view
 
     live = _cluster_of(home)
-    return [node_from_view(node) for node in live["nodes"]], [Observation(**seen) for seen in live["observations"]]
+    return [node_from_view(node) for node in live["nodes"]], observations_from_view(live["observations"])
 
 
 def _run(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> None:

@@ -160,7 +160,11 @@ def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["queue"], ["show", "a"], ["logs", "a"], ["cancel", "a"], ["submit", "lm.yaml"], ["down"]]
+    "arguments",
+    [
+        *(["queue"], ["show", "a"], ["explain", "a"], ["logs", "a"], ["cancel", "a"], ["submit", "lm.yaml"], ["down"]),
+        ["calibrate", "--from-mlflow", "http://127.0.0.1:1"],
+    ],
 )
 def test_without_a_service_commands_say_how_to_start_it(desk: Desk, arguments: list[str]) -> None:
     answer = desk.ask(*arguments)
@@ -174,6 +178,8 @@ def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(desk: Desk
     assert answer.code == 0, answer
     for words in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
         assert words in answer.out, answer.out
+    for words in ("fits with > 99.9 %", "Bytes by moment", "● chosen", "· too big", "memory ends: 256.00 MiB"):
+        assert words in answer.out, answer.out
 
 
 def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(desk: Desk) -> None:
@@ -182,6 +188,7 @@ def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(de
     faster, chosen = data["frontier"][: data["chosen"]], data["frontier"][data["chosen"]]
     assert faster
     assert all(one["rejected"] and one["needed_bytes"] > one["capacity_bytes"] for one in faster)
+    assert all(one["fit_probability"] < 0.99 <= chosen["fit_probability"] for one in faster)
     assert chosen["rejected"] is None
     assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 256 * 2**20
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from pydantic import TypeAdapter
+
 from orchestrator.memory.calibration import predicted_peak_bytes
+from orchestrator.planning.picture import Picture
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import settings
 from orchestrator.specs.profile import Source
-from orchestrator.specs.state import Job, JobStatus
+from orchestrator.specs.state import Job, JobStatus, Observation
 from orchestrator.specs.units import format_bytes, format_seconds
 
 TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
@@ -22,6 +25,7 @@ ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 LOGS_MAX = 8  # failed ranks whose logs are kept
 NOTED_ATTEMPTS = 20
 SHORTEST_HIDDEN = 4  # characters; hiding "1" would leave no text readable
+OUTCOME_TAG = "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
 METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
 Hide = Callable[[str], str]
@@ -39,11 +43,12 @@ class RunContent:
     params: Mapping[str, str]  # never change once said
     metrics: Mapping[str, float]
     texts: Mapping[str, str]  # artifacts by path
+    picture: Picture | None = None  # of the frontier
 
 
 def run_key(job: Job, number: int) -> str:
     """The tag by which a run is found again; number 0 is the job's own run."""
-    return f"{job.id}@{job.submitted_at_s!r}/{number}"
+    return f"{job.key}/{number}"
 
 
 def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
@@ -60,7 +65,7 @@ def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
     return hide
 
 
-def job_content(job: Job, hide: Hide, compare: str) -> RunContent:
+def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:
     """The run of a whole job; `compare` is the address of its attempts side by side, or empty."""
     ends = [attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None]
     end_s = max(ends, default=job.submitted_at_s) if job.status.ended else None
@@ -92,11 +97,17 @@ def job_content(job: Job, hide: Hide, compare: str) -> RunContent:
         params=_cut(params),
         metrics=metrics,
         texts={},
+        picture=picture,
     )
 
 
-def attempt_content(job: Job, attempt: Attempt, hide: Hide) -> RunContent:
-    """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last."""
+def attempt_content(
+    job: Job, attempt: Attempt, hide: Hide, said: Sequence[str] = (), seen: Observation | None = None
+) -> RunContent:
+    """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last.
+
+    `said` are the lessons of its end, `seen` is the outcome that calibrates later predictions.
+    """
     failure = attempt.failure
     ended = attempt.status is AttemptStatus.ENDED
     changed = ", ".join(str(change) for change in attempt.change)
@@ -112,6 +123,9 @@ def attempt_content(job: Job, attempt: Attempt, hide: Hide) -> RunContent:
     }
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
+    outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()
+    if 0 < len(outcome) <= TEXT_MAX:
+        tags[OUTCOME_TAG] = outcome
     place = "; ".join(f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement)
     killed = failure is not None and failure.kind in (FailureKind.CANCELLED, FailureKind.PREEMPTED)
     return RunContent(
@@ -122,7 +136,7 @@ def attempt_content(job: Job, attempt: Attempt, hide: Hide) -> RunContent:
         tags=_cut(tags),
         params=_cut({**settings(attempt.plan), "placement": place}),
         metrics=_attempt_metrics(attempt),
-        texts=_texts(attempt, hide),
+        texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
     )
 
 
@@ -163,6 +177,8 @@ def _attempt_metrics(attempt: Attempt) -> dict[str, float]:
         "predicted_peak_bytes": predicted,
         "predicted_step_s": None if attempt.estimate.source is Source.ASSUMED else attempt.step_s,
         "correction": attempt.correction,
+        "needed_bytes": attempt.needed_bytes,
+        "fit_probability": attempt.fit_probability,
         "measured_peak_bytes": attempt.peak_bytes,
         "measured_step_s": attempt.measured_step_s,
         "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,

@@ -6,11 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.backends.frontier_png import figure
 from orchestrator.backends.journal import Journal
 from orchestrator.backends.mlflow_content import (
     RunContent,
@@ -21,9 +22,10 @@ from orchestrator.backends.mlflow_content import (
     parse_curves,
     run_key,
 )
+from orchestrator.scheduling.account import lessons, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Job
+from orchestrator.specs.state import Job, State
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -72,11 +74,11 @@ class MlflowTracker:
     No method waits for MLflow but `wait_delivered` and, for one request at most, `stop`.
     """
 
-    def __init__(self, journal: Journal, tracking_uri: str, home: str | Path) -> None:
-        """Nothing is sent before `start`."""
+    def __init__(self, journal: Journal, tracking_uri: str, home: str | Path, state: Callable[[], State]) -> None:
+        """Nothing is sent before `start`. `state` gives the newest one: what is drawn and told of an end is from it."""
         self.tracking_uri = tracking_uri
         self.problem: str | None = None  # why MLflow could not be told last time, for people
-        self._journal, self._home = journal, Path(home)
+        self._journal, self._home, self._state = journal, Path(home), state
         self._contact: _Contact | None = None
         self._curves: dict[str, _Curves] = {}
         self._known: dict[tuple[str, int], tuple[str, str]] = {}  # run and experiment of each attempt that was sent
@@ -188,12 +190,13 @@ class MlflowTracker:
         self._refusals.pop(job.id, None)
 
     def _send_job(self, contact: _Contact, job: Job) -> None:
-        hide = hider(job.spec, os.environ)
+        hide, state = hider(job.spec, os.environ), self._state()
         parent = self._open(contact, job, 0, job_content(job, hide, ""), {})
         ids = []
         for attempt in job.attempts:
             key = run_key(job, attempt.number)
-            content = attempt_content(job, attempt, hide)
+            said = lessons(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
+            content = attempt_content(job, attempt, hide, said, observation_of(state, job, attempt))
             ids.append(self._open(contact, job, attempt.number, content, {"mlflow.parentRunId": parent}))
             self._known[job.id, attempt.number] = ids[-1], contact.experiment_id
             if key in contact.closed:
@@ -205,7 +208,8 @@ class MlflowTracker:
             if attempt.status is AttemptStatus.ENDED:
                 del self._curves[key]
         compare = compare_url(self.tracking_uri, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
-        self._send_content(contact, run_key(job, 0), job_content(job, hide, compare))
+        picture = picture_of(state, job) if job.status.ended else None
+        self._send_content(contact, run_key(job, 0), job_content(job, hide, compare, picture))
 
     def _open(self, contact: _Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
         """The id of the run with this key, found or created."""
@@ -244,6 +248,8 @@ class MlflowTracker:
             return
         for path, text in content.texts.items():
             client.log_text(run_id, text, path)
+        if content.picture is not None:
+            client.log_figure(run_id, figure(f"Plans of {content.name}", content.picture), "frontier.png")
         for other in self._find(contact, key):  # a creation that timed out here may have come true there
             if other.info.run_id != run_id:
                 client.delete_run(other.info.run_id)

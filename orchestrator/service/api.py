@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import json
 from collections.abc import Awaitable, Callable
@@ -17,7 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.scheduling.placement import busy_devices
 from orchestrator.service.controller import Controller
-from orchestrator.service.views import in_order, job_view, node_view
+from orchestrator.service.views import (
+    explanation_view,
+    in_order,
+    job_view,
+    node_view,
+    observations_from_view,
+    observations_view,
+)
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.parse import job_from_data
@@ -59,6 +65,13 @@ class SubmitRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     spec: dict[str, Any]
     fault: FaultRequest | None = None
+
+
+class ObserveRequest(BaseModel):
+    """Outcomes as `views.observations_view` writes them."""
+
+    model_config = ConfigDict(extra="forbid")
+    observations: list[dict[str, Any]]
 
 
 class ShutdownRequest(BaseModel):
@@ -104,6 +117,10 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         found = _job(service, job_id)
         return {"job": job_view(found, _beats(service.home, found)), "version": version}
 
+    @app.get("/jobs/{job_id}/explanation")
+    def explanation(job_id: str) -> dict[str, Any]:
+        return dict(explanation_view(controller.state, _job(service, job_id)))
+
     @app.post("/jobs/{job_id}/cancel")
     def cancel(job_id: str) -> dict[str, Any]:
         _job(service, job_id)
@@ -142,8 +159,12 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             "name": service.cluster,
             "tracking_uri": service.tracking_uri,
             "nodes": [node_view(node, busy_devices(state)) for node in state.nodes],
-            "observations": [dataclasses.asdict(observation) for observation in state.observations],
+            "observations": observations_view(state.observations),
         }
+
+    @app.post("/observations")
+    def observe(request: ObserveRequest) -> dict[str, Any]:
+        return {"kept": controller.observe(observations_from_view(request.observations))}
 
     @app.post("/shutdown")
     def shutdown(request: ShutdownRequest) -> dict[str, Any]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from orchestrator.service.views import JobView
+from orchestrator.service.views import ExplanationView, JobView, observations_view
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.state import Observation
 
+OBSERVATIONS_SENT = 500  # at once: about 0.5 MB
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
 
@@ -41,6 +44,19 @@ class Client:
         query = "" if seen is None else f"?seen={seen}&wait_s={LONG_POLL_S}"
         answer = self._json("GET", f"/jobs/{job_id}{query}")
         return answer["job"], answer["version"]
+
+    def explanation(self, job_id: str) -> ExplanationView:
+        """What was predicted of a job, what was measured, and what that changed."""
+        return self._json("GET", f"/jobs/{job_id}/explanation")
+
+    def observe(self, observations: Sequence[Observation]) -> int:
+        """Hand over outcomes that were measured elsewhere; how many the service did not know and keeps."""
+        parts = [
+            observations[first : first + OBSERVATIONS_SENT] for first in range(0, len(observations), OBSERVATIONS_SENT)
+        ]
+        return sum(
+            self._json("POST", "/observations", {"observations": observations_view(part)})["kept"] for part in parts
+        )
 
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job; returns when the request is on disk."""

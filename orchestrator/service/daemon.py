@@ -67,7 +67,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
         backend = stack.enter_context(closing(RayBackend(home, cluster, _ray_address(home, cluster))))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # whoever asks first sees the nodes
-        tracker = MlflowTracker(journal, mlflow.uri, home)
+        tracker = MlflowTracker(journal, mlflow.uri, home, lambda: controller.state)
         tracker.start()
         stack.callback(tracker.stop)
         keeper = threading.Thread(target=_keep_tracking, args=(controller, tracker, mlflow, stop), daemon=True)

@@ -9,10 +9,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
-from orchestrator.service.views import AttemptView, EstimateView, JobView, ProgressView
+from orchestrator.service.views import (
+    AttemptView,
+    EstimateView,
+    ExplanationView,
+    JobView,
+    ProgressView,
+    picture_from_view,
+)
 from orchestrator.specs.profile import Source
-from orchestrator.specs.units import format_bytes, format_seconds
+from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
 STYLES = {
     "succeeded": "green",
@@ -22,6 +30,7 @@ STYLES = {
     "queued": "yellow",
     "cancelled": "dim",
 }
+MARK_STYLES = {Mark.TOO_BIG: "dim", Mark.FITS: "", Mark.REFUTED: "red", Mark.CHOSEN: "bold green"}
 BAR_WIDTH = 32
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
@@ -103,8 +112,12 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
         parts.append(Text(forecast["nothing_fits"] or "no plan fits", style="red"))
         return Group(*parts, Text(), _frontier(forecast, 0))
     candidate = forecast["frontier"][chosen]
-    parts += [candidate_panel(candidate), Text(), Text("Frontier, fastest first", style="bold")]
-    parts.append(_frontier(forecast, chosen))
+    parts.append(candidate_panel(candidate))
+    if _is_known(candidate["estimate"]):
+        title = Text("Bytes by moment of a step", style="bold")
+        parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
+        parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_forecast_picture(forecast, chosen))]
+    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(forecast, chosen)]
     if chosen:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
         faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
@@ -121,14 +134,57 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
             "memory", "not known: the script's own micro-batch is taken to fill a device; `profile` says better"
         )
         return head
-    fits = candidate["rejected"] is None
-    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
-    head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted")
-    verdict = Text(f"{needed} of {capacity} with margin: ") + Text(
-        "fits" if fits else "does not fit", style="green" if fits else "red"
-    )
-    head.add_row("memory", verdict)
+    factor = candidate["step_factor"]
+    learned = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
+    head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{learned}")
+    head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
+
+
+def explanation_panel(explanation: ExplanationView) -> RenderableType:
+    """Each attempt's bytes by cause and by moment beside what was measured, what it taught, and the frontier now."""
+    job = explanation["job"]
+    parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
+    for attempt, said in zip(job["attempts"], explanation["lessons"], strict=True):
+        title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
+        parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
+        if _is_known(attempt["estimate"]):
+            parts += [bars(attempt["estimate"]), moments(attempt["estimate"], attempt["correction"])]
+        parts += [Text(f"  {sentence}") for sentence in said]
+    if explanation["picture"] is not None:
+        picture = picture_from_view(explanation["picture"])
+        title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
+        parts += [Text(), Text(title, style="bold"), coloured_picture(picture)]
+    return Group(*parts)
+
+
+def coloured_picture(picture: Picture) -> Text:
+    """The picture with each mark in its colour."""
+    text = Text("\n".join(drawn(picture)), no_wrap=True)
+    for mark, symbol in SYMBOLS.items():
+        text.highlight_words([symbol], MARK_STYLES[mark])
+    text.highlight_regex(r"╌+| memory ends: .*?B ", "yellow")
+    return text
+
+
+def moments(estimate: EstimateView, correction: float) -> Table:
+    """Bytes by moment of a step as bars, activations as corrected."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    found = [
+        (one["name"], one["counted_bytes"], round(correction * one["activation_bytes"]))
+        for one in estimate["by_moment"]
+    ]
+    largest = max((counted + activations for _, counted, activations in found), default=1) or 1
+    for name, counted, activations in found:
+        whole = round(BAR_WIDTH * (counted + activations) / largest)
+        solid = round(BAR_WIDTH * counted / largest)
+        bar = Text("█" * solid, style="cyan") + Text("▒" * (whole - solid), style="cyan")
+        table.add_row(f"  {name}", format_bytes(counted + activations), bar)
+    factor = f" x{correction:.2f}, as measured" if correction >= 1.01 else ""
+    table.add_row("", "", Text(f"█ counted  ▒ activations{factor}", style="dim"))
+    return table
 
 
 def bars(estimate: EstimateView) -> Table:
@@ -172,28 +228,50 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("PLAN")
-    for column in ("GPUS", "STEP", "NEEDS"):
+    for column in ("GPUS", "STEP", "NEEDS", "FITS"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     above = len(forecast["frontier"][:low])
     if above:
-        table.add_row("", f"... {above} faster", "", "", "", "")
+        table.add_row("", f"... {above} faster")
     chosen = forecast["chosen"]
     for index, one in enumerate(shown, start=low):
         if index == chosen and chosen > 0:
             limit = format_bytes(one["capacity_bytes"])
-            table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"), "", "", "", "")
+            table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
         mark = Text("→", style="bold green") if index == chosen else Text("")
         style = "" if one["rejected"] is None else "dim"
         kind = "" if one["degradation"] == "exact" else one["degradation"]
         known = _is_known(one["estimate"])
         step = format_seconds(one["step_s"]) if known else "-"
         needed = format_bytes(one["needed_bytes"]) if known else "-"
-        table.add_row(mark, Text(one["plan"], style=style), one["settings"]["gpus"], step, needed, kind)
+        share = "-" if one["fit_probability"] is None else format_probability(one["fit_probability"])
+        table.add_row(mark, Text(one["plan"], style=style), one["settings"]["gpus"], step, needed, share, kind)
     below = len(forecast["frontier"]) - low - len(shown)
     if below:
-        table.add_row("", f"... {below} slower", "", "", "", "")
+        table.add_row("", f"... {below} slower")
     return table
+
+
+def _verdict(candidate: CandidateView) -> Text:
+    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
+    fits, probability = candidate["rejected"] is None, candidate["fit_probability"]
+    share = "" if probability is None else f" with {format_probability(probability)}"
+    said = f"fits{share}" if fits else f"does not fit ({format_probability(probability or 0.0)} that it would)"
+    return Text(f"{needed} of {capacity} with margin: ") + Text(said, style="green" if fits else "red")
+
+
+def _forecast_picture(forecast: Forecast, chosen: int) -> Picture:
+    points = [
+        Point(
+            step_s=one["step_s"],
+            needed_bytes=one["needed_bytes"],
+            mark=Mark.CHOSEN if index == chosen else Mark.FITS if one["rejected"] is None else Mark.TOO_BIG,
+        )
+        for index, one in enumerate(forecast["frontier"])
+    ]
+    capacity_bytes = forecast["frontier"][chosen]["capacity_bytes"]
+    return Picture(device=forecast["device"], capacity_bytes=capacity_bytes, points=tuple(points))
 
 
 def _is_known(estimate: EstimateView) -> bool:

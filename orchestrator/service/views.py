@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import isfinite
 from typing import Any, TypedDict
 
+from pydantic import TypeAdapter, ValidationError
+
 from orchestrator.memory.calibration import predicted_peak_bytes
+from orchestrator.planning.explain import by_moment
+from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.scheduling.account import lessons, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import in_short, settings
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.state import Job, State
+from orchestrator.specs.state import Job, Observation, State
+
+
+class MomentView(TypedDict):
+    """Predicted bytes of one moment of a training step, before any correction."""
+
+    name: str
+    counted_bytes: int  # these follow from the parameter count
+    activation_bytes: int  # these are what measurements correct
 
 
 class EstimateView(TypedDict):
@@ -20,6 +35,7 @@ class EstimateView(TypedDict):
     source: str  # a Source
     moment: str
     by_cause: dict[str, int]
+    by_moment: list[MomentView]  # the worst of them, in the order in which they come
     allocated_bytes: int
     reserved_bytes: int
     device_bytes: int
@@ -62,6 +78,8 @@ class AttemptView(TypedDict):
     estimate: EstimateView
     correction: float
     predicted_bytes: int | None  # allocated peak expected at launch; None where nothing was known
+    needed_bytes: int | None  # of the device, with margin, expected at launch; None where it was measured before
+    fit_probability: float | None
     predicted_step_s: float
     peak_bytes: int | None
     step_s: float | None
@@ -89,6 +107,31 @@ class JobView(TypedDict):
     is_script: bool
     attempts: list[AttemptView]
     progress: ProgressView | None
+
+
+class PointView(TypedDict):
+    """One plan of a picture."""
+
+    step_s: float
+    needed_bytes: int
+    mark: str  # a Mark
+    label: str
+
+
+class PictureView(TypedDict):
+    """The frontier of a job on one kind of device."""
+
+    device: str
+    capacity_bytes: int
+    points: list[PointView]
+
+
+class ExplanationView(TypedDict):
+    """A job, what each of its attempts taught, and its frontier as it is judged by now."""
+
+    job: JobView
+    lessons: list[list[str]]  # of each attempt
+    picture: PictureView | None
 
 
 class NodeView(TypedDict):
@@ -138,6 +181,8 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         estimate=estimate_view(attempt.estimate),
         correction=attempt.correction,
         predicted_bytes=predicted_peak_bytes(attempt),
+        needed_bytes=attempt.needed_bytes,
+        fit_probability=attempt.fit_probability,
         predicted_step_s=attempt.step_s,
         peak_bytes=attempt.peak_bytes,
         step_s=attempt.measured_step_s,
@@ -157,11 +202,49 @@ def estimate_view(estimate: MemoryEstimate) -> EstimateView:
         source=estimate.source.value,
         moment=estimate.moment,
         by_cause=dict(sorted(estimate.by_cause, key=lambda cause: -cause[1])),
+        by_moment=[
+            MomentView(name=moment.name, counted_bytes=moment.counted_bytes, activation_bytes=moment.activation_bytes)
+            for moment in by_moment(estimate)
+        ],
         allocated_bytes=estimate.allocated_bytes,
         reserved_bytes=estimate.reserved_bytes,
         device_bytes=estimate.device_bytes,
         host_bytes=estimate.host_bytes,
     )
+
+
+def explanation_view(state: State, job: Job) -> ExplanationView:
+    """What there is to tell of the job's predictions and of what became of them."""
+    picture = picture_of(state, job)
+    return ExplanationView(
+        job=job_view(job),
+        lessons=[list(lessons(state, job, attempt)) for attempt in job.attempts],
+        picture=None if picture is None else _picture_view(picture),
+    )
+
+
+def picture_from_view(view: PictureView) -> Picture:
+    """The picture that was sent."""
+    points = tuple(
+        Point(step_s=one["step_s"], needed_bytes=one["needed_bytes"], mark=Mark(one["mark"]), label=one["label"])
+        for one in view["points"]
+    )
+    return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
+
+
+def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any]]:
+    """The outcomes as JSON."""
+    return _observations().dump_python(tuple(observations), mode="json")
+
+
+def observations_from_view(view: object) -> tuple[Observation, ...]:
+    """The outcomes that were sent. Raises SpecError where they are none."""
+    try:
+        return _observations().validate_python(view)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        raise SpecError(first["msg"], source="outcomes", path=path) from None
 
 
 def node_view(node: Node, busy: frozenset[tuple[str, int]]) -> NodeView:
@@ -209,6 +292,19 @@ def _outcome(attempt: Attempt) -> str:
 
 def _placement(placement: Placement) -> str:
     return ", ".join(f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement)
+
+
+def _picture_view(picture: Picture) -> PictureView:
+    points = [
+        PointView(step_s=one.step_s, needed_bytes=one.needed_bytes, mark=one.mark.value, label=one.label)
+        for one in picture.points
+    ]
+    return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
+
+
+@cache
+def _observations() -> TypeAdapter[tuple[Observation, ...]]:
+    return TypeAdapter(tuple[Observation, ...])
 
 
 def _span(low: int, high: int) -> str:

@@ -18,6 +18,7 @@ import pytest
 from orchestrator.backends import mlflow_server, mlflow_tracker
 from orchestrator.backends.journal import Journal
 from orchestrator.backends.mlflow_content import compare_url, hider, job_content, parse_curves, run_key
+from orchestrator.backends.mlflow_outcomes import read_outcomes
 from orchestrator.backends.mlflow_server import MlflowServer
 from orchestrator.backends.mlflow_tracker import EXPERIMENT, MlflowTracker
 from orchestrator.specs.attempt import (
@@ -31,11 +32,14 @@ from orchestrator.specs.attempt import (
     NodeDevices,
     RankEnd,
 )
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import Engine, Plan, changes
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Job, JobStatus, Record, Woke
+from orchestrator.specs.state import Job, JobStatus, NodesSeen, Record, State, Woke
+from tests.scheduling.factories import decoder_spec, node
+from tests.scheduling.test_step import finished, oom, released, run, submitted
 
 SECRET, VARIABLE = 'hunter2-"the"-secret', "variable-value-4711"
 SPEC = JobSpec(
@@ -140,8 +144,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def tracking(journal: Journal, server: MlflowServer) -> Iterator[MlflowTracker]:
-    tracker = MlflowTracker(journal, server.uri, server.home)
+def tracking(journal: Journal, server: MlflowServer, state: Callable[[], State] = State) -> Iterator[MlflowTracker]:
+    tracker = MlflowTracker(journal, server.uri, server.home, state)
     tracker.start()
     try:
         yield tracker
@@ -172,9 +176,13 @@ def curve(server: MlflowServer, run_id: str, name: str) -> list[tuple[int, float
 
 
 def artifact(server: MlflowServer, run_id: str, path: str, folder: Path) -> str:
+    return artifact_path(server, run_id, path, folder).read_text()
+
+
+def artifact_path(server: MlflowServer, run_id: str, path: str, folder: Path) -> Path:
     from mlflow import MlflowClient
 
-    return Path(MlflowClient(server.uri).download_artifacts(run_id, path, str(folder))).read_text()
+    return Path(MlflowClient(server.uri).download_artifacts(run_id, path, str(folder)))
 
 
 def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
@@ -231,6 +239,24 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         two.info.run_id,
     ]
     _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])
+
+
+def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
+    server: MlflowServer, journal: Journal, tmp_path: Path
+) -> None:
+    spec = decoder_spec(retries={"oom": 0})
+    state, _ = run(NodesSeen(nodes=(node(),), at_s=0.0), submitted(spec), finished(oom()), released())
+    with tracking(journal, server, lambda: state) as tracker:
+        say(journal, state.jobs["lm-1"])
+        assert tracker.wait_delivered(60)
+    told = runs(server, "lm-1")
+    picture = artifact_path(server, told["0"].info.run_id, "frontier.png", tmp_path).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert "learned: activations of lm" in artifact(server, told["1"].info.run_id, "explanation.txt", tmp_path)
+    assert state.observations
+    assert read_outcomes(server.uri, EXPERIMENT) == state.observations
+    with pytest.raises(SpecError, match="no such experiment"):
+        read_outcomes(server.uri, "nobody")
 
 
 def _assert_nowhere(folder: Path, *words: str) -> None:
@@ -342,7 +368,7 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":
             listener.listen()
-        tracker = MlflowTracker(journal, f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path)
+        tracker = MlflowTracker(journal, f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, State)
         began_s = time.monotonic()
         tracker.start()
         say(journal, new_job("waits"))

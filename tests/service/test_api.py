@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from rich.console import Console
 
 from orchestrator.backends.journal import Journal
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.api import BODY_BYTES_MAX, Service, create_app
 from orchestrator.service.controller import Controller
 from orchestrator.service.intake import read_cluster
-from orchestrator.service.views import node_from_view
+from orchestrator.service.tables import explanation_panel
+from orchestrator.service.views import node_from_view, observations_from_view, observations_view
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.run import JobFolder
+from tests.scheduling.factories import observation
 
 TOKEN = "the-right-token"
 JOB = """\
@@ -82,9 +86,11 @@ ROUTES = [
     ("GET", "/jobs"),
     ("POST", "/jobs"),
     ("GET", "/jobs/lm-1"),
+    ("GET", "/jobs/lm-1/explanation"),
     ("POST", "/jobs/lm-1/cancel"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
     ("GET", "/cluster"),
+    ("POST", "/observations"),
     ("POST", "/shutdown"),
     ("GET", "/openapi.json"),
     ("GET", "/nothing"),
@@ -185,6 +191,45 @@ def test_a_job_is_shown_with_prediction_and_measurement_side_by_side(world: Worl
     assert attempt["peak_bytes"] > 0
     assert attempt["step_s"] > 0
     assert attempt["predicted_step_s"] > 0
+
+
+def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("succeeded")
+    explanation = world.client.get(f"/jobs/{job_id}/explanation").json()
+    estimate = explanation["job"]["attempts"][-1]["estimate"]
+    totals = [one["counted_bytes"] + one["activation_bytes"] for one in estimate["by_moment"]]
+    assert max(totals) == estimate["allocated_bytes"]
+    (said,) = explanation["lessons"]
+    assert said[0].startswith("predicted: ")
+    assert said[1].startswith("measured: ")
+    marks = [one["mark"] for one in explanation["picture"]["points"]]
+    assert marks.count("chosen") == 1
+    assert explanation["picture"]["capacity_bytes"] == 256 * 2**20
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(explanation_panel(explanation))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for words in (
+        "Attempt 1: ",
+        "succeeded",
+        "█ counted  ▒ activations",
+        "predicted: ",
+        "● chosen",
+        "memory ends: 256",
+    ):
+        assert any(words in line for line in lines), shown.getvalue()
+
+
+def test_outcomes_of_another_home_are_kept_once(world: World) -> None:
+    told = {"observations": observations_view([observation(), observation(number=2)])}
+    assert world.client.post("/observations", json=told).json() == {"kept": 2}
+    assert world.client.post("/observations", json=told).json() == {"kept": 0}
+    known = observations_from_view(world.client.get("/cluster").json()["observations"])
+    assert known == world.controller.state.observations
+    bad = world.client.post("/observations", json={"observations": [{"job": 1}]})
+    assert bad.status_code == 422
+    assert "outcomes: 0.job" in bad.json()["error"]
 
 
 def test_a_follower_is_answered_at_once_when_something_changed(world: World) -> None:

@@ -1,0 +1,181 @@
+"""What was predicted of a job's attempts, what was measured, which term was wrong, and what that changed?"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from orchestrator.memory.calibration import (
+    Calibration,
+    calibration,
+    corrected_bytes,
+    is_known,
+    predicted_peak_bytes,
+)
+from orchestrator.planning.frontier import Candidate, fits, needed_bytes
+from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.groups import Group, groups_of
+from orchestrator.scheduling.match import learned, measured_peaks
+from orchestrator.scheduling.outcome import ran_out
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import in_short
+from orchestrator.specs.state import Job, Observation, State
+from orchestrator.specs.units import format_bytes, format_probability
+
+
+def lessons(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
+    """Prediction, measurement, what was wrong and what followed, each as a sentence."""
+    seen = observation_of(state, job, attempt)
+    said = [_predicted(state, attempt)]
+    if seen is not None:
+        said.append(_measured(attempt, seen))
+    if seen is not None and (seen.ran_out or seen.measured_bytes > (predicted_peak_bytes(attempt) or 0)):
+        said += [_wrong_term(attempt, seen), _learned(state, attempt, seen)]
+    if ran_out(attempt) and attempt.number < len(job.attempts):
+        said.append(_next(state, job, attempt, job.attempts[attempt.number]))
+    return tuple(said)
+
+
+def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | None:
+    """What the attempt's end said about its prediction, while it is remembered."""
+    return next((seen for seen in state.observations if (seen.job, seen.number) == (job.key, attempt.number)), None)
+
+
+def picture_of(state: State, job: Job) -> Picture | None:
+    """The job's frontier on the devices of its last attempt, as it is judged by now; None where nothing is known of it.
+
+    A plan that the job ran stands where it was measured, all others where they are predicted, corrected, with margin.
+    """
+    group = _group(state, job.last.device if job.last else None)
+    candidates = _frontier(job, group)
+    if group is None or not candidates:
+        return None
+    device = group.hardware.device
+    calibrated, measured = learned(state, job, device.name), measured_peaks(job, device.name)
+    if not is_known(candidates[0].estimate, calibrated.correction):
+        return None
+    tried: dict[object, list[str]] = {}
+    for attempt in job.attempts:
+        tried.setdefault(attempt.plan, []).append(str(attempt.number))
+    points = []
+    for candidate in candidates:
+        peak_bytes, estimate = measured.get(candidate.plan), candidate.estimate
+        around = estimate.device_bytes - estimate.allocated_bytes
+        needed = needed_bytes(candidate, calibrated) if peak_bytes is None else peak_bytes + around
+        points.append(
+            Point(
+                step_s=candidate.step_s,
+                needed_bytes=needed,
+                mark=_mark(job, candidate, calibrated, device.memory),
+                label=",".join(tried.get(candidate.plan, ())),
+            )
+        )
+    return Picture(device=device.name, capacity_bytes=device.memory, points=tuple(points))
+
+
+def _mark(job: Job, candidate: Candidate, calibrated: Calibration, capacity_bytes: int) -> Mark:
+    if candidate.plan in job.refuted:
+        return Mark.REFUTED
+    if job.last is not None and candidate.plan == job.last.plan:
+        return Mark.CHOSEN
+    return Mark.FITS if fits(candidate, capacity_bytes, calibrated) else Mark.TOO_BIG
+
+
+def _predicted(state: State, attempt: Attempt) -> str:
+    predicted = predicted_peak_bytes(attempt)
+    if predicted is None:
+        return "predicted: nothing; its own micro-batch was taken to fill a device"
+    said = f"predicted: {format_bytes(predicted)} allocated at {attempt.estimate.moment}"
+    if attempt.needed_bytes is None:
+        return f"{said}; it was judged by the peak measured before"
+    around = corrected_bytes(attempt.estimate, attempt.correction) - predicted
+    said += f" + {format_bytes(around)} around it" if around else ""
+    said += f", {format_bytes(attempt.needed_bytes)} with margin"
+    if (group := _group(state, attempt.device)) is not None:
+        said += f", of {format_bytes(group.hardware.device.memory)}"
+    if attempt.fit_probability is not None:
+        said += f": fits with {format_probability(attempt.fit_probability)}"
+    return said
+
+
+def _measured(attempt: Attempt, seen: Observation) -> str:
+    least = " at the least" if seen.ran_out else ""
+    predicted = predicted_peak_bytes(attempt)
+    times = "" if predicted is None else f", {seen.measured_bytes / max(1, predicted):.2f} x the prediction"
+    return f"measured: {format_bytes(seen.measured_bytes)}{least}{times}"
+
+
+def _wrong_term(attempt: Attempt, seen: Observation) -> str:
+    """The moment that explains the measurement with the least change of its activations."""
+    moments = [moment for moment in seen.moments if moment.activation_bytes > 0]
+    if not moments:
+        return "wrong: the estimate has no activations that could have been larger; its other terms are counted"
+    needed = {moment: (seen.measured_bytes - moment.counted_bytes) / moment.activation_bytes for moment in moments}
+    moment = min(moments, key=lambda one: needed[one])
+    if needed[moment] <= attempt.correction:
+        return "wrong: no term; it ran out within what was predicted"
+    predicted = format_bytes(attempt.correction * moment.activation_bytes)
+    true = format_bytes(seen.measured_bytes - moment.counted_bytes)
+    least = " at the least" if seen.ran_out else ""
+    return (
+        f"wrong: activations at {moment.name}, {predicted} predicted, {true} needed{least} "
+        f"(x{needed[moment] / attempt.correction:.2f}); the other {format_bytes(moment.counted_bytes)} are counted"
+    )
+
+
+def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
+    end = state.observations.index(seen)
+    was, now = (
+        calibration(known, device=seen.device, family=seen.family, job=seen.job)
+        for known in (state.observations[:end], state.observations[: end + 1])
+    )
+    engine = attempt.plan.engine
+    said = f"learned: activations of {seen.family} on {seen.device} x{was.correction:.2f} -> x{now.correction:.2f}"
+    if was.margin(engine) != now.margin(engine):
+        said += f", margin of {engine} {_percent(was.margin(engine))} -> {_percent(now.margin(engine))}"
+    if seen.ran_out:
+        said += f"; this plan never fits less than {format_bytes(seen.measured_bytes)} again"
+    return said
+
+
+def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
+    changed = ", ".join(str(change) for change in following.change)
+    said = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
+    faster: Counter[str] = Counter()
+    for candidate in _frontier(job, _group(state, following.device)):
+        if candidate.plan == following.plan:
+            break
+        faster[_why_not(job, candidate, failed)] += 1
+    else:
+        return said
+    if not faster:
+        return f"{said}: the fastest of all"
+    return f"{said}: the fastest left; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
+
+
+def _why_not(job: Job, candidate: Candidate, failed: Attempt) -> str:
+    if any(ran_out(attempt) and attempt.plan == candidate.plan for attempt in job.attempts[: failed.number]):
+        return "ran out of memory"
+    if candidate.estimate.device_bytes >= failed.estimate.device_bytes:
+        return "no lighter than what ran out"
+    return "too big with what was learned"
+
+
+def _group(state: State, device: str | None) -> Group | None:
+    """The live, else the declared, nodes with that kind of device; the fastest kind where none is named."""
+    groups = (*groups_of(state.nodes), *groups_of(state.declared))
+    return next((group for group in groups if device in (None, group.hardware.device.name)), None)
+
+
+def _frontier(job: Job, group: Group | None) -> tuple[Candidate, ...]:
+    if group is None:
+        return ()
+    try:
+        return frontier(job.spec, group.hardware).candidates
+    except SpecError:  # of this many devices, none can share the global batch
+        return ()
+
+
+def _percent(margin: float) -> str:
+    return f"{100 * (margin - 1):.1f} %"

@@ -1,0 +1,95 @@
+"""What is told of a job afterwards: prediction, measurement, the wrong term, what it changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.planning.picture import Mark
+from orchestrator.scheduling.account import lessons, picture_of
+from orchestrator.specs.attempt import Heartbeat
+from orchestrator.specs.units import format_bytes
+from tests.scheduling.factories import MIB, script_spec
+from tests.scheduling.test_step import NODES, SUCCESS, finished, only_job, oom, released, run, submitted
+
+
+def test_a_failure_is_accounted_for_from_prediction_to_next_plan() -> None:
+    state, _ = run(NODES, submitted(), finished(oom()), released())
+    job = only_job(state)
+    first, second = job.attempts
+    predicted, measured, wrong, learned, following = lessons(state, job, first)
+    assert format_bytes(first.estimate.allocated_bytes) in predicted
+    assert "fits with" in predicted
+    assert "258.00 MiB at the least" in measured
+    assert wrong.startswith("wrong: activations at ")
+    assert f"x{second.correction:.2f}" in learned
+    assert "never fits less than 258.00 MiB again" in learned
+    assert following.startswith("next: attempt 2, ")
+    assert all(str(change) in following for change in second.change)
+    assert "1 faster ran out of memory" in following
+
+
+def test_the_wrong_term_is_named_by_as_much_as_it_was_wrong() -> None:
+    state, _ = run(NODES, submitted(), finished(oom()), released())
+    job = only_job(state)
+    (seen,) = state.observations
+    wrong = lessons(state, job, job.attempts[0])[2]
+    factor = job.attempts[1].correction
+    (moment,) = (
+        one
+        for one in seen.moments
+        if abs(one.counted_bytes + factor * one.activation_bytes - seen.measured_bytes) <= one.activation_bytes * 1e-6
+    )
+    assert moment.name in wrong
+    assert f"x{factor:.2f}" in wrong
+
+
+def test_a_prediction_that_held_says_no_more_than_that() -> None:
+    said = told_of_peak(-MIB)
+    assert [sentence.partition(":")[0] for sentence in said] == ["predicted", "measured"]
+    assert "0.99 x the prediction" in said[1]
+
+
+def test_an_unknown_script_is_not_said_to_have_been_predicted() -> None:
+    state, _ = run(NODES, submitted(script_spec(gpus=1)), finished(SUCCESS))
+    job = only_job(state)
+    assert lessons(state, job, job.attempts[0])[0].startswith("predicted: nothing")
+    assert picture_of(state, job) is None
+
+
+def test_the_picture_marks_what_ran_out_what_was_chosen_and_what_is_too_big() -> None:
+    state, _ = run(NODES, submitted(), finished(oom()), released())
+    job = only_job(state)
+    picture = picture_of(state, job)
+    assert picture is not None
+    by_label = {point.label: point.mark for point in picture.points if point.label}
+    assert by_label == {"1": Mark.REFUTED, "2": Mark.CHOSEN}
+    for point in picture.points:
+        assert (point.mark is Mark.TOO_BIG) <= (point.needed_bytes > picture.capacity_bytes)
+        assert (point.mark is Mark.FITS) <= (point.needed_bytes <= picture.capacity_bytes)
+
+
+def test_a_plan_that_ran_stands_where_it_was_measured() -> None:
+    state, _ = run(NODES, submitted(), finished(SUCCESS))
+    picture = picture_of(state, only_job(state))
+    assert picture is not None
+    (chosen,) = (point for point in picture.points if point.mark is Mark.CHOSEN)
+    assert chosen.needed_bytes == 90 * MIB
+
+
+def test_a_job_without_nodes_has_no_picture() -> None:
+    state, _ = run(submitted())
+    assert picture_of(state, only_job(state)) is None
+
+
+def test_a_measured_peak_above_the_prediction_is_a_lesson_although_it_fitted() -> None:
+    said = told_of_peak(MIB)
+    assert [sentence.partition(":")[0] for sentence in said] == ["predicted", "measured", "wrong", "learned"]
+
+
+def told_of_peak(more_bytes: int) -> tuple[str, ...]:
+    """The lessons of an attempt that succeeded with this much more than predicted."""
+    state, _ = run(NODES, submitted())
+    peak_bytes = only_job(state).attempts[0].estimate.allocated_bytes + more_bytes
+    beat = Heartbeat(rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=peak_bytes, phase="forward", at_s=9.0)
+    state, _ = run(finished(replace(SUCCESS, heartbeats=(beat,))), state=state)
+    return lessons(state, only_job(state), only_job(state).attempts[0])
