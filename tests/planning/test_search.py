@@ -1,0 +1,162 @@
+"""The search against brute force: jobs of every kind, on hardware that hypothesis makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.memory.estimate import DeviceBytes, estimate
+from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.pareto import Costed, pareto
+from orchestrator.planning.search import REACH, frontier, plans, profile_for
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Degradation, Engine, ParallelLayout, Plan
+
+Cost = tuple[Degradation, float, int, int]  # and step time, device bytes, GPUs
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 5}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+DECLARED = {"parameters": 3 * 10**7, "layers": 6, "activations_per_sample": "24MiB", "workspace": "1MiB"}
+CUT = DECLARED | {"selective_per_sample": "10MiB", "tensor_parallel": (2,), "pipeline": True}
+LENGTH = 128
+KNOBS = {
+    "micro_batch_size": {"flag": "--batch", "default": 4},
+    "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+    "activation_checkpointing": {"switch": "--checkpoint"},
+    "precision": {"flag": "--dtype"},
+    "sequence_length": {"flag": "--tokens", "default": LENGTH},
+    "deepspeed_config": {"flag": "--deepspeed"},
+}
+SCRIPT = {"command": "python train.py", "knobs": KNOBS}
+WORK: tuple[dict[str, Any], ...] = (
+    {"model": {"decoder": SIZES}},
+    {"model": {"decoder": SIZES | {"tie_word_embeddings": True}}},
+    {"model": {"hf": {"model_type": "qwen3", **SIZES}}},
+    {"model": {"hf": {"model_type": "llama", **SIZES}, "lora": {"rank": 4}}},
+    {"model": {"factory": "model.py:make"}, "profile": DECLARED},
+    {"model": {"factory": "model.py:make"}, "profile": CUT},
+    SCRIPT,
+    SCRIPT | {"profile": DECLARED},
+)
+
+
+def job(work: dict[str, Any], batch: int, gpus: tuple[int, int], allow: str, **more: Any) -> JobSpec:
+    said = {
+        "name": "job",
+        "gpus": {"min": gpus[0], "max": sum(gpus)},
+        "global_batch_size": batch,
+        "degrade": {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()},
+    }
+    data = {} if "command" in work else {"data": {"text": ["text"], "sequence_length": LENGTH}}
+    return JobSpec.model_validate(said | data | work | more)
+
+
+def machine(kind: DeviceKind, per_node: int, nodes: int, memory: str, nvme: bool) -> Hardware:
+    said = {
+        "name": "device",
+        "kind": kind,
+        "memory": memory,
+        "bf16_tflops": 900,
+        "fp32_tflops": 60,
+        "memory_bandwidth": "3TB/s",
+        "link_bandwidth": "450GB/s",
+        "nvme_folder": "/nvme" if nvme else None,
+    }
+    device = DeviceSpec.model_validate(said)
+    return Hardware(device=device, devices_per_node=per_node, nodes=nodes, network_bandwidth=50_000_000_000)
+
+
+jobs = st.builds(
+    job,
+    work=st.sampled_from(WORK),
+    batch=st.sampled_from((1, 6, 8, 12, 16, 24)),
+    gpus=st.tuples(st.integers(1, 2), st.integers(0, 6)),
+    allow=st.sampled_from(("exact", "numeric", "semantic")),
+    precision=st.sampled_from(("fp32", "bf16", "fp16")),
+    training=st.sampled_from(("adamw", "sgd", "adafactor")).map(lambda rule: {"optimizer": rule}),
+)
+machines = st.builds(
+    machine,
+    kind=st.sampled_from(DeviceKind),
+    per_node=st.sampled_from((1, 2, 4, 8)),
+    nodes=st.integers(1, 4),
+    memory=st.sampled_from(("16MiB", "96MiB", "1300MiB", "2GiB", "80GiB")),
+    nvme=st.booleans(),
+)
+
+
+@given(jobs, machines)
+@settings(max_examples=30, deadline=None)
+def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(spec: JobSpec, here: Hardware) -> None:
+    try:
+        tried = list(plans(spec, here))
+        found = frontier(spec, here).candidates
+    except SpecError:
+        return
+    assert len(set(tried)) == len(tried)
+    costs = [cost(spec, here, one) for one in tried]
+    kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
+    classes = {one[0] for one in kept}
+    expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
+    told = [(one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found]
+    assert told == sorted(expected)
+    assert [cost(spec, here, one.plan) for one in found] == told
+
+
+def cost(spec: JobSpec, here: Hardware, plan: Plan) -> Cost:
+    """By the formulas, plan by plan, without anything of the search."""
+    profile = profile_for(spec, here, plan)
+    semantic, numeric = plan.sequence_length != LENGTH, plan.precision is not spec.precision
+    degradation = Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
+    needed = estimate(profile, plan, here.device).device_bytes
+    return (degradation, step_s(profile, plan, here), needed, plan.world_size)
+
+
+def unbeaten(costs: Iterable[Cost]) -> list[Cost]:
+    """As a frontier is defined: every pair compared."""
+    every = set(costs)
+    return [one for one in every if not any(beats(other, one) for other in every)]
+
+
+def beats(mine: Cost, theirs: Cost) -> bool:
+    return mine[0] is theirs[0] and mine != theirs and all(a <= b for a, b in zip(mine[1:], theirs[1:], strict=True))
+
+
+@given(jobs, machines)
+@settings(max_examples=15, deadline=None)
+def test_what_the_search_asks_of_a_plan_is_what_its_estimate_says(spec: JobSpec, here: Hardware) -> None:
+    asked: dict[Plan, DeviceBytes] = {}
+    try:
+        tried = list(plans(spec, here))
+    except SpecError:
+        return
+    for plan in tried:
+        profile = profile_for(spec, here, plan)
+        alike = replace(
+            plan,
+            micro_batch_size=1,
+            gradient_accumulation_steps=plan.layout.pp * plan.pipeline_stages_per_rank,
+            activation_checkpointing=ActivationCheckpointing.NONE,
+        )
+        device_bytes = asked.setdefault(alike, DeviceBytes(profile, plan, here.device))
+        assert device_bytes(plan) == estimate(profile, plan, here.device).device_bytes, plan
+
+
+small = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 5))
+
+
+@given(st.lists(small, max_size=40))
+def test_of_any_costs_those_are_kept_that_no_other_beats_or_equals(drawn: list[tuple[int, int, int]]) -> None:
+    tried = [
+        Costed(Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=gpus), micro_batch_size=1), float(seconds), needed)
+        for gpus, seconds, needed in drawn
+    ]
+    costs = [(Degradation.EXACT, one.step_s, one.device_bytes, one.plan.world_size) for one in tried]
+    kept = [(Degradation.EXACT, one.step_s, one.device_bytes, one.plan.world_size) for one in pareto(tried)]
+    assert kept == sorted(unbeaten(costs))
