@@ -110,11 +110,6 @@ class DeviceBytes:
         ]
 
 
-def device_bytes(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> int:
-    """`device_bytes` of the estimate."""
-    return DeviceBytes(profile, plan, device)(plan)
-
-
 def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
     return ranks(profile, plan)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from orchestrator.memory import calibration
 from orchestrator.memory.calibration import MARGIN as MARGIN
 from orchestrator.memory.calibration import Calibration
-from orchestrator.specs.plan import Degradation, Engine, Offload, Plan
+from orchestrator.specs.plan import Degradation, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
 
@@ -28,66 +28,6 @@ class Frontier:
     """Candidates, the mildest class of degradation first, the fastest first within a class."""
 
     candidates: tuple[Candidate, ...]
-
-
-def pareto(candidates: Iterable[Candidate]) -> Frontier:
-    """Within each class, the candidates that no other beats or equals in step time, device bytes and GPUs at once.
-
-    Of candidates that are equal in all three the simplest stays: the torch engine before DeepSpeed, no offload before
-    offload, less sharding before more.
-    """
-    kept: list[Candidate] = []
-    lightest: dict[int, int] = {}  # GPUs -> least device bytes so far, of the current class
-    current = None
-    for candidate in sorted(candidates, key=_order):
-        if candidate.degradation is not current:
-            current, lightest = candidate.degradation, {}
-        gpus, device_bytes = candidate.plan.world_size, candidate.estimate.device_bytes
-        if any(fewer <= gpus and least <= device_bytes for fewer, least in lightest.items()):
-            continue
-        lightest[gpus] = device_bytes
-        kept.append(candidate)
-    return Frontier(tuple(kept))
-
-
-class Staircase:
-    """The costs that a search has seen in one class of degradation: which others can no longer matter?"""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, list[tuple[float, int]]] = {}  # by GPUs
-
-    def beats(self, gpus: int, step_s: float, device_bytes: int) -> bool:
-        """Whether some plan needs no more of anything, and less of something."""
-        for fewer, seen in self._seen.items():
-            if fewer <= gpus:
-                for other_s, other_bytes in seen:
-                    if (
-                        other_s <= step_s
-                        and other_bytes <= device_bytes
-                        and (fewer < gpus or other_s < step_s or other_bytes < device_bytes)
-                    ):
-                        return True
-        return False
-
-    def add(self, gpus: int, step_s: float, device_bytes: int) -> None:
-        seen = self._seen.setdefault(gpus, [])
-        seen[:] = [(other_s, least) for other_s, least in seen if other_s < step_s or least < device_bytes]
-        seen.append((step_s, device_bytes))
-
-
-def _order(candidate: Candidate) -> tuple[object, ...]:
-    plan = candidate.plan
-    return (
-        candidate.degradation,
-        candidate.step_s,
-        candidate.estimate.device_bytes,
-        plan.world_size,
-        plan.engine is Engine.DEEPSPEED,
-        plan.offload is not Offload.NONE,
-        plan.zero_stage,
-        plan.activation_checkpointing,
-        plan.gradient_accumulation_steps,
-    )
 
 
 def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:

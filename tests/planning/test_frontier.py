@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.memory.calibration import UNMEASURED, Calibration, corrected_bytes, observed_correction
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
-from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, pareto, why_rejected
+from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import Hardware, frontier, plans, profile_for
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
@@ -115,25 +114,6 @@ def test_the_frontier_goes_from_mild_to_harsh_and_from_fast_to_slow(spec: JobSpe
     assert order == sorted(order)
 
 
-@given(jobs, machines)
-@settings(max_examples=20, deadline=None)
-def test_the_frontier_is_what_brute_force_leaves(spec: JobSpec, machine: Hardware) -> None:
-    try:
-        tried = list(plans(spec, machine))
-    except SpecError:
-        return
-    everything = [_candidate(spec, machine, plan) for plan in tried]
-    costs = {_cost(one) for one in everything}
-    best = {one for one in costs if not any(_beats(other, one) for other in costs)}
-    left = [_cost(candidate) for candidate in pareto(everything).candidates]
-    assert set(left) == best
-    assert len(left) == len(best), "of equal candidates one is enough"
-    memory = machine.device.memory
-    within = [one for one in everything if one.estimate.device_bytes <= memory]
-    found = [_cost(one) for one in planned(spec, machine) if one.estimate.device_bytes <= memory]
-    assert found == [_cost(one) for one in pareto(within).candidates], "the search drops nothing that could be taken"
-
-
 def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ignore[no-untyped-def]
     profile = profile_for(spec, machine, plan)
     semantic = plan.sequence_length != spec.data.sequence_length
@@ -144,20 +124,6 @@ def _candidate(spec: JobSpec, machine: Hardware, plan) -> Candidate:  # type: ig
         step_s=step_s(profile, plan, machine),
         degradation=Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT,
     )
-
-
-def _cost(candidate: Candidate) -> tuple[Any, ...]:
-    return (
-        candidate.degradation,
-        candidate.step_s,
-        candidate.estimate.device_bytes,
-        candidate.plan.world_size,
-    )
-
-
-def _beats(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    same_class = mine[0] is theirs[0]
-    return same_class and mine != theirs and mine[1] <= theirs[1] and mine[2] <= theirs[2] and mine[3] <= theirs[3]
 
 
 @given(jobs, machines)
