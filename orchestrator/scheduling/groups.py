@@ -8,6 +8,7 @@ from itertools import groupby
 
 from orchestrator.planning.search import Hardware
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.plan import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ def groups_of(nodes: Iterable[Node]) -> list[Group]:
     """Every node in one group, the kind with the fastest devices first."""
 
     def kind(node: Node) -> tuple[float, int, str]:
-        return (-node.device.bf16_tflops, -node.devices, node.device.model_dump_json())
+        return (-node.device.peak_flops(Precision.FP16), -node.devices, node.device.model_dump_json())
 
     return [_group(tuple(members)) for _, members in groupby(sorted(nodes, key=kind), key=kind)]
 

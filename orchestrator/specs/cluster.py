@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job import Bandwidth, Bytes, Noun
 from orchestrator.specs.plan import Precision
 
@@ -25,17 +27,53 @@ class DeviceSpec(Noun):
     name: str
     kind: DeviceKind = DeviceKind.CUDA
     memory: Bytes
-    bf16_tflops: float = Field(gt=0)
+    bf16_tflops: float | None = Field(default=None, gt=0)  # None: it has no bf16 arithmetic (before Ampere)
+    fp16_tflops: float | None = Field(default=None, gt=0)  # None: as bf16
     fp32_tflops: float = Field(gt=0)
+    measured_tflops: float | None = Field(default=None, gt=0)  # the fastest 16-bit product ever measured on one
+    multiprocessors: int | None = Field(default=None, ge=1)  # which share the tiles of a product; None: unknown
     memory_bandwidth: Bandwidth
     link_bandwidth: Bandwidth  # between devices of one node, per device and direction
     host_bandwidth: Bandwidth = 25_000_000_000  # device to host, per device and direction (PCIe 4.0 x16)
     nvme_folder: str | None = None  # of its node, where plans may offload to; None: they may not
     nvme_bandwidth: Bandwidth = 1_000_000_000  # device to that folder, per device and direction
 
+    @model_validator(mode="after")
+    def _has_16_bits(self) -> DeviceSpec:
+        if self.bf16_tflops is None and self.fp16_tflops is None:
+            raise ValueError("one of bf16_tflops and fp16_tflops is required")
+        return self
+
+    def has(self, precision: Precision) -> bool:
+        """Whether the device has arithmetic at `precision`."""
+        return precision is not Precision.BF16 or self.bf16_tflops is not None
+
     def peak_flops(self, precision: Precision) -> float:
-        """Dense FLOP/s at `precision`."""
-        return 1e12 * (self.fp32_tflops if precision is Precision.FP32 else self.bf16_tflops)
+        """Dense FLOP/s at `precision`; bf16 where there is none is computed in fp32."""
+        if precision is Precision.FP32 or not self.has(precision):
+            return 1e12 * self.fp32_tflops
+        same = self.bf16_tflops if precision is Precision.BF16 else self.fp16_tflops
+        rate = same or self.bf16_tflops
+        assert rate is not None, self
+        return 1e12 * rate
+
+
+DeviceName = Annotated[str, Field(json_schema_extra={"enum": list(DEVICES)})]
+
+
+def _from_catalogue(device: object) -> object:
+    """What the catalogue says of a name; a description as it is."""
+    if not isinstance(device, str):
+        return device
+    if device not in DEVICES:
+        near = closest(device.lower(), DEVICES)
+        raise SpecError(
+            "the catalogue has no such device",
+            got=device,
+            allowed=", ".join(DEVICES),
+            hint=f"did you mean {near!r}?" if near else "describe it: name, memory, fp32_tflops, bf16_tflops, ...",
+        )
+    return {"name": device} | dict(DEVICES[device])
 
 
 class NodeSpec(Noun):
@@ -44,7 +82,8 @@ class NodeSpec(Noun):
     name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$")
     count: int = Field(default=1, ge=1, le=65536)
     devices: int = Field(ge=1, le=64)
-    device: DeviceSpec
+    # its name in specs/devices.py, or a description
+    device: Annotated[DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)]
     host_memory: Bytes
 
     @property
@@ -52,11 +91,18 @@ class NodeSpec(Noun):
         return (self.name,) if self.count == 1 else tuple(f"{self.name}{index}" for index in range(self.count))
 
 
+def _at_least_one(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
+    """After the nodes themselves: pydantic's `min_length` counts one with a mistake in it as missing."""
+    if not nodes:
+        raise ValueError("a cluster has at least one node")
+    return nodes
+
+
 class ClusterSpec(Noun):
     """Nodes and the network between them."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    nodes: tuple[NodeSpec, ...] = Field(min_length=1)
+    nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_at_least_one), Field(json_schema_extra={"minItems": 1})]
     network_bandwidth: Bandwidth = 12_500_000_000  # between nodes, per node and direction
 
     @model_validator(mode="after")

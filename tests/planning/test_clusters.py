@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.parse import parse_cluster
 
 FILES = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))
@@ -15,4 +17,8 @@ FILES = sorted((Path(__file__).parents[2] / "clusters").glob("*.yaml"))
 def test_a_cluster_file_is_named_for_its_hardware_and_reads(path: Path) -> None:
     cluster = parse_cluster(path.read_text(), str(path))
     assert cluster.name == path.stem
-    assert all(node.device.bf16_tflops > 0 for node in cluster.nodes)
+    (nodes,) = cluster.nodes
+    if nodes.device.kind is DeviceKind.CUDA:
+        assert path.stem == f"{nodes.count}x{nodes.devices}-{nodes.device.name}"
+    else:
+        assert re.search(r"virtual", path.stem)

@@ -1,0 +1,79 @@
+"""The catalogue: what a cluster file may call a device by instead of describing it.
+
+Rates are dense and of the data sheet, links per device and direction. `memory` is what CUDA calls total, below what is
+on the card, as out-of-memory messages print it. `measured_tflops` is the fastest bf16 product anybody measured
+(mag-/gpu_benchmark README.md, with the mamf-finder of stas00/ml-engineering); absent where nobody did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+Words = Mapping[str, str | float | int]  # of a DeviceSpec, as a cluster file says one
+
+_PCIE_3, _PCIE_4, _PCIE_5 = "12GB/s", "25GB/s", "55GB/s"  # x16; nominally 15.75, 31.5 and 63
+
+
+def _device(
+    memory: str,
+    tflops: tuple[float | None, float, float],  # bf16, fp16, fp32
+    memory_bandwidth: str,
+    link_bandwidth: str,
+    host_bandwidth: str,
+    multiprocessors: int,
+    measured_tflops: float | None = None,
+) -> Words:
+    bf16, fp16, fp32 = tflops
+    words: dict[str, str | float | int] = {
+        "memory": memory,
+        "fp16_tflops": fp16,
+        "fp32_tflops": fp32,
+        "memory_bandwidth": memory_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "host_bandwidth": host_bandwidth,
+        "multiprocessors": multiprocessors,
+    }
+    if bf16 is not None:
+        words["bf16_tflops"] = bf16
+    if measured_tflops is not None:
+        words["measured_tflops"] = measured_tflops
+    return MappingProxyType(words)
+
+
+# fp32 is that of ordinary cores, which PyTorch's products use unless TF32 is asked for. A100 with TF32: 156.
+DEVICES: Final[Mapping[str, Words]] = MappingProxyType(
+    {
+        # NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950): SXM with NVLink 600 GB/s both directions.
+        "a100-40gb": _device("39.39GiB", (312, 312, 19.5), "1555GB/s", "300GB/s", _PCIE_4, 108, 267.9),
+        "a100-80gb": _device("79.15GiB", (312, 312, 19.5), "2039GB/s", "300GB/s", _PCIE_4, 108, 267.9),
+        "a100-pcie-40gb": _device("39.39GiB", (312, 312, 19.5), "1555GB/s", _PCIE_4, _PCIE_4, 108, 256.4),
+        "a100-pcie-80gb": _device("79.15GiB", (312, 312, 19.5), "1935GB/s", _PCIE_4, _PCIE_4, 108, 256.4),
+        # An A100 with NVLink cut to 400 GB/s both directions (NVIDIA A800 SXM data sheet).
+        "a800-80gb": _device("79.15GiB", (312, 312, 19.5), "2039GB/s", "200GB/s", _PCIE_4, 108, 267.9),
+        # NVIDIA H100 data sheet: SXM with NVLink 900 GB/s both directions; the PCIe card as it ran in most servers.
+        "h100-80gb": _device("79.11GiB", (989, 989, 67), "3350GB/s", "450GB/s", _PCIE_5, 132, 792.1),
+        "h100-pcie-80gb": _device("79.11GiB", (756, 756, 51), "2000GB/s", _PCIE_5, _PCIE_5, 114, 499.5),
+        # NVIDIA H200 data sheet: the chip of the H100 with HBM3e. H20: the same with fewer multiprocessors.
+        "h200-141gb": _device("139.8GiB", (989, 989, 67), "4800GB/s", "450GB/s", _PCIE_5, 132, 792.1),
+        "h20-96gb": _device("95.0GiB", (148, 148, 44), "4000GB/s", "450GB/s", _PCIE_5, 78),
+        # NVIDIA HGX B200 data sheet (8 GPUs: 18 PFLOP/s dense bf16, 600 TFLOP/s fp32), NVLink 1,800 GB/s.
+        "b200-180gb": _device("178.3GiB", (2250, 2250, 75), "7700GB/s", "900GB/s", _PCIE_5, 148),
+        # NVIDIA L40S, L4 and A10 data sheets: no NVLink. The A10 reaches 125 with fp32 sums only on paper.
+        "l40s-48gb": _device("44.40GiB", (362, 362, 91.6), "864GB/s", _PCIE_4, _PCIE_4, 142, 252.0),
+        "l4-24gb": _device("22.03GiB", (121, 121, 30.3), "300GB/s", _PCIE_4, _PCIE_4, 58, 91.4),
+        "a10-24gb": _device("21.99GiB", (125, 125, 31.2), "600GB/s", _PCIE_4, _PCIE_4, 72),
+        # NVIDIA T4 and V100 data sheets: fp16 only, Turing and Volta have no bf16. V100: SXM2, NVLink 300 GB/s.
+        "t4-16gb": _device("14.58GiB", (None, 65, 8.1), "320GB/s", _PCIE_3, _PCIE_3, 40),
+        "v100-16gb": _device("15.77GiB", (None, 125, 15.7), "900GB/s", "150GB/s", _PCIE_3, 80),
+        "v100-32gb": _device("31.74GiB", (None, 125, 15.7), "900GB/s", "150GB/s", _PCIE_3, 80),
+        # NVIDIA Ampere GA102, Ada and RTX Blackwell whitepapers, with fp32 sums. Cards for games send to each other
+        # through host memory, and most boards give two of them eight lanes each.
+        "rtx3090-24gb": _device("23.69GiB", (71, 71, 35.6), "936GB/s", "12GB/s", _PCIE_4, 82),
+        "rtx4090-24gb": _device("23.64GiB", (165.2, 165.2, 82.6), "1008GB/s", "12GB/s", _PCIE_4, 128, 178.5),
+        "rtx5090-32gb": _device("31.36GiB", (209.5, 209.5, 104.8), "1792GB/s", "25GB/s", _PCIE_5, 170),
+        # AMD Instinct MI300X data sheet: Infinity Fabric, 7 links of 64 GB/s per direction.
+        "mi300x-192gb": _device("191.5GiB", (1307.4, 1307.4, 163.4), "5300GB/s", "448GB/s", _PCIE_5, 304, 758.3),
+    }
+)
