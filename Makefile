@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-long lint bench clean
+.PHONY: demo test test-long lint bench bench-memory clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m tests.bench
+
+bench-memory: $(READY)
+	$(BIN)/python -m tests.bench memory published
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

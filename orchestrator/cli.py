@@ -240,13 +240,21 @@ def plan(
 
 @app.command()
 def estimate(
-    file: JobFile,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML), or published trainings (CSV).")],
     settings: Settings = None,
     cluster: Cluster = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate one given plan: `--set zero_stage=3 --set micro_batch=2 --set dp=8`. Starts nothing."""
+    """Estimate one given plan: `--set zero_stage=3 --set micro_batch=2 --set dp=8`; or every row of a CSV file."""
+    if file.suffix == ".csv":
+        from orchestrator.service.published import estimated_row, read_rows, rows_table
+
+        if settings or cluster:
+            raise SpecError("the rows of a CSV file say everything themselves", path="--set, --cluster")
+        rows = [estimated_row(row) for row in read_rows(file)]
+        _answer({"rows": rows}, as_json, rows_table(rows))
+        return
     from orchestrator.service.forecast import forecast_of
     from orchestrator.service.intake import read_overrides
     from orchestrator.service.tables import candidate_panel

@@ -1,0 +1,315 @@
+"""Public transformer architectures: their shapes by name, and the short strings in which people publish them.
+
+Every value of the table stands in the `config.json` that the model was published with (the named repository on the
+Hugging Face hub); nothing here is measured or fitted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A transformer as far as memory knows it. Widths are in elements."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool  # three matrices in the feed-forward part (SwiGLU) and RMSNorm; else two, biases and LayerNorm
+    tied: bool  # head and embedding share one matrix
+    positions: int = 0  # rows of a learned position table; 0: rotary, alibi
+    causal: bool = True  # a decoder with a language-model head; else an encoder with a small head
+    dropout: bool = False
+    flash: bool | None = None  # whether the description says that attention never holds its scores
+    experts: int = 0  # feed-forward parts beside each other in every layer, of width `ffn` each
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the matrices of one layer, by the names of the Llama family."""
+        h, f = self.hidden, self.ffn
+        attention = {
+            "q": (h, self.query),
+            "k": (h, self.key_value),
+            "v": (h, self.key_value),
+            "o": (self.query, h),
+        }
+        return attention | {"up": (h, f), "down": (f, h)} | ({"gate": (h, f)} if self.gated else {})
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of one layer: what tensor parallelism cuts and quantisation reaches."""
+        attention = sum(math for name, math in _elements(self) if name in "qkvo")
+        feed_forward = sum(math for name, math in _elements(self) if name not in "qkvo")
+        return attention + feed_forward * max(1, self.experts)
+
+    @property
+    def layer_vectors(self) -> int:
+        """Elements of norms and biases of one layer."""
+        if self.gated:
+            return 2 * self.hidden
+        return 4 * self.hidden + self.query + 2 * self.key_value + self.hidden + self.ffn + self.hidden
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding, and of the head where it has a matrix of its own."""
+        return self.vocab * self.hidden
+
+    @property
+    def ends(self) -> int:
+        """Elements outside of the layers."""
+        heads = self.table if self.causal and not self.tied else 0
+        return self.table + heads + self.positions * self.hidden + (1 if self.gated else 2) * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * (self.layer_matrices + self.layer_vectors) + self.ends
+
+
+def _elements(shape: Architecture) -> Iterator[tuple[str, int]]:
+    return ((name, inputs * outputs) for name, (inputs, outputs) in shape.projections.items())
+
+
+def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: int | bool) -> Architecture:
+    return replace(
+        Architecture(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv,
+            head_dim=hidden // heads,
+            ffn=ffn,
+            vocab=vocab,
+            gated=True,
+            tied=False,
+        ),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int, *, positions: int = 0, **more: int | bool) -> Architecture:
+    return replace(
+        Architecture(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            ffn=4 * hidden,
+            vocab=vocab,
+            gated=False,
+            tied=True,
+            positions=positions,
+        ),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+# name (normalised: see `known`) -> shape; in the comment, the repository whose config.json says so.
+KNOWN: dict[str, Architecture] = {
+    "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000),  # huggyllama/llama-7b
+    "llama-13b": _llama(40, 5120, 40, 40, 13824, 32000),  # huggyllama/llama-13b
+    "llama-30b": _llama(60, 6656, 52, 52, 17920, 32000),  # huggyllama/llama-30b
+    "llama-65b": _llama(80, 8192, 64, 64, 22016, 32000),  # huggyllama/llama-65b
+    "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 32000),  # meta-llama/Llama-2-7b-hf
+    "llama-2-13b": _llama(40, 5120, 40, 40, 13824, 32000),  # meta-llama/Llama-2-13b-hf
+    "llama-2-70b": _llama(80, 8192, 64, 8, 28672, 32000),  # meta-llama/Llama-2-70b-hf
+    "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 128256),  # meta-llama/Meta-Llama-3-8B
+    "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 128256),  # meta-llama/Meta-Llama-3-70B
+    "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256),  # meta-llama/Llama-3.1-8B
+    "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256),  # meta-llama/Llama-3.1-70B
+    "llama-3.1-405b": _llama(126, 16384, 128, 8, 53248, 128256),  # meta-llama/Llama-3.1-405B
+    "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192, 128256, tied=True),  # meta-llama/Llama-3.2-1B
+    "llama-3.2-3b": _llama(28, 3072, 24, 8, 8192, 128256, tied=True),  # meta-llama/Llama-3.2-3B
+    "llama-3.3-70b": _llama(80, 8192, 64, 8, 28672, 128256),  # meta-llama/Llama-3.3-70B-Instruct
+    "tinyllama-1.1b": _llama(22, 2048, 32, 4, 5632, 32000),  # TinyLlama/TinyLlama-1.1B-Chat-v1.0
+    "codellama-7b": _llama(32, 4096, 32, 32, 11008, 32016),  # codellama/CodeLlama-7b-hf
+    "codellama-34b": _llama(48, 8192, 64, 8, 22016, 32016),  # codellama/CodeLlama-34b-hf
+    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000),  # mistralai/Mistral-7B-v0.1 and v0.2
+    "zephyr-7b": _llama(32, 4096, 32, 8, 14336, 32000),  # HuggingFaceH4/zephyr-7b-beta
+    "openbuddy-zephyr-7b": _llama(32, 4096, 32, 8, 14336, 36608),  # OpenBuddy/openbuddy-zephyr-7b-v14.1
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8),  # mistralai/Mixtral-8x7B-v0.1
+    "yi-6b": _llama(32, 4096, 32, 4, 11008, 64000),  # 01-ai/Yi-6B
+    "yi-34b": _llama(60, 7168, 56, 8, 20480, 64000),  # 01-ai/Yi-34B
+    "baichuan2-7b": _llama(32, 4096, 32, 32, 11008, 125696),  # baichuan-inc/Baichuan2-7B-Chat
+    "baichuan2-13b": _llama(
+        40, 5120, 40, 40, 13696, 125696, flash=False
+    ),  # baichuan-inc/Baichuan2-13B-Chat: alibi in a mask
+    "chatglm2-6b": _llama(28, 4096, 32, 2, 13696, 65024, flash=False),  # THUDM/chatglm2-6b: attends through a mask
+    "chatglm3-6b": _llama(28, 4096, 32, 2, 13696, 65024, flash=False),  # THUDM/chatglm3-6b: attends through a mask
+    "internlm-7b": _llama(32, 4096, 32, 32, 11008, 103168),  # internlm/internlm-7b
+    "internlm2-7b": _llama(32, 4096, 32, 8, 14336, 92544),  # internlm/internlm2-7b
+    "deepseek-7b": _llama(30, 4096, 32, 32, 11008, 102400),  # deepseek-ai/deepseek-llm-7b-base
+    # Qwen/Qwen-*: intermediate_size is that of both halves together
+    "qwen-1.8b": _llama(24, 2048, 16, 16, 5504, 151936),
+    "qwen-7b": _llama(32, 4096, 32, 32, 11008, 151936),
+    "qwen-14b": _llama(40, 5120, 40, 40, 13696, 152064),
+    "qwen-72b": _llama(80, 8192, 64, 64, 24576, 152064),
+    "qwen1.5-0.5b": _llama(24, 1024, 16, 16, 2816, 151936, tied=True),  # Qwen/Qwen1.5-*
+    "qwen1.5-1.8b": _llama(24, 2048, 16, 16, 5504, 151936),
+    "qwen1.5-4b": _llama(40, 2560, 20, 20, 6912, 151936),
+    "qwen1.5-7b": _llama(32, 4096, 32, 32, 11008, 151936),
+    "qwen1.5-14b": _llama(40, 5120, 40, 40, 13696, 152064),
+    "qwen1.5-32b": _llama(64, 5120, 40, 8, 27392, 152064),
+    "qwen1.5-72b": _llama(80, 8192, 64, 64, 24576, 152064),
+    "qwen2-0.5b": _llama(24, 896, 14, 2, 4864, 151936, tied=True),  # Qwen/Qwen2-*
+    "qwen2-1.5b": _llama(28, 1536, 12, 2, 8960, 151936, tied=True),
+    "qwen2-7b": _llama(28, 3584, 28, 4, 18944, 152064),
+    "qwen2-72b": _llama(80, 8192, 64, 8, 29568, 152064),
+    "qwen2.5-0.5b": _llama(24, 896, 14, 2, 4864, 151936, tied=True),  # Qwen/Qwen2.5-*
+    "qwen2.5-1.5b": _llama(28, 1536, 12, 2, 8960, 151936, tied=True),
+    "qwen2.5-3b": _llama(36, 2048, 16, 2, 11008, 151936, tied=True),
+    "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-14b": _llama(48, 5120, 40, 8, 13824, 152064),
+    "qwen2.5-32b": _llama(64, 5120, 40, 8, 27648, 152064),
+    "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064),
+    "qwen3-0.6b": _llama(28, 1024, 16, 8, 3072, 151936, tied=True, head_dim=128),  # Qwen/Qwen3-*
+    "qwen3-1.7b": _llama(28, 2048, 16, 8, 6144, 151936, tied=True, head_dim=128),
+    "qwen3-4b": _llama(36, 2560, 32, 8, 9728, 151936, tied=True, head_dim=128),
+    "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, head_dim=128),
+    "qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151936, head_dim=128),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 768, 151936, head_dim=128, experts=128),
+    "deepseek-r1-distill-qwen-1.5b": _llama(28, 1536, 12, 2, 8960, 151936),  # deepseek-ai
+    "gemma-2b": _llama(18, 2048, 8, 1, 16384, 256000, tied=True, head_dim=256),  # google/gemma-2b
+    "gemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, tied=True, head_dim=256),  # google/gemma-7b
+    "gemma-2-2b": _llama(26, 2304, 8, 4, 9216, 256000, tied=True, head_dim=256),  # google/gemma-2-2b
+    "gemma-2-9b": _llama(42, 3584, 16, 8, 14336, 256000, tied=True, head_dim=256),  # google/gemma-2-9b
+    "gemma-2-27b": _llama(46, 4608, 32, 16, 36864, 256000, tied=True, head_dim=128),  # google/gemma-2-27b
+    "phi-3-mini": _llama(32, 3072, 32, 32, 8192, 32064),  # microsoft/Phi-3-mini-4k-instruct
+    "gpt2": _gpt(12, 768, 12, 50257, positions=1024, dropout=True),  # openai-community/gpt2
+    "gpt2-medium": _gpt(24, 1024, 16, 50257, positions=1024, dropout=True),  # openai-community/gpt2-medium
+    "gpt2-large": _gpt(36, 1280, 20, 50257, positions=1024, dropout=True),  # openai-community/gpt2-large
+    "gpt2-xl": _gpt(48, 1600, 25, 50257, positions=1024, dropout=True),  # openai-community/gpt2-xl
+    "gpt-neo-125m": _gpt(12, 768, 12, 50257, positions=2048),  # EleutherAI/gpt-neo-125m
+    "gpt-neo-1.3b": _gpt(24, 2048, 16, 50257, positions=2048),  # EleutherAI/gpt-neo-1.3B
+    "gpt-neo-2.7b": _gpt(32, 2560, 20, 50257, positions=2048),  # EleutherAI/gpt-neo-2.7B
+    "gpt-j-6b": _gpt(28, 4096, 16, 50400, tied=False),  # EleutherAI/gpt-j-6b
+    "gpt-neox-20b": _gpt(44, 6144, 64, 50432, tied=False),  # EleutherAI/gpt-neox-20b
+    "pythia-1b": _gpt(16, 2048, 8, 50304, tied=False),  # EleutherAI/pythia-1b
+    "pythia-1.4b": _gpt(24, 2048, 16, 50304, tied=False),  # EleutherAI/pythia-1.4b
+    "pythia-2.8b": _gpt(32, 2560, 32, 50304, tied=False),  # EleutherAI/pythia-2.8b
+    "pythia-6.9b": _gpt(32, 4096, 32, 50432, tied=False),  # EleutherAI/pythia-6.9b
+    "pythia-12b": _gpt(36, 5120, 40, 50688, tied=False),  # EleutherAI/pythia-12b
+    "opt-125m": _gpt(12, 768, 12, 50272, positions=2050, dropout=True),  # facebook/opt-125m
+    "opt-1.3b": _gpt(24, 2048, 32, 50272, positions=2050, dropout=True),  # facebook/opt-1.3b
+    "opt-2.7b": _gpt(32, 2560, 32, 50272, positions=2050, dropout=True),  # facebook/opt-2.7b
+    "opt-6.7b": _gpt(32, 4096, 32, 50272, positions=2050, dropout=True),  # facebook/opt-6.7b
+    "opt-13b": _gpt(40, 5120, 40, 50272, positions=2050, dropout=True),  # facebook/opt-13b
+    "opt-30b": _gpt(48, 7168, 56, 50272, positions=2050, dropout=True),  # facebook/opt-30b
+    "opt-66b": _gpt(64, 9216, 72, 50272, positions=2050, dropout=True),  # facebook/opt-66b
+    "bloom-560m": _gpt(24, 1024, 16, 250880),  # bigscience/bloom-560m
+    "bloom-1b1": _gpt(24, 1536, 16, 250880),  # bigscience/bloom-1b1
+    "bloom-1b7": _gpt(24, 2048, 16, 250880),  # bigscience/bloom-1b7
+    "bloom-3b": _gpt(30, 2560, 32, 250880),  # bigscience/bloom-3b
+    "bloom-7b1": _gpt(30, 4096, 32, 250880),  # bigscience/bloom-7b1
+    "bloom": _gpt(70, 14336, 112, 250880),  # bigscience/bloom
+    "gpt-3-1.3b": _gpt(24, 2048, 16, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
+    "gpt-3-2.7b": _gpt(32, 2560, 32, 51200, positions=2048, dropout=True),
+    "gpt-3-6.7b": _gpt(32, 4096, 32, 51200, positions=2048, dropout=True),
+    "gpt-3-13b": _gpt(40, 5120, 40, 51200, positions=2048, dropout=True),
+    "gpt-3-175b": _gpt(96, 12288, 96, 51200, positions=2048, dropout=True),
+    "bert-base": _gpt(12, 768, 12, 30522, positions=512, dropout=True, causal=False),  # google-bert/bert-base-uncased
+    "bert-large": _gpt(24, 1024, 16, 30522, positions=512, dropout=True, causal=False),
+    "roberta-base": _gpt(12, 768, 12, 50265, positions=514, dropout=True, causal=False),  # FacebookAI/roberta-base
+    "roberta-large": _gpt(24, 1024, 16, 50265, positions=514, dropout=True, causal=False),
+}
+
+# What a name says beside the model: how it was tuned, what the row does with it.
+_DECORATION = re.compile(
+    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|q?lora|full|seq-cls|pretrain(?:ing)?|it|v0\.\d|meta)\b"
+)
+_SPELLINGS = (
+    (re.compile(r"^.*/"), ""),
+    (re.compile(r"[\s_]+"), "-"),
+    (re.compile(r"(\d)-(\d+)b\b"), r"\1.\2b"),  # qwen-1_8b
+    (re.compile(r"^(llama|qwen|gemma|gpt)(\d)"), r"\1-\2"),
+    (re.compile(r"^qwen-(1\.5|1half|2|2\.5|3)-"), r"qwen\1-"),
+    (re.compile(r"^qwen1half"), "qwen1.5"),
+    (re.compile(r"^gpt-2"), "gpt2"),
+    (re.compile(r"^bloom-(\d)\.(\d)b"), r"bloom-\1b\2"),
+    (re.compile(r"^(?:bloom-176b|bloomz)$"), "bloom"),
+    (re.compile(r"-+"), "-"),
+)
+
+
+def known(name: str) -> Architecture | None:
+    """The shape of a public model by a name as people write it; None where the table has none such."""
+    said = name.strip().lower()
+    for pattern, instead in _SPELLINGS[:1]:
+        said = pattern.sub(instead, said)
+    encoder = re.search(r"\b(bert|roberta)[-_ ](base|large)", said)
+    if encoder:
+        return KNOWN[f"{encoder[1]}-{encoder[2]}"]
+    # llama 2 7b is a version and a size; qwen-1_8b is one size
+    said = re.sub(r"(?<=qwen-)(\d)_(\d)b", r"\1.\2b", said)
+    said = _DECORATION.sub(" ", said).strip()
+    for pattern, instead in (*_SPELLINGS[1:2], *_SPELLINGS[3:]):
+        said = pattern.sub(instead, said)
+    return KNOWN.get(said.strip("-"))
+
+
+_PARTS = re.compile(
+    r"\b(?:L~?(?P<layers>\d+)|h(?P<hidden>\d+)|a(?P<heads>\d+)|kv(?P<kv>\d+)|ffn(?P<times>\d+(?:\.\d+)?)x"
+    r"|ffn(?P<ffn>\d+)|V(?P<vocab>\d+)(?P<thousands>k)?|d(?P<head_dim>\d+))(?=$|[\s(,])"
+)
+# bigscience's tokenizer has 250,680 words, padded to a multiple of 128 x tp: bigscience/bloom config.json
+BLOOM_VOCAB = 250_880
+
+
+def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
+    """The shape that a string like "L32 h4096 a32 kv8 ffn14336 V128256 tied" says, and what was inferred of it."""
+    said = {name: value for match in _PARTS.finditer(arch) for name, value in match.groupdict().items() if value}
+    if not {"layers", "hidden", "heads", "vocab"} <= said.keys():
+        return None
+    hidden, heads, inferred = int(said["hidden"]), int(said["heads"]), []
+    gated = "kv" in said or (
+        "ffn" in said and int(said["ffn"]) != 4 * hidden and not {"learned-pos", "alibi"} & set(arch.split())
+    )
+    ffn = int(said["ffn"]) if "ffn" in said else round(float(said.get("times", "4")) * hidden)
+    vocab = int(said["vocab"])
+    if "thousands" in said:
+        vocab = BLOOM_VOCAB if vocab == 250 else 1000 * vocab
+        inferred.append(f"vocabulary {vocab}")
+    if "(padded)" in arch:
+        vocab = -(-vocab // 128) * 128
+        inferred.append(f"vocabulary padded to {vocab}")
+    tied = "tied" in arch.split() or not gated
+    if not gated and "tied" not in arch.split():
+        inferred.append("head and embedding share a matrix, as GPT-2's do")
+    positions = 0
+    if not gated and "alibi" not in arch:
+        positions = 2048
+        if "learned-pos" not in arch.split():
+            inferred.append("learned positions, as GPT-2's are")
+    words = set(arch.split())
+    return (
+        Architecture(
+            layers=int(said["layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(said.get("kv", heads)),
+            head_dim=int(said.get("head_dim", hidden // heads)),
+            ffn=ffn,
+            vocab=vocab,
+            gated=gated,
+            tied=tied,
+            positions=positions,
+            flash=True if "flash" in words else None,
+        ),
+        tuple(inferred),
+    )

@@ -1,0 +1,328 @@
+"""Somebody else's training, in the few words that decide its memory, and the bytes that its worst rank needs.
+
+Layers and heads are counted here once for all foreign engines (Korthikanti et al. 2022, arXiv:2205.05198, section 4,
+for the GPT kind; the counts of memory/profiles.py for the Llama kind, whose storages were measured one by one); how an
+engine cuts and gathers them is in foreign_engines.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.estimate import FRAGMENTATION
+from orchestrator.memory.hf_profiles import NF4_BYTES, DecoderShape
+from orchestrator.memory.profiles import _decoder
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
+
+
+class Framework(StrEnum):
+    """What cuts, gathers and reduces."""
+
+    MEGATRON = "Megatron-LM"
+    MEGATRON_DEEPSPEED = "Megatron-DeepSpeed"
+    FSDP1 = "FSDP1"
+    FSDP2 = "FSDP2"
+    DEEPSPEED = "DeepSpeed"
+    DEVICE_MAP = "device_map"  # layers over devices, one after the other
+    PLAIN = "plain"  # one device, or DistributedDataParallel
+
+
+class Loss(StrEnum):
+    """How the logits are turned into a loss."""
+
+    PLAIN = "plain"  # fp32 logits of all tokens
+    IN_PLACE = "in place"  # low-precision logits of all tokens, whose gradient takes their place
+    CHUNKED = "chunked"  # low-precision logits of all tokens, fp32 of a chunk
+    FUSED = "fused"  # logits of a chunk
+
+
+class Rule(StrEnum):
+    """What the optimizer keeps of a trained parameter."""
+
+    ADAM = "Adam"
+    ADAM_8BIT = "8-bit Adam"
+    SGD = "SGD"
+    MOMENTUM = "SGD with momentum"
+    ADAFACTOR = "Adafactor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training as its author describes it. `shards` says over how many ranks which states are cut."""
+
+    shape: Architecture
+    framework: Framework
+    micro_batch_size: int
+    sequence_length: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero_stage: int = 0
+    gradient_accumulation_steps: int = 1
+    virtual_stages: int = 1
+    stage: int | None = None  # the pipeline stage that was measured; None: the worst
+    sequence_parallel: bool = False
+    low_precision: bool = True  # bf16 or fp16 products
+    autocasts: bool = False  # with weights that stay fp32
+    masters: bool = False  # an fp32 copy of low-precision weights
+    fp32_gradients: bool = False  # gradients are added up in fp32 beside those of the backward pass
+    reduces_fp32: bool = False  # FSDP: gradients travel in fp32
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    rule: Rule = Rule.ADAM
+    step_in_backward: bool = False  # gradients are used up as they come
+    paged: bool = False  # optimizer states may live on the host
+    low_states: bool = False  # the optimizer's states have the width of low-precision weights
+    lora_rank: int = 0  # 0: all is trained
+    lora_targets: tuple[str, ...] = ()  # () with a rank: all projections
+    lora_fp32: bool = True
+    base_bytes: float | None = None  # per element of the frozen matrices; None: as wide as the weights
+    ends_fp32: bool = False  # the frozen embedding and head were cast up
+    foreach: bool = False  # torch.optim's default on CUDA: one temporary of everything that is trained
+    first_step: bool = False  # measured after the first step: what one leaves for the next is not there yet
+    loss: Loss = Loss.PLAIN
+    loss_chunks: int = 8
+    copies_outputs: bool = False  # accelerate hands out fp32 logits
+    flash: bool = True
+    fused: bool = False  # torch.compile, or fused kernels: elementwise intermediates are not kept
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_activations: bool = False
+    ends_apart: bool = False  # FSDP: embedding and head are units of their own
+    eager_context: bool = False  # CUDA modules are loaded at start: before CUDA 11.7
+    expandable_segments: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.sequence_length
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element that a matrix product returns."""
+        return 2 if self.low_precision else 4
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights in use."""
+        return 4 if self.autocasts or not self.low_precision else 2
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of what a layer hands on: the type of the embedding when it is used."""
+        return self.width if self.framework in (Framework.FSDP1, Framework.FSDP2) else self.weight_bytes
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+# --------------------------------------------------------------------------------------------------------- parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Elements of a part of a model that one rank has, and bytes of those that are not trained."""
+
+    trained: int
+    frozen_bytes: int
+
+    def __add__(self, other: Held) -> Held:
+        return Held(trained=self.trained + other.trained, frozen_bytes=self.frozen_bytes + other.frozen_bytes)
+
+    def __mul__(self, count: int) -> Held:
+        return Held(trained=self.trained * count, frozen_bytes=self.frozen_bytes * count)
+
+
+def layer_held(training: Training) -> Held:
+    """One layer on one tensor-parallel rank: matrices are cut, norms and the biases behind sums are not."""
+    shape = training.shape
+    matrices, vectors = shape.layer_matrices // training.tp, shape.layer_vectors
+    if not training.lora_rank:
+        return Held(trained=matrices + vectors, frozen_bytes=0)
+    base = training.base_bytes if training.base_bytes is not None else float(training.weight_bytes)
+    return Held(
+        trained=adapter_parameters(training) // training.tp,
+        frozen_bytes=round(base * matrices) + training.weight_bytes * vectors,
+    )
+
+
+def ends_held(training: Training, *, first: bool = True, last: bool = True) -> Held:
+    """Embedding, head and what stands outside of the layers; a shared matrix is there once per rank that needs it."""
+    shape = training.shape
+    elements = 0
+    if first:
+        elements += shape.table // training.tp + shape.positions * shape.hidden
+    if last:
+        elements += (1 if shape.gated else 2) * shape.hidden
+        if shape.causal and not (first and shape.tied):
+            elements += shape.table // training.tp
+    if not training.lora_rank:
+        return Held(trained=elements, frozen_bytes=0)
+    return Held(trained=0, frozen_bytes=(4 if training.ends_fp32 else training.weight_bytes) * elements)
+
+
+def adapter_parameters(training: Training) -> int:
+    """Elements of the adapters of one layer (Hu et al. 2021, arXiv:2106.09685): rank x (inputs + outputs) each."""
+    return sum(
+        training.lora_rank * (inputs + outputs)
+        for name, (inputs, outputs) in training.shape.projections.items()
+        if not training.lora_targets or name in training.lora_targets
+    )
+
+
+def base_bytes_of(bits: int) -> float:
+    """Bytes per element of a frozen matrix: NF4 with double quantisation, or int8 with a scale per row."""
+    return NF4_BYTES if bits == 4 else 1.0
+
+
+# -------------------------------------------------------------------------------------------------------- activations
+
+
+def saved_bytes(training: Training) -> int:
+    """What one layer keeps of a micro-batch from forward to backward, on one tensor-parallel rank."""
+    shape, t = training.shape, training.tokens
+    cut = training.tp
+    whole = cut if training.sequence_parallel else 1
+    if shape.gated:
+        profile = _gated_layer(training)
+        per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
+    else:
+        width, h, f = training.width, shape.hidden, shape.ffn
+        # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
+        inside = 4 * width * h // 2 * 2 + 2 * width * f  # q, k, v, output; before and behind the activation
+        beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
+        beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
+        per_token = inside // cut + beside // whole
+    if training.lora_rank and training.shape.gated:
+        per_token -= 2 * training.stream * shape.hidden  # a frozen norm does not keep what its weight multiplies
+        targets = len(training.lora_targets) or len(shape.projections)
+        per_token += training.width * training.lora_rank * targets
+    if training.fused and shape.gated:
+        # one kernel keeps the norm's input, not its fp32 copies (stream remains), and not silu's result
+        per_token -= (_norm_bytes(training) - 4 * shape.hidden) // whole + training.width * shape.ffn // cut
+    return t * per_token + score_bytes(training)
+
+
+def _gated_layer(training: Training) -> int:
+    """Per token: the count of memory/profiles.py, from where the low-precision norm without an fp32 copy differs."""
+    shape = training.shape
+    spec = DecoderShape(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+    )
+    precision = Precision.BF16 if training.low_precision else Precision.FP32
+    layer = _decoder(spec, "foreign", precision, 1, 1, training.stream == 4).segments[1]
+    # transformers' norms keep their input in fp32 alone (hf_profiles.as_transformers)
+    return layer.saved_bytes - (4 * shape.hidden if precision is Precision.BF16 and training.stream == 2 else 0)
+
+
+def _norm_bytes(training: Training) -> int:
+    """Per token, of `_gated_layer`: both norms and the inputs of the projections behind them."""
+    if not training.low_precision:
+        return 24 * training.shape.hidden
+    return (26 if training.stream == 4 else 16) * training.shape.hidden
+
+
+def score_bytes(training: Training) -> int:
+    """Attention that holds its scores: 5 a s^2 b with dropout (section 4.1), of which the mask is one byte.
+
+    transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward).
+    """
+    if training.flash:
+        return 0
+    shape, width = training.shape, training.width
+    kept = 2 * width + (1 if shape.dropout else 0) if shape.dropout else width
+    if shape.gated and training.low_precision:
+        kept = width + 4
+    return kept * shape.heads * training.sequence_length * training.tokens // training.tp
+
+
+def transient_bytes(training: Training) -> int:
+    """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part."""
+    shape, width = training.shape, training.width
+    inside = (3 if shape.gated else 2) * width * shape.ffn // training.tp
+    # gradients of scores; transformers' softmax has its own in fp32
+    each = 2 * width + (8 if shape.gated and training.low_precision else 0)
+    scores = 0 if training.flash else each * shape.heads * training.sequence_length // training.tp
+    return training.tokens * (inside + 2 * training.stream * shape.hidden + scores)
+
+
+def boundary_bytes(training: Training) -> int:
+    """What a layer hands on, of one micro-batch."""
+    cut = training.tp if training.sequence_parallel else 1
+    return training.tokens * training.stream * training.shape.hidden // cut
+
+
+def kept_bytes(training: Training) -> int:
+    """What one layer keeps of a micro-batch under the training's checkpointing."""
+    if training.checkpointing is ActivationCheckpointing.FULL:
+        return 0 if training.offload_activations else boundary_bytes(training)
+    if training.checkpointing is ActivationCheckpointing.SELECTIVE:
+        return saved_bytes(training) - score_bytes(training)
+    return saved_bytes(training)
+
+
+def working_bytes(training: Training) -> int:
+    """What the backward pass of one layer has above what all layers keep."""
+    again = saved_bytes(training) if training.checkpointing is ActivationCheckpointing.FULL else 0
+    if training.checkpointing is ActivationCheckpointing.SELECTIVE:
+        again = score_bytes(training)
+    dequantised = 0
+    if training.base_bytes is not None:
+        dequantised = 2 * max(inputs * outputs for inputs, outputs in training.shape.projections.values())
+    casts = 2 * layer_held(training).trained if training.autocasts and training.checkpointing is not NONE else 0
+    return again + transient_bytes(training) + dequantised + casts
+
+
+NONE = ActivationCheckpointing.NONE
+
+
+def cast_bytes(training: Training) -> int:
+    """Low-precision copies of one layer's fp32 matrices that autocast keeps from forward to backward."""
+    if not training.autocasts or training.checkpointing is not NONE or training.framework is Framework.FSDP1:
+        return 0
+    return 2 * layer_held(training).trained
+
+
+def head_bytes(training: Training) -> int:
+    """Norm, logits and loss at their peak, of one micro-batch.
+
+    Plain (torch/nn/functional.py, cross_entropy): fp32 logits, log-softmax, its gradient and that of the logits, 4
+    bytes each. In place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits alone. Megatron
+    (core/tensor_parallel/cross_entropy.py): logits, their fp32 copy, its exponential, which becomes the gradient.
+    Chunked (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the
+    plain loss has but the fp32 logits.
+    """
+    shape, t = training.shape, training.tokens
+    cut = training.tp
+    states = t * (training.stream + 4) * shape.hidden
+    if not shape.causal:
+        return states
+    logits = t * shape.vocab // cut
+    if training.framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+        return states + (training.width + 8) * logits
+    if training.loss is Loss.FUSED:
+        chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
+        return states + 4 * min(chunk, t) * shape.vocab
+    if training.loss is Loss.CHUNKED:
+        return states + training.width * logits + (8 + training.width) * logits // training.loss_chunks
+    if training.loss is Loss.IN_PLACE:
+        return states + training.width * logits
+    copies = 2 * training.width + 4 if training.copies_outputs else 0
+    return states + (16 + copies) * logits
+
+
+# ----------------------------------------------------------------------------------------------------- the allocator
+
+
+def reserved_of(training: Training, allocated_bytes: int, pooled_bytes: int) -> int:
+    """What the allocator holds: every block has to fit one hole, so what never recurs keeps a place of its own."""
+    factor = 1.02 if training.expandable_segments else FRAGMENTATION
+    return round(allocated_bytes * factor) + pooled_bytes

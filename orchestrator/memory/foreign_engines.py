@@ -1,0 +1,304 @@
+"""Which bytes are live at which moment of a foreign training, engine by engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.memory.estimate import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    LARGE_COMMUNICATOR_BYTES,
+    WORKSPACE_BYTES,
+)
+from orchestrator.memory.foreign import (
+    Framework,
+    Held,
+    Rule,
+    Training,
+    boundary_bytes,
+    cast_bytes,
+    ends_held,
+    head_bytes,
+    kept_bytes,
+    layer_held,
+    reserved_of,
+    working_bytes,
+)
+from orchestrator.memory.moments import ACTIVATIONS, Causes
+from orchestrator.memory.updates import ADAM_8BIT_BYTES
+from orchestrator.specs.profile import MemoryEstimate, Source
+
+Moment = tuple[str, Causes]  # its name, and the bytes of every cause that is live then
+
+# Context of a process that loads all CUDA modules: torch 1.10, stas00/ml-engineering training/performance/README.md.
+EAGER_CONTEXT_BYTES = 1_911_000_000
+# DeepSpeed: reduce_bucket_size and allgather_bucket_size, in elements (deepspeed/runtime/zero/config.py).
+BUCKET_ELEMENTS = 500_000_000
+LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
+
+
+def estimate_foreign(training: Training) -> MemoryEstimate:
+    """Bytes that the worst rank of the training needs at its worst moment, by cause."""
+    found = [
+        (sum(count for _, count in causes), name, causes, pooled) for name, causes, pooled in _all_moments(training)
+    ]
+    allocated, name, causes, _ = max(found)
+    reserved = max(reserved_of(training, total + WORKSPACE_BYTES, pooled) for total, _, _, pooled in found)
+    context = EAGER_CONTEXT_BYTES if training.eager_context else CONTEXT_BYTES
+    return MemoryEstimate(
+        moment=name,
+        by_cause=tuple((cause, count) for cause, count in causes if count),
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=reserved + context + _communicators(training),
+        source=Source.CLOSED_FORM,
+    )
+
+
+def _communicators(training: Training) -> int:
+    """One of all ranks, and one along every axis that is not the whole."""
+    if training.framework is Framework.DEVICE_MAP:
+        return 0
+    world = training.world_size
+    groups = [world, *(degree for degree in (training.dp, training.tp, training.pp) if 1 < degree < world)]
+    return sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
+
+
+def _all_moments(training: Training) -> Iterator[tuple[str, Causes, int]]:
+    """Every moment of every kind of rank, and what the allocator cannot use again beside it."""
+    if training.framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+        stages = [training.stage] if training.stage is not None else sorted({0, 1 % training.pp, training.pp - 1})
+        for stage in stages:
+            yield from _megatron(training, stage)
+    elif training.framework in (Framework.FSDP1, Framework.FSDP2):
+        yield from ((*moment, 0) for moment in _fsdp(training))
+    elif training.framework is Framework.DEEPSPEED:
+        yield from ((*moment, 0) for moment in _deepspeed(training))
+    else:
+        yield from ((*moment, 0) for moment in _plain(training))
+
+
+def state_bytes(training: Training) -> float:
+    """Bytes of the optimizer's states per trained parameter, masters aside."""
+    width = 2 if training.low_states else 4
+    return {
+        Rule.ADAM: 2 * width,
+        Rule.ADAM_8BIT: ADAM_8BIT_BYTES,
+        Rule.MOMENTUM: width,
+        Rule.SGD: 0,
+        Rule.ADAFACTOR: 0.01,
+    }[training.rule]
+
+
+def _trained_width(training: Training) -> int:
+    """Bytes of an element of what is trained."""
+    if training.lora_rank:
+        return 4 if training.lora_fp32 or not training.low_precision else 2
+    return training.weight_bytes
+
+
+# ----------------------------------------------------------------------------------------------------------- Megatron
+
+
+def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int]]:
+    """A stage of a 1F1B pipeline (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    In flight are at most pp - stage micro-batches; every one keeps its layers and the message that came in. Gradients
+    of the backward pass are low precision; Megatron's optimizer copies them into fp32 and keeps the copies until the
+    next step (Float16OptimizerWithFloat16Params of 2021: `zero_grad` leaves those of the masters), unless they are
+    added up in fp32 from the start (`main_grad`).
+    """
+    pp, shape = training.pp, training.shape
+    last = stage == pp - 1
+    layers = _layers_of(training, stage)
+    held = layer_held(training) * layers
+    if stage == 0 or last:
+        held += ends_held(training, first=stage == 0, last=last)
+    trained = held.trained
+    zero = training.zero_stage > 0
+    shards = training.dp if zero else 1
+    states = (4 if training.masters else 0) + state_bytes(training)
+    fixed: Causes = (
+        ("parameters", _trained_width(training) * trained + held.frozen_bytes),
+        ("optimizer states", round(states * trained / shards)),
+    )
+    steps = training.gradient_accumulation_steps
+    in_flight = min(steps, pp - stage)
+    if training.virtual_stages > 1:  # Megatron-LM theoretical_memory_usage.py: 1 + (pp - 1) / (pp v) of all layers
+        v = training.virtual_stages
+        waiting = kept_bytes(training) * layers * (1 + (pp - 1) / (pp * v)) * pp / pp
+        waiting *= 1 if steps >= pp else steps / pp
+    else:
+        waiting = in_flight * (kept_bytes(training) * layers + (boundary_bytes(training) if pp > 1 else 0))
+    width = _trained_width(training)
+    copies = 0  # fp32 copies of gradients, which outlive the step
+    if training.framework is Framework.MEGATRON:
+        gradients, flat = (4 * trained, 0) if training.fp32_gradients else (width * trained, width * trained)
+        copies = 0 if training.fp32_gradients else 4 * trained
+    else:  # DeepSpeed: FP16 ZeRO-1 partitions a copy; BF16_Optimizer adds up in fp32, whole
+        gradients = (width + 4) * trained if training.fp32_gradients else width * trained
+        flat = min(BUCKET_ELEMENTS, trained) * width if training.dp > 1 and zero else 0
+    fresh = width * max(shape.hidden * shape.ffn, shape.table if stage == 0 or last else 0) // training.tp
+    activations = round(waiting) + max(working_bytes(training), head_bytes(training) if last else 0)
+    earlier: Causes = (*fixed, ("gradient copies", copies))
+    if training.first_step:
+        earlier = (("parameters", fixed[0][1] + 4 * trained // shards if training.masters else fixed[0][1]),)
+    backward = (*earlier, ("gradients", gradients + min(fresh, width * trained)), (ACTIVATIONS, activations))
+    reduction = (*earlier, ("gradients", gradients), ("flat gradients", flat))
+    temporaries = 0 if copies or training.fp32_gradients else 4 * trained // shards
+    step = (*fixed, ("gradient copies", copies), ("gradients", gradients), ("optimizer temporaries", temporaries))
+    # A block serves one request that is not larger than itself: fp32 copies split the flat buffer, and the next one is
+    # new (two were wasted by 20 steps replayed on a model of the allocator, 2026-11); what activations leave behind is
+    # too small for the states that the first step makes.
+    yield ("backward", backward, 0 if training.first_step else 2 * flat)
+    yield ("gradient reduction", reduction, 0)
+    yield ("optimizer step", step, activations if training.first_step else 0)
+
+
+def _layers_of(training: Training, stage: int) -> int:
+    """Layers of a pipeline stage: equal shares, embedding and head on top, as `partition type:transformer` says."""
+    layers, pp = training.shape.layers, training.pp
+    return layers // pp + (1 if 0 < stage <= layers % pp else 0) if pp > 1 else layers
+
+
+# -------------------------------------------------------------------------------------------------------------- FSDP
+
+
+def _fsdp(training: Training) -> Iterator[Moment]:
+    """Flat units: one per layer, and the root with embedding and head (Zhao et al. 2023, arXiv:2304.11277).
+
+    Under `limit_all_gathers` two units are gathered at a time, in the type they compute in; the root stays. Gradients
+    of one unit are whole when they are reduced; in fp32 where the policy reduces so. At stage 2 nothing is let go of
+    between forward and backward.
+    """
+    shards = training.dp
+    layer, ends = layer_held(training), ends_held(training)
+    layers = training.shape.layers
+    held = layer * layers + ends
+    width = _trained_width(training)
+    device = 0 if training.offload_parameters else 1
+    resident = device * -(-(width * held.trained + held.frozen_bytes) // shards)
+    states = device * round(((4 if training.masters else 0) + state_bytes(training)) * held.trained / shards)
+    compute = 2 if training.low_precision else 4
+
+    def gathered(unit: Held) -> int:
+        return compute * unit.trained + unit.frozen_bytes
+
+    root = gathered(ends) // 2 if training.ends_apart else gathered(ends)
+    whole = root + (layers if training.zero_stage == 2 else 2) * gathered(layer)
+    fixed: Causes = (("parameters", resident), ("optimizer states", states))
+    reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
+    shard_gradients = device * width * held.trained // shards
+    kept = layers * kept_bytes(training)
+    yield (
+        "backward of head",
+        (
+            *fixed,
+            ("gradients", shard_gradients if training.gradient_accumulation_steps > 1 else 0),
+            ("gathered parameters", whole),
+            ("whole gradients", compute * ends.trained),
+            (ACTIVATIONS, kept + head_bytes(training)),
+        ),
+    )
+    yield (
+        "backward of last layer",
+        (
+            *fixed,
+            ("gradients", shard_gradients if training.gradient_accumulation_steps > 1 else 0),
+            ("gathered parameters", whole),
+            ("whole gradients", compute * ends.trained + reduce * layer.trained + compute * layer.trained),
+            (ACTIVATIONS, kept + working_bytes(training)),
+        ),
+    )
+    yield (
+        "gradient reduction of the root",
+        (
+            *fixed,
+            ("gradients", shard_gradients),
+            ("gathered parameters", root),
+            ("whole gradients", reduce * ends.trained),
+        ),
+    )
+    temporaries = shard_gradients if training.foreach else 0
+    yield ("optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries)))
+
+
+# --------------------------------------------------------------------------------------------------------- DeepSpeed
+
+
+def _deepspeed(training: Training) -> Iterator[Moment]:
+    """ZeRO 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config."""
+    stage, shards = training.zero_stage, training.dp
+    layer, ends = layer_held(training), ends_held(training)
+    layers = training.shape.layers
+    held = layer * layers + ends
+    trained = held.trained
+    whole = 2 * trained + held.frozen_bytes
+    resident = 0 if training.offload_parameters else -(-whole // shards) if stage == 3 else whole
+    states = 0 if training.offload_optimizer else round((4 + state_bytes(training)) * trained / shards)
+    sharded = 0 if training.offload_optimizer else 2 * trained // shards
+    gradients = sharded if stage >= 2 else 2 * trained
+    bucket = 2 * min(BUCKET_ELEMENTS, trained)
+    live = 0
+    if stage == 3:
+        live = min(2 * layer.trained + layer.frozen_bytes + 2 * ends.trained + ends.frozen_bytes, 2 * LIVE_ELEMENTS)
+        live = max(live, 2 * (2 * layer.trained + layer.frozen_bytes))
+    fixed: Causes = (
+        ("parameters", resident),
+        ("optimizer states", states),
+        ("gradients", gradients),
+        ("buckets", bucket),
+        ("gathered parameters", live),
+    )
+    kept = layers * kept_bytes(training)
+    yield ("backward of head", (*fixed, (ACTIVATIONS, kept + head_bytes(training))))
+    yield ("backward of last layer", (*fixed, (ACTIVATIONS, kept + working_bytes(training))))
+    yield (
+        "optimizer step",
+        (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else 4 * trained // shards)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- plain
+
+
+def _plain(training: Training) -> Iterator[Moment]:
+    """All of the model on one device, or, layer after layer, on several (`device_map`): the last has the head."""
+    devices = training.pp if training.framework is Framework.DEVICE_MAP else 1
+    layers = -(-training.shape.layers // devices)
+    layer, ends = layer_held(training), ends_held(training, first=devices == 1)
+    held = layer * layers + ends
+    width = _trained_width(training)
+    trained = held.trained
+    states = 0 if training.paged else round(((4 if training.masters else 0) + state_bytes(training)) * trained)
+    buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)
+    fixed: Causes = (
+        ("parameters", width * trained + held.frozen_bytes),
+        ("optimizer states", states),
+        ("gradient buckets", buckets),
+    )
+    everything = width * trained
+    largest = width * max(layer.trained, ends.trained)
+    gradients = largest if training.step_in_backward else everything
+    kept = layers * (kept_bytes(training) + cast_bytes(training))
+    accumulated = everything if training.gradient_accumulation_steps > 1 else 0
+    if training.step_in_backward:
+        accumulated = 0
+    yield (
+        "backward of head",
+        (*fixed, ("gradients", accumulated), (ACTIVATIONS, kept + head_bytes(training))),
+    )
+    yield (
+        "backward of last layer",
+        (
+            *fixed,
+            ("gradients", max(accumulated, width * min(trained, ends.trained + layer.trained))),
+            (ACTIVATIONS, kept + working_bytes(training)),
+        ),
+    )
+    yield (
+        "backward of first layer",
+        (*fixed, ("gradients", gradients), (ACTIVATIONS, kept_bytes(training) + working_bytes(training))),
+    )
+    temporaries = everything if training.foreach and not training.step_in_backward else 0
+    yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))

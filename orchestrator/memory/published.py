@@ -1,0 +1,351 @@
+"""One published row (a training as its author wrote it down) as a Training, with what had to be inferred.
+
+The columns are those of the published.csv that `orc estimate ROWS.csv` reads; everything but the training itself
+(measured memory, throughput, sources) is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from orchestrator.memory.architectures import Architecture, described, known
+from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import ActivationCheckpointing
+
+COLUMNS = (
+    "id", "model", "arch", "gpu", "n_gpus", "framework", "dp_or_fsdp", "tp", "pp", "sharding", "micro_batch",
+    "grad_accum", "global_batch", "seq_len", "precision", "act_ckpt", "optimizer", "peft", "offload",
+    "compile_or_other", "note",
+)  # fmt: skip
+# What a method of torchtune's README table has on top of the one before (pytorch/torchtune README.md, "Optimization
+# flags"), in its order.
+CUMULATIVE = ("baseline", "packed", "compile", "chunked ce", "activation checkpointing", "opt in bwd",
+              "activation offload", "8-bit adamw")  # fmt: skip
+CONVOLUTIONS = re.compile(
+    r"vgg|resnet|xception|mobilenet|efficientnet|inception|convnext|r-cnn|deeplab|densenet|\br-50|\bunet|swin|vit-",
+    re.I,
+)
+NOT_DECODERS = re.compile(r"\bt5|xlnet|albert|bart\b|whisper|wide-resnet", re.I)
+LEAST_TOKENS = 256  # where a row leaves the length open: nobody fine-tunes on less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A row that could be read."""
+
+    training: Training
+    inferred: tuple[str, ...]
+    is_lower_bound: bool  # batch or length was not stated: the least was taken
+
+
+def described_row(row: Mapping[str, str]) -> Described:
+    """The training that a row describes; SpecError, with the reason, where it says too little or something else."""
+    return _Reader({name: (row.get(name) or "").strip() for name in COLUMNS}).read()
+
+
+def _no(reason: str, row: Mapping[str, str]) -> SpecError:
+    return SpecError(reason, path=row["id"])
+
+
+class _Reader:
+    """Reads one row, column by column, and notes what it infers."""
+
+    def __init__(self, row: Mapping[str, str]) -> None:
+        self.row = row
+        self.inferred: list[str] = []
+        self.is_lower_bound = False
+        self.said = " ".join(value for name, value in row.items() if name != "note").lower()
+        self.other = self._other()
+
+    def read(self) -> Described:
+        row = self.row
+        if row["model"].startswith("kernel:"):
+            raise _no("a kernel by itself, not a training", row)
+        if "conv net" in row["arch"] or CONVOLUTIONS.search(row["model"]):
+            raise _no("a convolutional net has no closed form: its activations need a trace of the model", row)
+        if "unpacked" in self.other:
+            raise _no("samples are not packed and their lengths are not stated", row)
+        framework = self.framework()
+        shape = self.shape(framework)
+        if shape.experts:
+            raise _no("mixture of experts: the load of the busiest expert is not stated", row)
+        training = Training(
+            shape=shape,
+            framework=framework,
+            micro_batch_size=self.micro_batch(),
+            sequence_length=self.length(),
+            checkpointing=self.checkpointing(framework),
+            flash=self.flash(shape, framework),
+            fused="compile" in self.other.replace("compile=false", "") or "liger" in self.said,
+            eager_context=self.is_old(framework),
+            expandable_segments="expandable" in self.said,
+            stage=self.stage(),
+            first_step=bool(re.search(r"after iteration 1\b", row["note"])),
+        )
+        training = self.layout(training)
+        training = self.states(self.adapters(training))
+        return Described(training=training, inferred=tuple(self.inferred), is_lower_bound=self.is_lower_bound)
+
+    # ------------------------------------------------------------------------------------------------------- what
+
+    def shape(self, framework: Framework) -> Architecture:
+        row, by_name = self.row, known(self.row["model"])
+        found = described(row["arch"]) if row["arch"] else None
+        if found is None and by_name is None:
+            if NOT_DECODERS.search(row["model"]):
+                raise _no("no closed form for this kind of transformer", row)
+            raise _no("the architecture is neither described nor publicly known by this name", row)
+        if found is None:
+            assert by_name is not None
+            self.inferred.append(f"architecture of {row['model']} from its published configuration")
+            return by_name
+        shape, inferred = found
+        self.inferred += inferred
+        if by_name is not None:
+            shape = replace(shape, causal=by_name.causal, tied=by_name.tied, dropout=by_name.dropout)
+        if framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED) and not shape.gated:
+            self.inferred.append("dropout on, as Megatron's defaults")
+            shape = replace(shape, dropout=True, positions=shape.positions and self._number("seq_len"))
+        return shape
+
+    def framework(self) -> Framework:
+        said = self.row["framework"].lower()
+        sharding = self.row["sharding"].lower()
+        if "megatron" in said and "zero-3" in sharding:
+            return Framework.DEEPSPEED
+        if "megatron" in said:
+            deepspeed = "deepspeed" in said and "deepspeed off" not in said and "3d=n" not in said
+            return Framework.MEGATRON_DEEPSPEED if deepspeed else Framework.MEGATRON
+        if "device_map" in sharding:
+            return Framework.DEVICE_MAP
+        if "aceso" in said or "alpa" in said:
+            raise _no("the searched configuration is not printed", self.row)
+        if "colossalai" in said and "ddp" not in said:
+            raise _no(f"no model of the engine {self.row['framework']}", self.row)
+        if "deepspeed" in said or "zero" in sharding:
+            return Framework.DEEPSPEED
+        if sharding == "ddp":
+            return Framework.PLAIN
+        if "fsdp2" in said or (("torchtune" in said or "titan" in said) and self._number("n_gpus", 1) > 1):
+            return Framework.FSDP2
+        if "fsdp" in said + sharding or "composer" in said or "shard" in sharding:
+            return Framework.FSDP1
+        return Framework.PLAIN
+
+    def is_old(self, framework: Framework) -> bool:
+        """Whether the run is from before CUDA 11.7's lazy loading, as far as the row says."""
+        old = "2022" in self.said or "2021" in self.said or "V100" in self.row["gpu"]
+        return old or (framework is Framework.MEGATRON_DEEPSPEED and "bloom" in self.said)
+
+    def stage(self) -> int | None:
+        found = re.search(r"\bstage (\d+)\b", self.row["model"])
+        return int(found[1]) if found else None
+
+    # ------------------------------------------------------------------------------------------------- how much
+
+    def _number(self, name: str, default: int = 0) -> int:
+        found = re.search(r"\d+", self.row[name].replace(",", ""))
+        return int(found[0]) if found else default
+
+    def micro_batch(self) -> int:
+        if found := self._number("micro_batch"):
+            return found
+        self.inferred.append("micro-batch not stated: 1 taken")
+        self.is_lower_bound = True
+        return 1
+
+    def length(self) -> int:
+        said = self.row["seq_len"]
+        if re.search(r"\d+ ?x ?\d+", said):
+            raise _no("samples are images", self.row)
+        if found := re.fullmatch(r"(?:max )?(\d+)(k?)\b.*", said):
+            if said.startswith("max"):
+                self.inferred.append("the longest sample is as long as the limit")
+            return int(found[1]) * (1024 if found[2] else 1)
+        if tokens := re.search(r"(\d+) tok\b", said):
+            return int(tokens[1])
+        if said:
+            raise _no(f"the length of the samples is not stated ({said!r})", self.row)
+        self.inferred.append(f"sequence length not stated: {LEAST_TOKENS} taken")
+        self.is_lower_bound = True
+        return LEAST_TOKENS
+
+    def layout(self, training: Training) -> Training:
+        row, other = self.row, self.row["compile_or_other"]
+        tp = self._number("tp") or int((re.search(r"\bTP(\d+)", other) or [0, 1])[1])
+        pp = self._number("pp") or int((re.search(r"\bPP(\d+)", other) or [0, 1])[1])
+        world = self._number("n_gpus", 1)
+        dp = self._number("dp_or_fsdp") or max(1, world // (tp * pp))
+        if training.framework is Framework.DEVICE_MAP:
+            dp, tp, pp = 1, 1, world
+        micro = training.micro_batch_size
+        steps = self._number("grad_accum") or max(1, self._number("global_batch", micro * dp) // (micro * dp))
+        return replace(
+            training,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            gradient_accumulation_steps=steps,
+            virtual_stages=int((re.search(r"\bVPP=(\d+)", other) or [0, 1])[1]),
+            sequence_parallel=tp > 1 and ("bridge" in self.said or "sequence parallel" in self.said),
+            zero_stage=self._zero_stage(training.framework, row["sharding"].lower()),
+        )
+
+    def _zero_stage(self, framework: Framework, said: str) -> int:
+        if found := re.search(r"zero-?(\d)", said + " " + self.row["framework"].lower()):
+            return int(found[1])
+        if "grad_op" in said:
+            return 2
+        if framework in (Framework.FSDP1, Framework.FSDP2):
+            return 3
+        if framework is Framework.MEGATRON and "bridge" in self.said:
+            self.inferred.append("distributed optimizer on, as Megatron-Bridge's recipes have it")
+            return 1
+        return 0
+
+    # ----------------------------------------------------------------------------------------------------- how
+
+    def _other(self) -> str:
+        """What was switched on beside the columns, in lower case; of a cumulative table, all that came before too."""
+        said = self.row["compile_or_other"].lower()
+        if said.startswith("cumulative:"):
+            last = next((at for at, step in enumerate(CUMULATIVE) if step in said), None)
+            if last == 0:
+                return said
+            if last is not None and "+" in said:
+                return " ".join(CUMULATIVE[1 : last + 1])
+            if "lora" in said:
+                self.inferred.append("all optimisations of the table but the optimizer's")
+                return " ".join(CUMULATIVE[1:5]) + " activation offload " + said
+        return said
+
+    def checkpointing(self, framework: Framework) -> ActivationCheckpointing:
+        said, other = self.row["act_ckpt"].lower(), self.other
+        if "gradient checkpointing=✘" in other or said.startswith(("false", "no", "✘", "none")):
+            return ActivationCheckpointing.NONE
+        if said.startswith("selective"):
+            return ActivationCheckpointing.SELECTIVE
+        if said.startswith("per config"):
+            self.inferred.append("checkpointing on, as the shipped configurations have it")
+            return ActivationCheckpointing.FULL
+        if said:
+            return ActivationCheckpointing.FULL
+        if "lora" in self.said and framework is Framework.PLAIN and "4bit" in self.said:
+            self.inferred.append("checkpointing on, as peft's preparation for 4-bit training does")
+            return ActivationCheckpointing.FULL
+        if "activation checkpointing" in other:
+            return ActivationCheckpointing.FULL
+        self.inferred.append("no checkpointing: none is stated")
+        return ActivationCheckpointing.NONE
+
+    def flash(self, shape: Architecture, framework: Framework) -> bool:
+        if "use flash attn=✘" in self.said:
+            return False
+        if shape.flash is False:
+            return False
+        if shape.flash or "fa2" in self.said or "flash" in self.said:
+            return True
+        if self.is_old(framework) or framework is Framework.MEGATRON_DEEPSPEED:
+            self.inferred.append("attention holds its scores: before flash attention, or on a device without it")
+            return False
+        return True
+
+    def adapters(self, training: Training) -> Training:
+        said = " ".join((self.row["peft"], self.row["model"], self.row["compile_or_other"])).lower()
+        quantised = self._bits(said)
+        if "lora" not in said:
+            return training
+        rank = re.search(r"\br(?:ank)?[= ]?(\d+)\b", said) or re.search(r"lora rank=(\d+)", said)
+        if rank is None:
+            chosen = 64 if "fsdp_qlora" in self.said else 16 if "4bit" in said else 8
+            self.inferred.append(f"LoRA rank not stated: {chosen} taken, as the framework's default")
+        else:
+            chosen = int(rank[1])
+        everywhere = "all" in said or "fsdp_qlora" in self.said
+        ends_fp32 = bool(quantised) and training.framework is Framework.PLAIN and "torchtune" not in self.said
+        if ends_fp32:
+            self.inferred.append("embedding, head and norms cast to fp32 by peft's preparation for quantised training")
+        return replace(
+            training,
+            lora_rank=chosen,
+            lora_targets=() if everywhere else ("q", "k", "v"),
+            lora_fp32="torchtune" not in self.said and "fsdp_qlora" not in self.said,
+            base_bytes=base_bytes_of(quantised) if quantised else None,
+            ends_fp32=ends_fp32,
+        )
+
+    def _bits(self, said: str) -> int:
+        if "int8" in said or "8bit base" in said:
+            return 8
+        return 4 if "qlora" in said or "int4" in said or "4bit" in said or "nf4" in said else 0
+
+    def states(self, training: Training) -> Training:
+        """Precision and optimizer: what there is of every parameter."""
+        row, framework = self.row, training.framework
+        precision, optimizer = (
+            row["precision"].lower(),
+            (row["optimizer"] + " " + row["peft"] + " " + self.other).lower(),
+        )
+        low = not precision.startswith(("fp32", "tf32"))
+        if not precision:
+            self.inferred.append("bf16: the precision is not stated")
+        megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
+        pure = ("pure" in precision and "amp" not in precision) or any(
+            name in self.said for name in ("torchtune", "swift", "fsdp_qlora", "llama-factory", "unsloth")
+        )
+        full = not training.lora_rank
+        mixed = low and full and framework in (Framework.PLAIN, Framework.FSDP1, Framework.FSDP2, Framework.DEVICE_MAP)
+        autocasts = mixed and not pure
+        rule = Rule.ADAM
+        if "8bit" in optimizer.replace("-", "") and "adam" in optimizer:
+            rule = Rule.ADAM_8BIT
+        elif "adafactor" in optimizer:
+            rule = Rule.ADAFACTOR
+        elif re.search(r"\bsgd", optimizer):
+            rule = Rule.MOMENTUM if "momentum" in optimizer else Rule.SGD
+        if autocasts:
+            self.inferred.append("weights stay fp32 and are cast where they are used")
+        offload = row["offload"].lower()
+        everything = "cpu" in offload and "act" not in offload.replace("activation", "act").split("=")[0][:3]
+        return replace(
+            training,
+            low_precision=low,
+            autocasts=autocasts,
+            masters=low and full and (megatron or framework is Framework.DEEPSPEED),
+            fp32_gradients=megatron and low and self._adds_in_fp32(framework, precision),
+            ends_apart="torchtune" in self.said,
+            reduces_fp32="mixed=default" in precision,
+            rule=rule,
+            low_states=low and not autocasts and (full or not training.lora_fp32) and not megatron,
+            step_in_backward="opt-in-bwd" in optimizer or "opt in bwd" in optimizer,
+            paged="paged" in optimizer,
+            foreach=framework in (Framework.PLAIN, Framework.DEVICE_MAP)
+            and rule is not Rule.ADAM_8BIT
+            and "fused" not in optimizer
+            and "torchtune" not in self.said,  # whose configurations say fused=True
+            loss=self._loss(),
+            copies_outputs="swift" in self.said,
+            offload_parameters=everything or "param=y" in offload,
+            offload_optimizer=everything or "opt=y" in offload,
+            offload_activations="activation" in offload or "activation offload" in self.other,
+        )
+
+    def _adds_in_fp32(self, framework: Framework, precision: str) -> bool:
+        """Megatron-LM turns it on with bf16 (megatron/training/arguments.py); its DeepSpeed fork has to say so."""
+        if "fp32 grad" in precision:
+            return True
+        if framework is Framework.MEGATRON and precision.startswith(("bf16", "fp8")):
+            self.inferred.append("gradients are added up in fp32, as Megatron-LM does with bf16")
+            return True
+        return False
+
+    def _loss(self) -> Loss:
+        if "liger" in self.said or "unsloth" in self.row["framework"].lower():
+            return Loss.FUSED
+        if "composer" in self.row["framework"].lower():
+            return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
+        chunked = "torchtune default config" in self.said or re.search(r"chunk", self.other)
+        return Loss.CHUNKED if chunked else Loss.PLAIN

@@ -1,0 +1,119 @@
+"""What would other people's trainings need? The rows of a CSV file, estimated one by one."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from rich.table import Table
+
+from orchestrator.memory.foreign_engines import estimate_foreign
+from orchestrator.memory.published import COLUMNS, described_row
+from orchestrator.specs.errors import SpecError
+
+NEEDED = ("id", "model", "arch", "framework", "micro_batch", "seq_len", "precision")
+
+
+class RowEstimate(TypedDict):
+    """One row: either its bytes, with what was inferred, or the reason why it cannot be described."""
+
+    id: str
+    model: str
+    framework: str
+    allocated_gib: float | None
+    reserved_gib: float | None
+    device_gib: float | None
+    moment: str
+    by_cause_gib: dict[str, float]
+    fits: bool | None  # on the device that the row names; None where it says no size
+    is_lower_bound: bool
+    inferred: list[str]
+    reason: str
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file with the columns of published.csv; further columns are left alone."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = [{name: value or "" for name, value in row.items() if name} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError("the file cannot be read as CSV", source=str(path), got=str(error)) from error
+    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise SpecError(
+            f"the file has no column {', '.join(missing)}",
+            source=str(path),
+            allowed=", ".join((*COLUMNS, "gpu_mem_GB")),
+        )
+    return rows
+
+
+def estimated_row(row: Mapping[str, str]) -> RowEstimate:
+    """What the training of one row needs."""
+    named = {"id": row.get("id", ""), "model": row.get("model", ""), "framework": row.get("framework", "").strip()}
+    try:
+        described = described_row(row)
+    except SpecError as error:
+        return RowEstimate(
+            **named,  # type: ignore[typeddict-item]
+            allocated_gib=None,
+            reserved_gib=None,
+            device_gib=None,
+            moment="",
+            by_cause_gib={},
+            fits=None,
+            is_lower_bound=False,
+            inferred=[],
+            reason=error.what,
+        )
+    estimate = estimate_foreign(described.training)
+    return RowEstimate(
+        **named,  # type: ignore[typeddict-item]
+        allocated_gib=_gib(estimate.allocated_bytes),
+        reserved_gib=_gib(estimate.reserved_bytes),
+        device_gib=_gib(estimate.device_bytes),
+        moment=estimate.moment,
+        by_cause_gib={cause: _gib(count) for cause, count in estimate.by_cause},
+        fits=_fits(estimate.device_bytes, row.get("gpu_mem_GB", "")),
+        is_lower_bound=described.is_lower_bound,
+        inferred=list(described.inferred),
+        reason="",
+    )
+
+
+def _gib(count: int) -> float:
+    return round(count / 2**30, 3)
+
+
+def _fits(device_bytes: int, size: str) -> bool | None:
+    """Whether a device of so many GB, as it is sold, holds them: those are GiB but for a reserve of the driver."""
+    try:
+        return device_bytes <= float(size) * 2**30
+    except ValueError:
+        return None
+
+
+def rows_table(found: list[RowEstimate]) -> Table:
+    """Allocated, reserved and device GiB of every row, or why there are none."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("ROW", "MODEL", "FRAMEWORK"):
+        table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=28)
+    for column in ("ALLOCATED GiB", "RESERVED GiB", "DEVICE GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("FITS", no_wrap=True)
+    table.add_column("PEAK AND WHAT WAS INFERRED")
+    for row in found:
+        sizes = [row["allocated_gib"], row["reserved_gib"], row["device_gib"]]
+        said = "; ".join((f"at {row['moment']}", *row["inferred"])) if row["moment"] else row["reason"]
+        table.add_row(
+            row["id"],
+            row["model"],
+            row["framework"],
+            *("-" if size is None else f"{size:.2f}" for size in sizes),
+            {True: "yes", False: "no", None: "-"}[row["fits"]],
+            said,
+        )
+    return table

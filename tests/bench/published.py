@@ -1,0 +1,237 @@
+"""How well is the memory of other people's trainings predicted? Against published measurements, beside other tools."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.memory.foreign import Training
+from orchestrator.memory.foreign_engines import estimate_foreign
+from orchestrator.memory.published import Described, described_row
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.profile import MemoryEstimate
+from tests.bench.figure import Figure, at_most, informs
+
+PUBLISHED = Path(__file__).parents[3] / "shared" / "ground_truth" / "published.csv"
+GIB = 2**30
+# Tools that ask torch or the driver divide by 2^20 or 2^30 and often write MB or GB: nvidia-smi counts MiB, Megatron's
+# and mmcv's logs bytes / 2^20. Where torch's count is given in "GB" the unit is taken at its word.
+TORCH_UNITS = {"GiB": GIB, "MiB": 2**20, "GB": 10**9, "MB": 2**20, "bytes": 1}
+DRIVER_UNITS = TORCH_UNITS | {"GB": GIB}
+
+
+class Kind(NamedTuple):
+    """Which memory a row reports, and what of an estimate is compared with it."""
+
+    name: str
+    predicted: Callable[[MemoryEstimate], int]
+    units: Mapping[str, int]
+
+
+ALLOCATED = Kind("allocated", lambda estimate: estimate.allocated_bytes, TORCH_UNITS)
+RESERVED = Kind("reserved", lambda estimate: estimate.reserved_bytes, TORCH_UNITS)
+DEVICE = Kind("device", lambda estimate: estimate.device_bytes, DRIVER_UNITS)
+
+
+class Compared(NamedTuple):
+    """A row that was described and measured."""
+
+    row: Mapping[str, str]
+    training: Training
+    kind: Kind
+    measured_bytes: int
+    predicted_bytes: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def figures() -> list[Figure]:
+    """Errors over all rows of quality A and B, by source, framework and kind, beside what other tools give."""
+    if not PUBLISHED.exists():
+        print("no published measurements beside the repository (shared/ground_truth/published.csv): nothing to compare")
+        return []
+    with PUBLISHED.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["quality"] in ("A", "B")]
+    compared, excluded = _compared(rows)
+    console = Console()
+    console.print(_errors_table(compared), _excluded_table(excluded))
+    counted = [one for one in compared if one.kind is not DEVICE]
+    verdicts = list(_verdicts(rows))
+    short = [row["id"] for row, fits in verdicts if row["fits"].startswith("OOM") and fits]
+    refused = [row["id"] for row, fits in verdicts if row["fits"].startswith("OK") and not fits]
+    told = [row for row, _ in verdicts if row["fits"].startswith("OK")]
+    if short or refused:
+        console.print("called fitting, but ran out of memory:", *(short or ["none"]))
+        console.print("called too large, but ran:", *(refused or ["none"]))
+    return [
+        *_figures_of(f"all {len(counted)} rows of allocated or reserved bytes", counted, limit=8),
+        *(
+            figure
+            for kind in (ALLOCATED, RESERVED, DEVICE)
+            for figure in _figures_of(f"{kind.name} bytes", [one for one in compared if one.kind is kind])
+        ),
+        *(
+            informs(f"mean error of {name} on the same rows", 100 * _mean_error(counted, tool), "%")
+            for name, tool in TOOLS.items()
+        ),
+        at_most("plans called fitting that ran out of memory", len(short), "rows", 0),
+        at_most(f"plans called too large that ran, of {len(told)}", 100 * len(refused) / len(told), "%", 5),
+        informs("rows with a measurement that are excluded", sum(excluded.values()), "rows"),
+    ]
+
+
+def _compared(rows: list[dict[str, str]]) -> tuple[list[Compared], Counter[tuple[str, str]]]:
+    """Rows with measured memory as they compare, and those that do not, counted by source and reason."""
+    found: list[Compared] = []
+    excluded: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        if not row["mem"]:
+            continue
+        kind, described = kind_of(row["mem_kind"]), _described(row)
+        if isinstance(described, str):
+            excluded[row["source_repo"], described] += 1
+        elif described.is_lower_bound:
+            excluded[row["source_repo"], "batch or sequence length is not stated"] += 1
+        elif kind is None:
+            excluded[row["source_repo"], f"which memory was measured is not stated ({row['mem_kind']})"] += 1
+        else:
+            measured = round(float(row["mem"]) * kind.units[row["mem_unit"]])
+            predicted = kind.predicted(estimate_foreign(described.training))
+            found.append(Compared(row, described.training, kind, measured, predicted))
+    return found, excluded
+
+
+def _described(row: Mapping[str, str]) -> Described | str:
+    try:
+        return described_row(row)
+    except SpecError as error:
+        return error.what
+
+
+def kind_of(said: str) -> Kind | None:
+    """Which of the three totals a row's `mem_kind` means; None where it says neither.
+
+    torch's active bytes are its allocated ones and what waits for another stream; mmcv and torchtune log the former.
+    """
+    said = said.lower()
+    if any(word in said for word in ("nvidia", "nvml", "per gpu")) and "active" not in said:
+        return DEVICE
+    if "reserved" in said:
+        return RESERVED
+    if any(word in said for word in ("alloc", "active", "cuda mem")):
+        return ALLOCATED
+    return None
+
+
+def _verdicts(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], bool]]:
+    """Every row that says whether it fitted, and whether we say so. Cards are sold by GiB, to within 1 %."""
+    for row in rows:
+        described = _described(row)
+        if not row["fits"] or not row["gpu_mem_GB"] or isinstance(described, str):
+            continue
+        yield row, estimate_foreign(described.training).device_bytes <= float(row["gpu_mem_GB"]) * GIB
+
+
+def _figures_of(what: str, compared: list[Compared], limit: float | None = None) -> list[Figure]:
+    errors = [one.error for one in compared]
+    sizes = [abs(error) for error in errors]
+    mean = 100 * statistics.mean(sizes)
+    worst = max(errors, key=abs)
+    return [
+        informs(f"mean error, {what}", mean, "%")
+        if limit is None
+        else at_most(f"mean error, {what}", mean, "%", limit),
+        informs(f"median error, {what}", 100 * statistics.median(sizes), "%"),
+        informs(f"worst error, {what}", 100 * worst, "%"),
+        informs(f"predicted below what was measured, {what}", 100 * _under(errors), "%"),
+    ]
+
+
+def _under(errors: list[float]) -> float:
+    return sum(error < 0 for error in errors) / len(errors)
+
+
+# ------------------------------------------------------------------------------------------------------- other tools
+
+
+def deepspeed_estimator(training: Training) -> float:
+    """estimate_zero2/3_model_states_mem_needs (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py), of this rank.
+
+    It knows no tensor or pipeline parallelism: it is asked about the part of the model that the rank has.
+    """
+    shape, ranks = training.shape, max(1, training.dp)
+    part = shape.parameters / (training.tp * training.pp)
+    if training.zero_stage == 3:
+        return 4 * max(shape.table, shape.layer_matrices) / training.tp + 18 * part / ranks
+    return 2 * part + 18 * part / (ranks if training.zero_stage else 1)
+
+
+def accelerate_rule(training: Training) -> float:
+    """`accelerate estimate-memory`, "training with Adam": weights in their type, four times."""
+    return 4.0 * training.width * training.shape.parameters
+
+
+def eleuther_closed_form(training: Training) -> float:
+    """EleutherAI/cookbook calc/calc_transformer_mem.py: states by ZeRO stage, s b h L (10 + 24 / t), and 5 GiB."""
+    shape, ranks = training.shape, max(1, training.dp)
+    part = shape.parameters / (training.tp * training.pp)
+    cut = [ranks if training.zero_stage >= stage else 1 for stage in (3, 2, 1)]
+    width = training.width
+    states = width * part / cut[0] + width * part / cut[1] + 12 * part / cut[2]
+    layers = shape.layers / training.pp
+    activations = training.tokens * shape.hidden * layers * (10 + 24 / training.tp) * width / 2
+    return states + activations + 5 * GIB
+
+
+TOOLS: Mapping[str, Callable[[Training], float]] = {
+    "DeepSpeed's estimator": deepspeed_estimator,
+    "Accelerate's rule": accelerate_rule,
+    "EleutherAI's closed form": eleuther_closed_form,
+}
+
+
+def _mean_error(compared: list[Compared], tool: Callable[[Training], float]) -> float:
+    return statistics.mean(abs(tool(one.training) / one.measured_bytes - 1) for one in compared)
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def _errors_table(compared: list[Compared]) -> Table:
+    table = Table(title="error by source, framework and kind", title_justify="left", box=None, header_style="bold")
+    for column in ("SOURCE", "FRAMEWORK", "KIND", "ROWS", "MEAN", "MEDIAN", "WORST", "BELOW", *TOOLS):
+        table.add_column(column, justify="left" if column in ("SOURCE", "FRAMEWORK", "KIND") else "right")
+    groups: defaultdict[tuple[str, str, str], list[Compared]] = defaultdict(list)
+    for one in compared:
+        groups[one.row["source_repo"], one.row["framework"].strip(), one.kind.name].append(one)
+    for group, ones in sorted(groups.items()):
+        errors = [one.error for one in ones]
+        sizes = [abs(error) for error in errors]
+        table.add_row(
+            *group,
+            str(len(ones)),
+            f"{statistics.mean(sizes):.1%}",
+            f"{statistics.median(sizes):.1%}",
+            f"{max(errors, key=abs):+.1%}",
+            f"{_under(errors):.0%}",
+            *(f"{_mean_error(ones, tool):.0%}" for tool in TOOLS.values()),
+        )
+    return table
+
+
+def _excluded_table(excluded: Counter[tuple[str, str]]) -> Table:
+    table = Table(title="excluded, and why", title_justify="left", box=None, header_style="bold")
+    for column in ("SOURCE", "REASON", "ROWS"):
+        table.add_column(column)
+    for (source, reason), count in sorted(excluded.items()):
+        table.add_row(source, reason, str(count))
+    return table

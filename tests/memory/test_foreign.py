@@ -1,0 +1,254 @@
+"""Laws of other people's trainings: what a row says, and how the bytes of each engine follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.memory.architectures import KNOWN, described, known
+from orchestrator.memory.foreign import Framework, Loss, Training, head_bytes, kept_bytes, layer_held, saved_bytes
+from orchestrator.memory.foreign_engines import estimate_foreign
+from orchestrator.memory.published import COLUMNS, described_row
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import ActivationCheckpointing
+
+MEGATRON = Training(
+    shape=replace(KNOWN["gpt-3-1.3b"], vocab=50304),
+    framework=Framework.MEGATRON,
+    micro_batch_size=2,
+    sequence_length=1024,
+    masters=True,
+    checkpointing=ActivationCheckpointing.FULL,
+    gradient_accumulation_steps=8,
+)
+PLAIN = Training(shape=KNOWN["llama-2-7b"], framework=Framework.PLAIN, micro_batch_size=1, sequence_length=512)
+ROW = {
+    "id": "x1",
+    "model": "Llama-2 7B",
+    "framework": "HF Trainer",
+    "n_gpus": "1",
+    "micro_batch": "2",
+    "seq_len": "1024",
+    "precision": "bf16",
+    "act_ckpt": "True",
+    "peft": "QLoRA r16 all linear",
+}
+
+
+def read(**columns: str) -> Training:
+    return described_row(ROW | columns).training
+
+
+def by_cause(training: Training) -> Mapping[str, int]:
+    return dict(estimate_foreign(training).by_cause)
+
+
+# ------------------------------------------------------------------------------------------------------ architectures
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # as the models' own pages count them
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("mistral-7b", 7_241_732_096),
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("bloom", 176_247_271_424),
+        ("qwen2.5-14b", 14_770_033_664),
+    ],
+)
+def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, parameters: int) -> None:
+    assert KNOWN[name].parameters == pytest.approx(parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("Llama 3.1 8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.2-3B-Instruct", "llama-3.2-3b"),
+        ("Llama3-70B SFT", "llama-3-70b"),
+        ("qwen-1_8b-chat", "qwen-1.8b"),
+        ("qwen-72b-chat (2*A100)", "qwen-72b"),
+        ("Qwen2.5-14B", "qwen2.5-14b"),
+        ("Mistral 7B v0.2", "mistral-7b"),
+        ("gpt2_large", "gpt2-large"),
+        ("BERT_base", "bert-base"),
+    ],
+)
+def test_a_model_is_known_by_every_usual_spelling(written: str, name: str) -> None:
+    assert known(written) is KNOWN[name]
+
+
+def test_an_unknown_model_is_not_guessed() -> None:
+    assert known("Frobnicator 9B") is None
+
+
+def test_an_architecture_string_says_a_gated_and_an_ungated_shape() -> None:
+    found = described("L28 h3072 a24 kv8 ffn8192 V128256 tied")
+    assert found is not None
+    gated, inferred = found
+    assert gated == KNOWN["llama-3.2-3b"]
+    assert not inferred
+    found = described("L32 h4096 a32 ffn4x V50368 flash learned-pos tied")
+    assert found is not None
+    ungated = found[0]
+    assert (ungated.gated, ungated.ffn, ungated.flash, ungated.tied) == (False, 16384, True, True)
+    assert ungated.parameters == pytest.approx(6_658_859_008, rel=2e-3)  # as llm-foundry counts it, without biases
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_what_was_measured_never_enters_the_description() -> None:
+    measured = {"mem": "71.3", "mem_unit": "GiB", "mem_kind": "peak reserved", "fits": "OOM", "tput": "9"}
+    assert described_row(ROW | measured) == described_row(ROW)
+
+
+def test_a_row_says_adapters_over_a_quantised_base() -> None:
+    training = read()
+    assert (training.lora_rank, training.base_bytes is not None, training.ends_fp32) == (16, True, True)
+    assert training.micro_batch_size * training.sequence_length == 2048
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"model": "resnet50"}, "convolutional"),
+        ({"model": "T5-small"}, "no closed form"),
+        ({"model": "Frobnicator 9B"}, "neither described nor publicly known"),
+        ({"model": "Mixtral 8x7B"}, "mixture of experts"),
+        ({"seq_len": "wikitext, length not confirmed"}, "length of the samples"),
+        ({"seq_len": "512x1024 Cityscapes"}, "images"),
+        ({"model": "kernel:cross_entropy"}, "kernel"),
+    ],
+)
+def test_a_row_that_cannot_be_described_says_why(columns: dict[str, str], reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        described_row(ROW | columns)
+
+
+def test_what_a_row_leaves_open_makes_a_lower_bound() -> None:
+    assert not described_row(ROW).is_lower_bound
+    for column in ("micro_batch", "seq_len"):
+        found = described_row(ROW | {column: ""})
+        assert found.is_lower_bound
+        assert any("not stated" in said for said in found.inferred)
+
+
+@given(columns=st.dictionaries(st.sampled_from(COLUMNS), st.text(max_size=40)))
+def test_any_row_is_described_or_refused(columns: dict[str, str]) -> None:
+    try:
+        training = described_row(ROW | columns).training
+    except SpecError:
+        return
+    estimate = estimate_foreign(training)
+    assert 0 < estimate.allocated_bytes <= estimate.reserved_bytes <= estimate.device_bytes
+
+
+# ------------------------------------------------------------------------------------------------------------ engines
+
+
+def test_zero_1_cuts_masters_and_moments_over_data_parallel_ranks() -> None:
+    whole = replace(MEGATRON, framework=Framework.MEGATRON_DEEPSPEED, dp=8, zero_stage=0)
+    states, cut = by_cause(whole)["optimizer states"], by_cause(replace(whole, zero_stage=1))["optimizer states"]
+    assert states == 12 * whole.shape.parameters
+    assert cut == pytest.approx(states / 8, abs=1)
+
+
+def test_gradients_added_up_in_fp32_lie_beside_those_of_the_backward_pass() -> None:
+    training = replace(MEGATRON, framework=Framework.MEGATRON_DEEPSPEED, dp=64, zero_stage=1)
+    more = by_cause(replace(training, fp32_gradients=True))["gradients"] - by_cause(training)["gradients"]
+    assert more == pytest.approx(4 * training.shape.parameters)
+
+
+def test_every_stage_keeps_one_micro_batch_less_than_the_one_before() -> None:
+    training = replace(MEGATRON, pp=4, framework=Framework.MEGATRON_DEEPSPEED, micro_batch_size=16)
+    layers = training.shape.layers // 4
+    step = layers * kept_bytes(training) + kept_bytes(training)  # and the message that came in
+    middle = [by_cause(replace(training, stage=stage))["activations"] for stage in (1, 2)]
+    assert middle[0] - middle[1] == step
+
+
+def test_tensor_parallelism_cuts_matrices_and_sequence_parallelism_the_rest_of_the_activations() -> None:
+    one, four = MEGATRON, replace(MEGATRON, tp=4, checkpointing=ActivationCheckpointing.NONE)
+    assert layer_held(four).trained < layer_held(one).trained / 3.9
+    split = saved_bytes(replace(four, sequence_parallel=True))
+    assert 4 * split == pytest.approx(saved_bytes(one), rel=0.01)
+    assert split < saved_bytes(four) < saved_bytes(one)
+
+
+def test_an_ungated_layer_saves_what_korthikanti_counts() -> None:
+    h, t = MEGATRON.shape.hidden, MEGATRON.tokens
+    assert saved_bytes(replace(MEGATRON, flash=True)) == 34 * t * h  # arXiv:2205.05198, section 4.1
+    scores = 5 * MEGATRON.shape.heads * MEGATRON.sequence_length * t
+    assert saved_bytes(replace(MEGATRON, flash=False)) == 34 * t * h + scores
+
+
+def test_full_sharding_cuts_all_states() -> None:
+    fsdp = replace(PLAIN, framework=Framework.FSDP1, zero_stage=3, dp=8, autocasts=True)
+    causes = by_cause(fsdp)
+    assert causes["parameters"] == pytest.approx(4 * fsdp.shape.parameters / 8, abs=8)
+    assert causes["optimizer states"] == pytest.approx(8 * fsdp.shape.parameters / 8, abs=8)
+
+
+def test_layers_that_stay_gathered_cost_all_but_two_of_them() -> None:
+    fsdp = replace(PLAIN, framework=Framework.FSDP1, zero_stage=3, dp=8, autocasts=True)
+    at_3, at_2 = by_cause(fsdp), by_cause(replace(fsdp, zero_stage=2))
+    layer = 2 * layer_held(fsdp).trained
+    assert at_2["gathered parameters"] - at_3["gathered parameters"] == (fsdp.shape.layers - 2) * layer
+
+
+def test_a_quantised_base_weighs_half_a_byte_per_element_and_its_ends_four() -> None:
+    training = replace(PLAIN, lora_rank=8, base_bytes=0.5, ends_fp32=True)
+    matrices = training.shape.layers * training.shape.layer_matrices
+    rest = training.shape.parameters - matrices
+    adapters = training.shape.layers * layer_held(training).trained
+    norms = training.shape.layers * training.shape.layer_vectors
+    assert by_cause(training)["parameters"] == matrices // 2 + 4 * (rest - norms) + 2 * norms + 4 * adapters
+
+
+@pytest.mark.parametrize("loss", [Loss.CHUNKED, Loss.IN_PLACE, Loss.FUSED])
+def test_every_other_loss_holds_less_than_the_plain_one(loss: Loss) -> None:
+    assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(PLAIN) / 2
+
+
+@given(
+    framework=st.sampled_from(list(Framework)),
+    micro=st.integers(1, 8),
+    length=st.integers(64, 4096),
+    checkpointing=st.sampled_from(list(ActivationCheckpointing)),
+    flash=st.booleans(),
+    lora=st.sampled_from([0, 8]),
+)
+def test_more_samples_and_longer_ones_never_need_less(
+    framework: Framework, micro: int, length: int, checkpointing: ActivationCheckpointing, flash: bool, lora: int
+) -> None:
+    training = replace(
+        PLAIN,
+        framework=framework,
+        micro_batch_size=micro,
+        sequence_length=length,
+        checkpointing=checkpointing,
+        flash=flash,
+        lora_rank=lora,
+    )
+    needed = estimate_foreign(training).device_bytes
+    assert needed <= estimate_foreign(replace(training, micro_batch_size=micro + 1)).device_bytes
+    assert needed <= estimate_foreign(replace(training, sequence_length=length + 64)).device_bytes
+    offloaded = replace(training, checkpointing=ActivationCheckpointing.NONE)
+    if checkpointing is ActivationCheckpointing.FULL:
+        assert kept_bytes(training) < kept_bytes(offloaded)
+
+
+@given(stage=st.integers(0, 3), steps=st.integers(1, 8))
+def test_the_worst_rank_is_at_least_every_stage(stage: int, steps: int) -> None:
+    training = replace(MEGATRON, pp=4, tp=2, gradient_accumulation_steps=steps)
+    worst = estimate_foreign(training).allocated_bytes
+    assert worst >= estimate_foreign(replace(training, stage=stage)).allocated_bytes

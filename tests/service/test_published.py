@@ -1,0 +1,58 @@
+"""`orc estimate ROWS.csv`: every row has its bytes or a reason, and a file that is none is refused once, completely."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from orchestrator.cli import app
+from orchestrator.service.published import estimated_row, read_rows
+from orchestrator.specs.errors import SpecError
+
+HEADER = "id,model,arch,gpu_mem_GB,n_gpus,framework,micro_batch,seq_len,precision,act_ckpt,peft,mem\n"
+ROWS = HEADER + (
+    "a1,Llama-2 7B,,24,1,HF Trainer,1,512,bf16,True,QLoRA r8 all linear,99\n"
+    "a2,resnet50,,24,1,PyTorch,32,224x224,fp32,none,,99\n"
+    "a3,Llama 3.1 70B,,24,1,HF Trainer,1,512,bf16,True,LoRA r8,99\n"
+)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.csv"
+    file.write_text(ROWS)
+    return file
+
+
+def test_every_row_has_its_bytes_or_the_reason_why_not(rows: Path) -> None:
+    fitting, convolutional, large = (estimated_row(row) for row in read_rows(rows))
+    assert (fitting["fits"], convolutional["fits"], large["fits"]) == (True, None, False)
+    assert "convolutional" in convolutional["reason"]
+    assert convolutional["device_gib"] is None
+    assert fitting["reason"] == ""
+    assert fitting["allocated_gib"] == pytest.approx(sum(fitting["by_cause_gib"].values()), abs=0.01)
+
+
+def test_the_command_answers_as_json_and_as_a_table(rows: Path) -> None:
+    answered = CliRunner().invoke(app, ["estimate", str(rows), "--json"])
+    assert answered.exit_code == 0
+    assert [row["id"] for row in json.loads(answered.stdout)["rows"]] == ["a1", "a2", "a3"]
+    shown = CliRunner().invoke(app, ["estimate", str(rows)])
+    assert "convolutional" in shown.stdout
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.csv"
+    file.write_text("name,value\nx,1\n")
+    with pytest.raises(SpecError, match="no column id, model"):
+        read_rows(file)
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_rows(tmp_path / "absent.csv")
+
+
+def test_settings_beside_a_csv_file_are_refused(rows: Path) -> None:
+    answered = CliRunner().invoke(app, ["estimate", str(rows), "--set", "dp=2"])
+    assert isinstance(answered.exception, SpecError)
