@@ -132,8 +132,9 @@ def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
     )
     engine = attempt.plan.engine
     said = f"learned: activations of {seen.family} on {seen.device} x{was.correction:.2f} -> x{now.correction:.2f}"
-    if was.margin(engine) != now.margin(engine):
-        said += f", margin of {engine} {_percent(was.margin(engine))} -> {_percent(now.margin(engine))}"
+    margins = [_percent(known.errors_of(engine).margin) for known in (was, now)]
+    if margins[0] != margins[1]:
+        said += f", margin of {engine} {' -> '.join(margins)}"
     if seen.ran_out:
         said += f"; this plan never fits less than {format_bytes(seen.measured_bytes)} again"
     return said
