@@ -31,17 +31,12 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
     live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
     top.
     """
-    found = [
-        (
-            rank,
-            moment,
-            moment.counted_bytes + rank.buffer_bytes(plan),
-            live[moment.activations].bytes_of(plan.micro_batch_size),
-        )
-        for rank in _ranks(profile, plan)
-        for live in (activations(rank, plan.activation_checkpointing, casts=autocasts(plan)),)
-        for moment in _moments(rank, plan, device)
-    ]
+    micro, found = plan.micro_batch_size, []
+    for rank in _ranks(profile, plan):
+        live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
+        buffer_bytes = rank.buffer_bytes(plan)
+        for moment in _moments(rank, plan, device):
+            found.append((rank, moment, moment.counted_bytes + buffer_bytes, live[moment.activations].bytes_of(micro)))
     rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
     causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
     reserved = _reserved_bytes(counted + activation, device)

@@ -101,6 +101,11 @@ class Rank:
         return self.held.trained_parameters
 
     @cached_property
+    def weight_bytes(self) -> int:
+        """In fp32, but for those that are frozen in a form of their own."""
+        return self.held.weight_bytes(FP32_BYTES)
+
+    @cached_property
     def end_parameters(self) -> int:
         """Of the parts that are no layers: embedding, head."""
         return sum(segment.parameters for segment in self.held.segments if not segment.is_unit)
@@ -115,6 +120,8 @@ class Rank:
         All that it receives has a buffer. Interleaved schedules wait at the end of a step for what they sent, which
         counts beside the activations once its own backward pass is over.
         """
+        if not self.neighbours:
+            return 0
         samples, messages = plan.micro_batch_size * plan.gradient_accumulation_steps, float(self.neighbours)
         if plan.pipeline_stages_per_rank > 1:
             waiting = self.in_flight / (plan.gradient_accumulation_steps * plan.pipeline_stages_per_rank)

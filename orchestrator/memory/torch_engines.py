@@ -17,7 +17,7 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
     profile, count = rank.held, rank.trained_parameters
     buckets = FP32_BYTES * count if plan.layout.dp > 1 else 0
     fixed = (
-        ("parameters", profile.weight_bytes(FP32_BYTES)),
+        ("parameters", rank.weight_bytes),
         ("optimizer states", state_bytes(profile, plan, 1)),
         ("gradient buckets", buckets),
         ("workspace", profile.workspace_bytes),
@@ -56,7 +56,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
     device = 0 if plan.offload is Offload.PARAMETERS else 1  # what the host holds does not count
     fixed = (
-        ("parameters", device * -(-profile.weight_bytes(FP32_BYTES) // shards)),
+        ("parameters", device * -(-rank.weight_bytes // shards)),
         ("optimizer states", device * state_bytes(profile, plan, shards)),
         ("workspace", profile.workspace_bytes),
     )

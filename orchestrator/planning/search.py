@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, product
+from itertools import chain
 from typing import NamedTuple
 
 from orchestrator.memory.estimate import DeviceBytes, estimate
@@ -185,9 +185,8 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
     for layout in layouts(spec, hardware):
         cuts = batch_cuts(spec, layout.dp)
         for strategy in strategies(spec, hardware, layout):
-            runnable = [mode for mode in modes if _can_run(spec, strategy, mode, variant)]
-            if cuts and runnable:
-                yield _family(spec, strategy, runnable, variant, cuts)
+            if cuts and _can_run(spec, strategy, variant):
+                yield _family(spec, strategy, modes, variant, cuts)
 
 
 def _family(
@@ -197,17 +196,18 @@ def _family(
     variant: _Variant,
     cuts: tuple[tuple[int, int], ...],
 ) -> Iterator[Plan]:
-    for mode, (micro, accumulation) in product(modes, cuts):
-        try:
-            yield _plan(spec, strategy, mode, variant, micro, accumulation)
+    for micro, accumulation in cuts:
+        try:  # what is legal does not depend on what is recomputed
+            yield from [_plan(spec, strategy, mode, variant, micro, accumulation) for mode in modes]
         except IllegalPlan:  # too few micro-batches for the pipeline
             continue
 
 
-def _can_run(spec: JobSpec, strategy: Strategy, recompute: ActivationCheckpointing, variant: _Variant) -> bool:
+def _can_run(spec: JobSpec, strategy: Strategy, variant: _Variant) -> bool:
     """Whether some cut of some batch is legal: which combinations are, is said once, in specs.plan."""
+    accumulation = strategy.layout.pp * strategy.pipeline_stages_per_rank
     try:
-        _plan(spec, strategy, recompute, variant, 1, strategy.layout.pp * strategy.pipeline_stages_per_rank)
+        _plan(spec, strategy, ActivationCheckpointing.NONE, variant, 1, accumulation)
     except IllegalPlan:
         return False
     return True
