@@ -1,4 +1,4 @@
-"""How long does planning take? `orc plan` for 70B on 64 nodes x 8 GPUs, its start included; 7B on 8 GPUs, without."""
+"""How long does planning take? `orc plan` with its start for 70B on 64 nodes x 8; its answer alone for 405B and 7B."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator.planning.search import Hardware, frontier
+from orchestrator.service.forecast import forecast
+from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.job import GpuRange, JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.parse import parse_cluster
+from orchestrator.specs.parse import parse_cluster, parse_job
 from orchestrator.specs.plan import Precision
 from tests.bench.figure import Figure, at_most
 
@@ -28,10 +29,11 @@ def figures() -> list[Figure]:
         *(sys.executable, "-m", "orchestrator.cli", "plan", "jobs/llama/llama_70b.yaml"),
         *("--cluster", "clusters/64x8-h100-80gb.yaml"),
     )
-    alone = (sys.executable, "-m", "tests.bench.plan")
+    whole_s, largest_s, small_s = _taken_s(command), _printed_s("405b"), _printed_s("7b")
     return [
-        at_most("orc plan, 70B on 64 x 8, median", statistics.median(_taken_s(command)), "s", 1.0),
-        at_most("7B on 1 x 8, nothing remembered, median", 1e3 * statistics.median(_printed(alone)), "ms", 50),
+        at_most("orc plan, 70B on 64 x 8, median", statistics.median(whole_s), "s", 1.0),
+        at_most("405B on 512 x 8, nothing remembered, median", statistics.median(largest_s), "s", 2.0),
+        at_most("7B on 1 x 8, nothing remembered, median", 1e3 * statistics.median(small_s), "ms", 50),
     ]
 
 
@@ -44,13 +46,28 @@ def _taken_s(command: tuple[str, ...]) -> list[float]:
     return taken_s[1:]
 
 
-def _printed(command: tuple[str, ...]) -> list[float]:
+def _printed_s(case: str) -> list[float]:
+    """Of processes that have planned nothing yet."""
+    command = (sys.executable, "-m", "tests.bench.plan", case)
     return [float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout) for _ in range(RUNS)]
 
 
-def seven_b_s() -> float:
-    """Seconds for the frontier of 7B on 8 GPUs, in a process that has planned nothing yet."""
-    spec = JobSpec(
+def planned_s(case: str) -> float:
+    """Seconds of what `orc plan` asks for: the frontier and all that is said of its plans."""
+    spec, cluster = (_405b(), _h100(512)) if case == "405b" else (_7b(), _h100(1))
+    nodes = idle_nodes(cluster)
+    began_s = time.perf_counter()
+    forecast(spec, nodes)
+    return time.perf_counter() - began_s
+
+
+def _405b() -> JobSpec:
+    path = ROOT / "jobs/llama/llama_405b.yaml"
+    return parse_job(path.read_text(), str(path))
+
+
+def _7b() -> JobSpec:
+    return JobSpec(
         name="seven-b",
         gpus=GpuRange(min=1, max=8),
         global_batch_size=64,
@@ -58,16 +75,15 @@ def seven_b_s() -> float:
         model=ModelSpec(decoder=SEVEN_B),
         data=DataSpec(text=("text",), sequence_length=4096),
     )
-    path = ROOT / "clusters/1x8-h100-80gb.yaml"
+
+
+def _h100(nodes: int) -> ClusterSpec:
+    path = ROOT / "clusters/64x8-h100-80gb.yaml"
     cluster = parse_cluster(path.read_text(), str(path))
-    node = cluster.nodes[0]
-    hardware = Hardware(
-        device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=cluster.network_bandwidth
+    return cluster.model_copy(
+        update={"nodes": tuple(node.model_copy(update={"count": nodes}) for node in cluster.nodes)}
     )
-    began_s = time.perf_counter()
-    frontier(spec, hardware)
-    return time.perf_counter() - began_s
 
 
 if __name__ == "__main__":
-    print(seven_b_s())
+    print(planned_s(sys.argv[1]))
