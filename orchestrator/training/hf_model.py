@@ -25,7 +25,7 @@ from orchestrator.training.hf_adapters import adapt, quantised
 from orchestrator.training.hf_parallel import keep_own_heads, stages_of, tensor_parallel_of, tensor_parallel_sizes_of
 from orchestrator.training.hf_weights import FirstValues, fill, stored_weights, without_memory
 from orchestrator.training.precision import LOW_PRECISION
-from orchestrator.training.recipe import IGNORED_LABEL, Batch, Recipe
+from orchestrator.training.recipe import IGNORED_LABEL, Batch, Dataset, Recipe
 from orchestrator.training.tokenised import dataset_of
 
 
@@ -38,11 +38,15 @@ class Built:
     stored_dtype: torch.dtype  # of the weights where they come from; fp32 for random ones
 
 
-def hf_recipe(run: TrainingRun) -> Recipe:
-    """The model, loss and data of a run that names a transformers model. Raises SpecError where it cannot be built."""
+def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
+    """The model and loss of a run that names a transformers model, with the run's data where no other are given.
+
+    Raises SpecError where it cannot be built.
+    """
     built = build(run)
     module: Any = built.module
-    dataset = dataset_of(run, vocabulary=module.get_input_embeddings().num_embeddings, padding=_padding(module))
+    if dataset is None:
+        dataset = dataset_of(run, vocabulary=module.get_input_embeddings().num_embeddings, padding=_padding(module))
     _set_loss(module)
     keep_own_heads(module, run.plan.layout.tp)
     adapted = run.model.lora is not None

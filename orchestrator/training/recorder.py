@@ -1,0 +1,274 @@
+"""What is live while a model trains, and what of the model runs: counted after every operation of a step.
+
+The tensors may be fake (torch's FakeTensorMode): a storage then has a size and no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from orchestrator.training.recipe import Recipe
+from orchestrator.training.timeline import Event, Phase, Place
+
+aten, prim = torch.ops.aten, torch.ops.prim
+NO_LAYER = -1
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
+
+    def __init__(self, recipes: Sequence[Recipe]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phases: list[Phase] = []
+        self.places: list[Place] = []
+        self.attention = ""  # the kernel that was seen
+        self.buffer_bytes = 0
+        self._recipes = recipes
+        self._layers = [layer for recipe in recipes for layer in recipe.layers]
+        self._parameters = list(
+            {id(parameter): parameter for recipe in recipes for parameter in recipe.module.parameters()}.values()
+        )
+        inside = {id(parameter): at for at, layer in enumerate(self._layers) for parameter in layer.parameters()}
+        self._layer_of = {id(parameter): inside.get(id(parameter), NO_LAYER) for parameter in self._parameters}
+        self._names = {
+            id(each): f"{recipe.name}.{name}" if recipe.name else name
+            for recipe in recipes
+            for name, each in (*recipe.module.named_modules(), *recipe.module.named_parameters())
+        }
+        self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers that went before)
+        self._layer_at: dict[int, int] = {}  # place -> layer
+        self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
+        self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
+        self._is_first_step = True
+        self._live_bytes = self._resident_bytes = 0
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a whole step: parameters and buffers are live, gradients are not."""
+        self.phases = []
+        self._live_bytes, self._storages = 0, {}
+        for parameter in self._parameters:
+            self._count(parameter)
+        weights = self._live_bytes
+        for recipe in self._recipes:
+            for buffer in recipe.module.buffers():
+                self._count(buffer)
+        self._resident_bytes, self.buffer_bytes = self._live_bytes, self._live_bytes - weights
+        self._held_by = {parameter.untyped_storage()._cdata: parameter for parameter in self._parameters}
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+            if parameter.requires_grad
+        ]
+        for at, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_pre_hook(self._before(at), with_kwargs=True, prepend=True))
+            handles.append(layer.register_forward_hook(self._behind(at)))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._is_first_step = False
+
+    @contextlib.contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Around the forward and backward pass of the recipe of that number; then its gradients go."""
+        self._turn, self._layers_passed, self._is_forward = number, 0, True
+        self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
+        self._gradient_bytes = 0
+        self._passed_back: dict[int, int] = {}  # layer -> parameters
+        self._hooked: Any = WeakIdKeyDictionary()
+        self._enter(self._between(), backward=False)
+        yield
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._gradient_bytes = 0
+
+    def turn_back(self) -> None:
+        """The loss has been computed: what follows is the backward pass."""
+        self._is_forward = False
+        self._enter(self._between(), backward=True)
+
+    def named_places(self) -> list[Place]:
+        """The places, in the order in which they were come to, with all parameters and with names."""
+        for parameter in self._parameters:
+            if id(parameter) in self._unread:
+                self._settle(parameter, 0)
+        for (turn, passed), at in self._place_of.items():
+            place = self.places[at]
+            if not place.name:
+                last = passed == max(layers for number, layers in self._place_of if number == turn)
+                word = "loss" if last else "input" if not passed else "between layers"
+                place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
+        return self.places
+
+    @property
+    def updated_before_largest(self) -> int:
+        """See ModelProfile: by the optimizers, each of which goes through its recipe's parameters in order."""
+        sizes = [
+            [parameter.numel() for parameter in recipe.module.parameters() if id(parameter) in self._trained]
+            for recipe in self._recipes
+        ]
+        pairs = [pair for each in sizes for pair in zip((0, *each), each, strict=False)]
+        return max((before + 2 * size for before, size in pairs), default=0) - 2 * max(
+            (size for _, size in pairs), default=0
+        )
+
+    # ------------------------------------------------------------------------------------------------------ counting
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op is prim.device.default:  # what fake tensors are asked all the time
+            return out
+        if self._is_forward and self._is_first_step:
+            self._learn(op, args, kwargs or {}, out)
+        before = self._live_bytes
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        if self._live_bytes > before:
+            self.phases[-1].events.append(self._event())
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is None:
+            self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+            self._live_bytes += size
+        elif known[1] != size:
+            self._storages[key] = (known[0], size)
+            self._live_bytes += size - known[1]
+
+    def _forget(self, key: int) -> None:
+        self._live_bytes -= self._storages.pop(key)[1]
+
+    def _event(self) -> Event:
+        place, total = self.phases[-1].place, self._gradients.total()
+        own = self._gradients[self._layer_at[place]] if place in self._layer_at else 0
+        return Event(
+            live_bytes=self._live_bytes - self._resident_bytes - self._gradient_bytes,
+            own=own,
+            done=total - own,
+            ends_done=self._gradients[NO_LAYER],
+            units_done=sum(self._passed_back.values()),
+        )
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients[self._layer_of[id(parameter)]] += parameter.numel()
+        self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
+
+    # -------------------------------------------------------------------------------------------------------- phases
+
+    def _enter(self, place: int, *, backward: bool) -> None:
+        if self.phases and self.phases[-1].turn == self._turn:
+            last = self.phases[-1]
+            if (last.place, last.backward) == (place, backward):
+                return
+            if last.backward and last.place in self._layer_at:
+                self._passed_back[last.place] = self.places[last.place].parameters
+            if not last.backward and len(last.events) == 1 and last.place not in self._layer_at:
+                self.phases.pop()  # nothing was made between two layers
+        self.phases.append(Phase(place, self._turn, backward, []))
+        self.phases[-1].events.append(self._event())
+
+    def _between(self) -> int:
+        """The place behind as many layers as have gone forward in this turn."""
+        key = (self._turn, self._layers_passed)
+        if key not in self._place_of:
+            self._place_of[key] = len(self.places)
+            self.places.append(Place(name="", is_layer=False))
+        return self._place_of[key]
+
+    def _layer(self, at: int) -> int:
+        key = (NO_LAYER, at)
+        if key not in self._place_of:
+            place = self._place_of[key] = len(self.places)
+            self._layer_at[place] = at
+            self.places.append(Place(name=self._names[id(self._layers[at])], is_layer=True))
+            for parameter in self._parameters:
+                if self._layer_of[id(parameter)] == at:
+                    self._settle(parameter, place)
+        return self._place_of[key]
+
+    def _before(self, at: int) -> Callable[..., None]:
+        def enters(_layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._is_forward:
+                between = self._between()
+                if len(self.phases[-1].events) > 1:
+                    self._when_gradient_comes((args, kwargs), between)
+                self._enter(self._layer(at), backward=False)
+
+        return enters
+
+    def _behind(self, at: int) -> Callable[..., None]:
+        def leaves(_layer: nn.Module, _args: Any, out: Any) -> None:
+            if self._is_forward:
+                self._when_gradient_comes(out, self._layer(at))
+                self._layers_passed += 1
+                self._enter(self._between(), backward=False)
+
+        return leaves
+
+    def _when_gradient_comes(self, made: Any, place: int) -> None:
+        """The backward pass of a place begins when the gradient of what it made is complete."""
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and tensor not in self._hooked:
+                self._hooked[tensor] = True
+                tensor.register_hook(lambda _: self._enter(place, backward=True))  # type: ignore[no-untyped-call]
+
+    # -------------------------------------------------------------------------------------------------------- places
+
+    def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Which parameters are read here, and how much is computed."""
+        place = self.places[self.phases[-1].place]
+        for leaf in tree_leaves((args, kwargs)):
+            parameter = self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+            if parameter is not None and id(parameter) in self._unread:
+                self._settle(parameter, self._between())
+        packet = op._overloadpacket
+        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+            query, key, value, _, causal, *_ = (*args, 0.0, False)[: max(len(args), 5)]
+            flops = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
+            place.flops += flops / 2 if causal else flops
+            self.attention = "memory-efficient" if kwargs.get("attn_mask") is not None else "flash"
+        elif packet in flop_registry:
+            place.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+        elif packet is aten._softmax and out.dim() == 4:
+            self.attention = self.attention or "eager"
+
+    def _settle(self, parameter: nn.Parameter, at: int) -> None:
+        """Count the parameter to the place."""
+        place, count = self.places[at], parameter.numel()
+        self._unread.discard(id(parameter))
+        if not place.is_layer and count > place.largest_parameter:
+            place.name = self._names[id(parameter)].rpartition(".")[0]
+        place.parameters += count
+        place.largest_parameter = max(place.largest_parameter, count)
+        if id(parameter) in self._trained:
+            place.trained += count
+            place.factored += _factored(parameter.shape)
+        else:
+            place.frozen_bytes += count * parameter.element_size()
+
+
+def _factored(shape: Sequence[int]) -> int:
+    """Elements of Adafactor's second moments: a row and a column of every matrix (torch/optim/_adafactor.py)."""
+    count = math.prod(shape)
+    return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

@@ -1,0 +1,265 @@
+"""From recorded training steps to a ModelProfile: lines through micro-batches and depths, and what can matter of them.
+
+Arithmetic on what `tracing` records; no tensor is touched here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
+
+LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along layers that are alike
+
+
+class Unlike(Exception):
+    """Two steps that should differ in sizes only did other things."""
+
+
+class Event(NamedTuple):
+    """Live bytes just after an operation, and what had a gradient: see TracedMoment."""
+
+    live_bytes: int
+    own: int
+    done: int
+    ends_done: int
+    units_done: int
+
+
+@dataclass(slots=True)
+class Place:
+    """A layer, or what runs between two: `flops` of one forward pass, all else as in Segment."""
+
+    name: str
+    is_layer: bool
+    parameters: int = 0
+    trained: int = 0
+    frozen_bytes: int = 0
+    largest_parameter: int = 0
+    factored: int = 0
+    flops: float = 0.0
+
+    def is_like(self, other: Place) -> bool:
+        """Whether both are layers that differ in nothing but their names."""
+        return self.is_layer and replace(self, name="") == replace(other, name="")
+
+
+@dataclass(slots=True)
+class Phase:
+    """A stay in a place: how things stood when it began, then each time that something was allocated."""
+
+    place: int
+    turn: int
+    backward: bool
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The same training step at two micro-batch sizes."""
+
+    mode: ActivationCheckpointing
+    samples: tuple[int, int]
+    phases: tuple[list[Phase], list[Phase]]
+
+
+Stretch = tuple[TracedMoment, ...]  # a phase as lines over the micro-batch, its start first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Segments and what goes on in them; of layers that are alike the first two and the last two stand for all."""
+
+    segments: tuple[tuple[Place, int], ...]  # and how many are like it
+    stretches: tuple[Stretch, ...]
+    saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
+
+
+def timeline(places: Sequence[Place], recorded: Sequence[Steps]) -> Timeline:
+    """All that was recorded of one model. Raises Unlike."""
+    stretches = [stretch for steps in recorded for stretch in _lines(steps)]
+    saved = _saved(stretches)
+    used = {stretch[0].segment for stretch in stretches}
+    kept_places = [at for at, place in enumerate(places) if at in used or place.parameters]
+    groups = list(_groups(places, kept_places, stretches))
+    segment_of = {place: (at, len(group) - 1 - n) for at, group in enumerate(groups) for n, place in enumerate(group)}
+    kept = []
+    for stretch in stretches:
+        at, position = segment_of[stretch[0].segment]
+        if position < 2 or position >= len(groups[at]) - 2:
+            kept.append(tuple(moment._replace(segment=at, position=position) for moment in stretch))
+    return Timeline(
+        segments=tuple((places[group[-1]], len(group)) for group in groups),
+        stretches=tuple(kept),
+        saved_bytes={
+            (at, steps.mode): max(saved.get((place, steps.mode), 0) for place in group)
+            for at, group in enumerate(groups)
+            for steps in recorded
+        },
+    )
+
+
+def deeper(shallow: Timeline, deep: Timeline, *, apart: int, more: int) -> Timeline:
+    """`deep` with `more` layers, where it has `apart` more than `shallow`: everything is linear. Raises Unlike."""
+
+    def line(first: int, second: int) -> int:
+        added, rest = divmod((second - first) * more, apart)
+        if rest:
+            raise Unlike("its layers differ")
+        return second + added
+
+    if [place.name for place, _ in shallow.segments] != [place.name for place, _ in deep.segments]:
+        raise Unlike("other segments at another depth")
+    counts = [line(few, many) for (_, few), (_, many) in zip(shallow.segments, deep.segments, strict=True)]
+    if [_kind(one[0]) for one in shallow.stretches] != [_kind(two[0]) for two in deep.stretches]:
+        raise Unlike("other phases at another depth")
+    stretches = []
+    for first, second in zip(shallow.stretches, deep.stretches, strict=True):
+        if len(first) != len(second):
+            raise Unlike("other operations at another depth")
+        at, position = second[0].segment, second[0].position
+        if position >= 2:  # counted from the first layer
+            position += counts[at] - deep.segments[at][1]
+        grown = []
+        for one, two in zip(first, second, strict=True):
+            numbers: dict[str, Any] = {name: line(getattr(one, name), getattr(two, name)) for name in LINEAR}
+            grown.append(two._replace(position=position, **numbers))
+        stretches.append(tuple(grown))
+    segments = tuple((place, count) for (place, _), count in zip(deep.segments, counts, strict=True))
+    return replace(deep, segments=segments, stretches=tuple(stretches))
+
+
+def profile(found: Timeline, *, family: str, precision: Precision, **known: Any) -> ModelProfile:
+    """The timeline as planning reads it: of all its moments those that can be the worst; `known` goes into it."""
+    none, selective, full = ActivationCheckpointing
+    return ModelProfile(
+        family=family,
+        precision=precision,
+        source=Source.TRACED,
+        segments=tuple(
+            Segment(
+                name=place.name if count == 1 else place.name.rpartition(".")[0] or place.name,
+                count=count,
+                parameters=place.parameters,
+                saved_bytes=found.saved_bytes.get((at, none), 0),
+                checkpointed_bytes=found.saved_bytes.get((at, full), 0),
+                selective_bytes=found.saved_bytes.get((at, selective), 0),
+                transient_bytes=0,
+                forward_flops=place.flops,
+                largest_parameter=place.largest_parameter,
+                trained=place.trained,
+                frozen_bytes=place.frozen_bytes,
+                factored=place.factored,
+                unit=place.is_layer and count == 1,
+            )
+            for at, (place, count) in enumerate(found.segments)
+        ),
+        moments=tuple(moment for stretch in found.stretches for moment in _worst(stretch)),
+        **known,
+    )
+
+
+def _lines(steps: Steps) -> list[Stretch]:
+    """Every event as a line over the micro-batch, through the two that were recorded."""
+    few, many = steps.samples
+    found = []
+    for first, second in zip(*steps.phases, strict=False):
+        if (first.place, first.turn, first.backward) != (second.place, second.turn, second.backward):
+            raise Unlike("the micro-batch changes the order of layers")
+        ones, twos = first.events, second.events
+        if len(ones) != len(twos):
+            ones, twos = _by_gradients(ones), _by_gradients(twos)
+        stretch = []
+        for number, (one, two) in enumerate(zip(ones, twos, strict=False)):
+            sample_bytes = -((one.live_bytes - two.live_bytes) // (many - few))
+            stretch.append(
+                TracedMoment(
+                    mode=steps.mode,
+                    turn=first.turn,
+                    segment=first.place,
+                    position=0,
+                    backward=first.backward,
+                    starts=number == 0,
+                    fixed_bytes=one.live_bytes - few * sample_bytes,
+                    sample_bytes=sample_bytes,
+                    own=two.own,
+                    done=two.done,
+                    ends_done=two.ends_done,
+                    units_done=two.units_done,
+                )
+            )
+        found.append(tuple(stretch))
+    return found
+
+
+def _by_gradients(events: Sequence[Event]) -> list[Event]:
+    """The start, and of all events with the same gradients the largest: where the micro-batch changes what is done."""
+    groups = itertools.groupby(events[1:], key=lambda event: event[1:])
+    return [events[0], *(max(group) for _, group in groups)]
+
+
+def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
+    """Bytes per sample by which a place's forward pass leaves more than it found."""
+    found: dict[tuple[int, ActivationCheckpointing], int] = {}
+    for this, following in itertools.pairwise(stretches):
+        start, end = this[0], following[0]
+        if not start.backward and (start.mode, start.turn) == (end.mode, end.turn):
+            key = start.segment, start.mode
+            found[key] = found.get(key, 0) + max(0, end.sample_bytes - start.sample_bytes)
+    return found
+
+
+def _groups(places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[list[int]]:
+    """Places in order, layers that are alike together."""
+    by_place: dict[int, list[Stretch]] = {}
+    for stretch in stretches:
+        by_place.setdefault(stretch[0].segment, []).append(stretch)
+    group: list[int] = []
+    for place in used:
+        if group and not places[place].is_like(places[group[-1]]):
+            yield from _alike(group, by_place)
+            group = []
+        group.append(place)
+    yield from _alike(group, by_place)
+
+
+def _alike(group: list[int], by_place: dict[int, list[Stretch]]) -> Iterator[list[int]]:
+    """The layers together where all but the first and the last stand on a line, else each by itself."""
+    lives = [by_place.get(place, []) for place in group]
+    kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}
+    if len(kinds) == 1 and all(_is_line(*stretches) for stretches in zip(*lives[1:-1], strict=True)):
+        yield group
+    else:
+        yield from ([place] for place in group)
+
+
+def _is_line(*stretches: Stretch) -> bool:
+    """Whether what goes on in one layer after another grows by the same steps."""
+    if len({len(stretch) for stretch in stretches}) > 1:
+        return False
+    for moments in zip(*stretches, strict=True):
+        for name in LINEAR:
+            values = [getattr(moment, name) for moment in moments]
+            if len({after - before for before, after in itertools.pairwise(values)}) > 1:
+                return False
+    return True
+
+
+def _kind(moment: TracedMoment) -> tuple[object, ...]:
+    return (moment.segment, moment.mode, moment.turn, moment.backward)
+
+
+def _worst(stretch: Stretch) -> list[TracedMoment]:
+    """The start, and what no other moment of the stretch has as many samples', fixed bytes and gradients beside."""
+    start, *others = stretch
+    kept: list[TracedMoment] = []
+    for moment in sorted(
+        others, key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True
+    ):
+        if not any(one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in kept):
+            kept.append(moment)
+    return [start, *kept]

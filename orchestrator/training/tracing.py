@@ -1,0 +1,355 @@
+"""What does a model cost? Training steps on fake tensors, counted: `python -m orchestrator.training.tracing REQUEST`.
+
+REQUEST is a file with the JSON of `Request`; printed is the JSON list of one ModelProfile for each of its arithmetics.
+It runs in a process of its own: a model's code may do anything, and torch stays as it leaves it. It stands here and not
+in `memory`, since what it traces is the job's Recipe, with its own loss and data, which only `training` can build.
+
+Fake tensors have sizes and no memory, so a model of any size is traced on a machine that could not hold it. A recorder
+counts live storages after every operation, at two micro-batch sizes, under every kind of checkpointing that the engines
+know. The optimizer's part follows from parameter counts and is not traced. What the model does not show to torch's
+dispatcher (scratch inside kernels, libraries' workspaces) is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._pytree import tree_map
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec, model_from_json, training_from_json
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.batch_norm import batch_norms
+from orchestrator.training.batch_norm import prepare as prepare_batch_norms
+from orchestrator.training.decoder import decoder_recipe
+from orchestrator.training.freezing import freeze_for
+from orchestrator.training.precision import LOW_PRECISION
+from orchestrator.training.recipe import Batch, Recipe, from_factory
+from orchestrator.training.recompute import recompute
+from orchestrator.training.recorder import Recorder
+from orchestrator.training.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
+
+SAMPLES = (1, 2)  # micro-batches: beyond them everything is linear
+DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
+LAST_STEP = 2**62  # when all has thawed that ever will
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """How an engine computes: under autocast weights stay fp32, else the weights themselves are cast."""
+
+    precision: Precision
+    autocast: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be traced."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    family: str
+    sequence_length: int
+    arithmetics: tuple[Arithmetic, ...]
+
+
+def request_from_json(data: dict[str, Any]) -> Request:
+    """The Request that `dataclasses.asdict` wrote."""
+    return Request(
+        model=model_from_json(data["model"]),
+        training=training_from_json(data["training"]),
+        family=data["family"],
+        sequence_length=data["sequence_length"],
+        arithmetics=tuple(
+            Arithmetic(precision=Precision(each["precision"]), autocast=each["autocast"])
+            for each in data["arithmetics"]
+        ),
+    )
+
+
+def profiles(request: Request) -> list[ModelProfile]:
+    """One for each of the arithmetics. Raises SpecError, and what the model's own code raises."""
+    return [_profile(request, arithmetic) for arithmetic in request.arithmetics]
+
+
+def _profile(request: Request, arithmetic: Arithmetic) -> ModelProfile:
+    config = _config(request.model) if request.model.hf is not None else None
+    layers = _equal_layers(config)
+    if layers > DEPTHS[1]:
+        with contextlib.suppress(Unlike):
+            few, many = (_Traced(request, arithmetic, _cut(config, depth)) for depth in DEPTHS)
+            apart, more = DEPTHS[1] - DEPTHS[0], layers - DEPTHS[1]
+            return many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
+    whole = _Traced(request, arithmetic, config)
+    return whole.profile(whole.timeline)
+
+
+class _Traced:
+    """A model's steps at both micro-batches, under every kind of checkpointing."""
+
+    def __init__(self, request: Request, arithmetic: Arithmetic, config: Any) -> None:
+        self._request, self._arithmetic = request, arithmetic
+        recipe = build(request, arithmetic, config)
+        self._recipes = (recipe, *recipe.then)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        low = LOW_PRECISION.get(arithmetic.precision)
+        self._autocast = low if arithmetic.autocast else None
+        for each in self._recipes:
+            _without_memory(each.module, self._fake, None if arithmetic.autocast else low)
+            if low and not arithmetic.autocast:
+                for part in (each.module, *each.layers):
+                    part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
+        self._recorder = Recorder(self._recipes)
+        with _as_with_values():
+            recorded = [self._steps(mode) for mode in ActivationCheckpointing]
+        self.timeline: Timeline = timeline(self._recorder.named_places(), recorded)
+
+    def profile(self, found: Timeline) -> ModelProfile:
+        turns = tuple(sum(p.numel() for p in each.module.parameters() if p.requires_grad) for each in self._recipes)
+        return profile(
+            found,
+            family=self._request.family,
+            precision=self._arithmetic.precision,
+            workspace_bytes=self._recorder.buffer_bytes,
+            turns=turns if len(turns) > 1 else (),
+            attention=self._recorder.attention,
+            updated_before_largest=self._recorder.updated_before_largest,
+        )
+
+    def _steps(self, mode: ActivationCheckpointing) -> Steps:
+        layers = [layer for recipe in self._recipes for layer in recipe.layers]
+        norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
+        with _forwards_put_back((*layers, *norms)):
+            recompute(layers, mode)
+            first, second = (self._step(samples, norms) for samples in SAMPLES)
+        return Steps(mode=mode, samples=SAMPLES, phases=(first, second))
+
+    def _step(self, samples: int, norms: list[Any]) -> list[Phase]:
+        """The forward and backward passes of one optimizer step, every recipe in its turn."""
+        real = self._recipes[0].dataset.batch(range(samples))
+        training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
+        with _forwards_put_back(norms), self._fake, self._recorder.step():
+            prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
+            for turn, recipe in enumerate(self._recipes):
+                with self._recorder.turn(turn), _standing_still(self._recipes, recipe):
+                    self._forward_backward(recipe, tuple(map(self._fake.from_tensor, real)))
+        return self._recorder.phases
+
+    def _forward_backward(self, recipe: Recipe, batch: Batch) -> None:
+        batch = tuple(tensor.view_as(tensor) for tensor in batch)  # an operation, so that it is counted
+        with torch.autocast("cpu", self._autocast) if self._autocast else contextlib.nullcontext():
+            loss_sum = recipe.loss_sum(recipe.module, batch)
+        self._recorder.turn_back()
+        (loss_sum * 1.0).backward()  # type: ignore[no-untyped-call]
+
+
+def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+    """The model's recipe, its parameters on the meta device; of a transformers model that of `config`."""
+    model = request.model
+    samples: Any = _Tokens(request.sequence_length)
+    if model.decoder is not None:
+        recipe = decoder_recipe(model.decoder, samples, request.training.seed)
+    elif model.hf is not None:
+        from orchestrator.training.hf_model import hf_recipe  # only here: importing transformers takes seconds
+
+        said = replace(model, hf=_as_said(config))
+        run = TrainingRun(
+            model=said,
+            data=DataSpec(sequence_length=request.sequence_length),
+            training=request.training,
+            plan=_plan(arithmetic, SAMPLES[0]),
+            job_folder="",
+            attempt_folder="",
+            epoch=1,
+            device="cpu",
+        )
+        recipe = hf_recipe(run, samples)
+    else:
+        assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
+        torch.manual_seed(request.training.seed)
+        with _parameters_on_meta():
+            recipe = from_factory(model.factory, model.config)
+    if not recipe.then:
+        freeze_for(recipe.module, request.training.freeze, LAST_STEP)
+    return recipe
+
+
+class _Tokens:
+    """Samples as a language model sees them."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self._length = sequence_length
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def token_count(self, _index: int) -> int:
+        return self._length
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        shape = len(indices), self._length
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+
+
+def _config(model: ModelSpec) -> Any:
+    from orchestrator.training.hf_model import read_config
+
+    hf = model.hf
+    assert hf is not None, "asked for a transformers model only"
+    return read_config(model.config if isinstance(hf, str) and model.config and not Path(hf).is_dir() else hf)
+
+
+def _equal_layers(config: Any) -> int:
+    """How many layers a transformers model has of which a few stand for all; 0 where they may differ."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return getattr(config, "num_hidden_layers", 0) if config is not None and len(kinds) <= 1 else 0
+
+
+def _cut(config: Any, layers: int) -> Any:
+    """The configuration with so many layers."""
+    cut = type(config).from_dict(config.to_dict())
+    cut.num_hidden_layers = layers
+    if getattr(cut, "layer_types", None):
+        cut.layer_types = cut.layer_types[:layers]
+    return cut
+
+
+def _as_said(config: Any) -> dict[str, Any]:
+    """The configuration as a job would say it: what its family knows."""
+    known = {*type(config)().to_dict(), *config.attribute_map, "decoder_start_token_id"}
+    return {"model_type": config.model_type, **{key: value for key, value in config.to_dict().items() if key in known}}
+
+
+def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
+    return Plan(
+        engine=Engine.TORCH,
+        layout=ParallelLayout(),
+        micro_batch_size=samples,
+        gradient_accumulation_steps=1,
+        precision=arithmetic.precision,
+    )
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within, a module's parameters have no memory from when it registers them; all else is real."""
+
+    def moved(_module: nn.Module, _name: str, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Let parameters and buffers be fake tensors on the CPU, in place; `dtype`: of floating parameters, if another."""
+    made: dict[int, nn.Parameter] = {}
+    with fake:
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) not in made:
+                    kept = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+                    values = torch.empty(parameter.shape, dtype=kept, device="cpu")
+                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                if parameter is not None:
+                    part._parameters[name] = made[id(parameter)]
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def _rounding(low: torch.dtype) -> Callable[..., Any]:
+    """A hook that casts what a module is given, as FSDP2 does."""
+
+    def cast(value: Any) -> Any:
+        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def rounded(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    return rounded
+
+
+@contextlib.contextmanager
+def _as_with_values() -> Iterator[None]:
+    """Within, transformers 5.23 does with fake tensors what it does with real ones.
+
+    It cannot look into positions, takes several samples to be packed into one, and makes masks that no training of ours
+    has (masking_utils.py). Products grouped by experts are said to be bf16 only, which holds on no device
+    (torch/_meta_registrations.py, 2.13.0): its own way to do them knows their sizes (integrations/moe.py).
+    """
+    instead: dict[str, tuple[str, Callable[..., Any]]] = {
+        "transformers.masking_utils": ("find_packed_sequence_indices", lambda _positions: None),
+        "transformers.integrations.moe": ("_can_use_grouped_mm", lambda _, weight, __: weight.dtype is torch.bfloat16),
+    }
+    with contextlib.ExitStack() as stack:
+        for module, (name, function) in instead.items():
+            if module in sys.modules:
+                stack.enter_context(patch(f"{module}.{name}", function))
+        yield
+
+
+@contextlib.contextmanager
+def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Whatever is put in place of the modules' forward functions is gone afterwards."""
+    before = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+@contextlib.contextmanager
+def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
+    """Only the parameters of one recipe ask for gradients."""
+    others = [each for recipe in recipes if recipe is not but for each in recipe.module.parameters()]
+    trained = [parameter for parameter in others if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the profiles of the request file; what the model prints goes to standard error."""
+    request = request_from_json(json.loads(Path(arguments[0]).read_text()))
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        found = profiles(request)
+    except SpecError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with answer:
+        json.dump([dataclasses.asdict(each) for each in found], answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
