@@ -1,4 +1,4 @@
-"""How long does planning take? `orc plan` with its start for 70B on 64 nodes x 8; its answer alone for 405B and 7B."""
+"""How long does planning take? `orc plan` with its start for 70B and 405B on clusters; its answer alone for 7B."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from orchestrator.service.forecast import forecast
-from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.job import GpuRange, JobSpec
 from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
-from orchestrator.specs.parse import parse_cluster, parse_job
+from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.plan import Precision
 from tests.bench.figure import Figure, at_most
 
@@ -25,49 +25,31 @@ SEVEN_B = DecoderSpec(
 
 
 def figures() -> list[Figure]:
-    command = (
-        *(sys.executable, "-m", "orchestrator.cli", "plan", "jobs/llama/llama_70b.yaml"),
-        *("--cluster", "clusters/64x8-h100-80gb.yaml"),
-    )
-    whole_s, largest_s, small_s = _taken_s(command), _printed_s("405b"), _printed_s("7b")
+    small_s = [float(_run(sys.executable, "-m", "tests.bench.plan")) for _ in range(RUNS)]
     return [
-        at_most("orc plan, 70B on 64 x 8, median", statistics.median(whole_s), "s", 1.0),
-        at_most("405B on 512 x 8, nothing remembered, median", statistics.median(largest_s), "s", 2.0),
+        at_most("orc plan, 70B on 64 x 8, median", _orc_plan_s("70b", "64x8-h100-80gb"), "s", 1.0),
+        at_most("orc plan, 405B on 512 x 8, median", _orc_plan_s("405b", "512x8-h100-80gb"), "s", 2.0),
         at_most("7B on 1 x 8, nothing remembered, median", 1e3 * statistics.median(small_s), "ms", 50),
     ]
 
 
-def _taken_s(command: tuple[str, ...]) -> list[float]:
+def _orc_plan_s(model: str, cluster: str) -> float:
     taken_s = []
     for _ in range(RUNS + 1):  # the first fills the page cache
         began_s = time.perf_counter()
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        files = (f"jobs/llama/llama_{model}.yaml", "--cluster", f"clusters/{cluster}.yaml")
+        _run(sys.executable, "-m", "orchestrator.cli", "plan", *files)
         taken_s.append(time.perf_counter() - began_s)
-    return taken_s[1:]
+    return statistics.median(taken_s[1:])
 
 
-def _printed_s(case: str) -> list[float]:
-    """Of processes that have planned nothing yet."""
-    command = (sys.executable, "-m", "tests.bench.plan", case)
-    return [float(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout) for _ in range(RUNS)]
+def _run(*command: str) -> bytes:
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
 
 
-def planned_s(case: str) -> float:
-    """Seconds of what `orc plan` asks for: the frontier and all that is said of its plans."""
-    spec, cluster = (_405b(), _h100(512)) if case == "405b" else (_7b(), _h100(1))
-    nodes = idle_nodes(cluster)
-    began_s = time.perf_counter()
-    forecast(spec, nodes)
-    return time.perf_counter() - began_s
-
-
-def _405b() -> JobSpec:
-    path = ROOT / "jobs/llama/llama_405b.yaml"
-    return parse_job(path.read_text(), str(path))
-
-
-def _7b() -> JobSpec:
-    return JobSpec(
+def seven_b_s() -> float:
+    """Seconds of what `orc plan` asks for 7B on 8 GPUs, in a process that has planned nothing yet."""
+    spec = JobSpec(
         name="seven-b",
         gpus=GpuRange(min=1, max=8),
         global_batch_size=64,
@@ -75,15 +57,12 @@ def _7b() -> JobSpec:
         model=ModelSpec(decoder=SEVEN_B),
         data=DataSpec(text=("text",), sequence_length=4096),
     )
-
-
-def _h100(nodes: int) -> ClusterSpec:
-    path = ROOT / "clusters/64x8-h100-80gb.yaml"
-    cluster = parse_cluster(path.read_text(), str(path))
-    return cluster.model_copy(
-        update={"nodes": tuple(node.model_copy(update={"count": nodes}) for node in cluster.nodes)}
-    )
+    path = ROOT / "clusters/1x8-h100-80gb.yaml"
+    nodes = idle_nodes(parse_cluster(path.read_text(), str(path)))
+    began_s = time.perf_counter()
+    forecast(spec, nodes)
+    return time.perf_counter() - began_s
 
 
 if __name__ == "__main__":
-    print(planned_s(sys.argv[1]))
+    print(seven_b_s())
