@@ -62,7 +62,7 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
 @lru_cache(maxsize=512)
 def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     weighed: dict[Degradation, list[_Weighed]] = {}
-    for variant in _variants(spec):
+    for variant in _variants(spec, hardware):
         for family in _families(spec, hardware, variant):
             weighed.setdefault(variant.degradation, []).extend(_weigh(spec, hardware, family))
     if not weighed:
@@ -78,7 +78,7 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
     """Every legal plan of the job, each once, smaller micro-batches first. Raises SpecError as `frontier`."""
-    for variant in _variants(spec):
+    for variant in _variants(spec, hardware):
         for family in _families(spec, hardware, variant):
             yield from family
 
@@ -107,7 +107,7 @@ def assumed_profile(
     knob = spec.knobs.micro_batch_size
     micro = knob.default if knob is not None and knob.default is not None else None
     own_micro = int(micro) if micro is not None else -(-spec.global_batch_size // spec.gpus.min)
-    share = 0.5 if (spec.precision, precision) == (Precision.FP32, Precision.BF16) else 1.0
+    share = 0.5 if spec.precision is Precision.FP32 and precision is not Precision.FP32 else 1.0
     length = spec.knobs.sequence_length.default if spec.knobs.sequence_length is not None else None
     stretch = sequence_length / int(length) if sequence_length and length else 1.0
     saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / own_micro * share * stretch)
@@ -130,20 +130,22 @@ def assumed_profile(
     )
 
 
-def _variants(spec: JobSpec) -> list[_Variant]:
-    """What the user asked for, and what `degrade` allows besides."""
+def _variants(spec: JobSpec, hardware: Hardware) -> list[_Variant]:
+    """What the user asked for, and what `degrade` allows besides, as far as the devices can compute it."""
     limit, knobs = spec.degrade.limit, spec.knobs
     length = spec.data.sequence_length if spec.model is not None else _default_length(spec)
     precisions = [(spec.precision, Degradation.EXACT)]
     turnable = spec.model is not None or knobs.precision is not None
     if limit >= Degradation.NUMERIC and spec.precision is Precision.FP32 and turnable:
-        precisions.append((Precision.BF16, Degradation.NUMERIC))
+        low = Precision.BF16 if hardware.device.has(Precision.BF16) else Precision.FP16
+        precisions.append((low, Degradation.NUMERIC))
     lengths: list[tuple[int | None, Degradation]] = [(length, Degradation.EXACT)]
     if limit >= Degradation.SEMANTIC and (spec.model is not None or knobs.sequence_length is not None):
         lengths += [(other, Degradation.SEMANTIC) for other in spec.degrade.sequence_lengths if other != length]
     return [
         _Variant(precision=precision, sequence_length=tokens, degradation=max(first, second))
         for precision, first in precisions
+        if hardware.device.has(precision)
         for tokens, second in lengths
     ]
 

@@ -91,6 +91,14 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
 def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
     """The reason why no legal plan is left, as the error that says so."""
     training = spec.training
+    if not hardware.device.has(spec.precision):
+        return SpecError(
+            f"{hardware.device.name} has no {spec.precision} arithmetic",
+            path="precision",
+            got=spec.precision,
+            allowed="fp16 or fp32",
+            hint="fp16 scales the loss; devices before Ampere have no bf16",
+        )
     if training.batch_norm_samples is not None:
         together = " over all data-parallel ranks" if training.sync_batch_norm else " of one rank"
         return SpecError(

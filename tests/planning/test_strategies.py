@@ -129,6 +129,15 @@ def test_only_fp32_is_ever_lowered(precision: Precision) -> None:
     assert found == ({Precision.FP32, Precision.BF16} if precision is Precision.FP32 else {precision})
 
 
+def test_a_device_without_bf16_is_offered_fp16_instead_and_refuses_jobs_that_say_bf16() -> None:
+    older = machine(bf16_tflops=None, fp16_tflops=112)
+    lowered = {one.precision for one in plans(job(degrade={"allow": "numeric"}), older)}
+    assert lowered == {Precision.FP32, Precision.FP16}
+    with pytest.raises(SpecError, match="has no bf16") as refused:
+        frontier(job(precision="bf16"), older)
+    assert refused.value.path == "precision"
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"training": {"optimizer": "adamw_8bit"}}, {"model": LLAMA | {"lora": {"quantise_base": True}}}],
