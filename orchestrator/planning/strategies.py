@@ -95,7 +95,7 @@ def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:
         return SpecError(
             f"{hardware.device.name} has no {spec.precision} arithmetic",
             path="precision",
-            got=spec.precision,
+            got=spec.precision.value,
             allowed="fp16 or fp32",
             hint="fp16 scales the loss; devices before Ampere have no bf16",
         )

@@ -86,7 +86,8 @@ class Forecast(TypedDict):
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
     """The job on the first kind of device that can hold it, else on the kind with the fastest devices.
 
-    `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices.
+    `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices,
+    or no kind can run the job.
     """
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
@@ -98,8 +99,15 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
             got=spec.gpus.min,
             allowed=f"at most {max(group.devices for group in groups)}",
         )
-    first, *others = (_forecast_on(spec, group, observations) for group in large_enough)
-    return next((one for one in (first, *others) if one["chosen"] is not None), first)
+    found, refused = [], []
+    for group in large_enough:
+        try:
+            found.append(_forecast_on(spec, group, observations))
+        except SpecError as error:  # on this kind of device the job cannot be cut, or computed
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return next((one for one in found if one["chosen"] is not None), found[0])
 
 
 def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> Forecast:

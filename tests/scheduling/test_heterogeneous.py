@@ -1,0 +1,113 @@
+"""A cluster of unlike devices: every kind has plans of its own, on the memory that is free there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.planning.frontier import needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.groups import groups_of
+from orchestrator.scheduling.match import Chosen, NeverFits, choose
+from orchestrator.service.forecast import forecast
+from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import parse_cluster
+from orchestrator.specs.state import State
+from tests.scheduling.factories import job
+
+GIB = 2**30
+MIXED = """
+name: mixed
+nodes:
+  - {name: small, devices: 2, device: rtx4090-24gb, host_memory: 64GiB}
+  - {name: large, devices: 8, device: a100-80gb, host_memory: 1TiB}
+"""
+
+
+def mixed(text: str = MIXED) -> tuple[Node, ...]:
+    return idle_nodes(parse_cluster(text, "mixed"))
+
+
+def decoder(hidden: int, gpus: object, precision: str = "bf16") -> JobSpec:
+    """24 layers: 1.3 billion parameters at a hidden size of 2,048."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": 24}
+    said = {
+        "name": "lm",
+        "gpus": gpus,
+        "global_batch_size": 16,
+        "precision": precision,
+        "model": {"decoder": {"vocab_size": 32000, "num_attention_heads": 16, **sizes}},
+        "data": {"text": ["text"], "sequence_length": 2048},
+    }
+    return JobSpec.model_validate(said)
+
+
+def chosen(spec: JobSpec, nodes: tuple[Node, ...]) -> Chosen:
+    found = choose(State(nodes=nodes), job(spec), frozenset())
+    assert isinstance(found, Chosen), found
+    return found
+
+
+def with_free(nodes: tuple[Node, ...], name: str, free_gib: tuple[int, ...]) -> tuple[Node, ...]:
+    free_bytes = tuple(gib * GIB for gib in free_gib)
+    return tuple(replace(node, free_bytes=free_bytes) if node.name == name else node for node in nodes)
+
+
+def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
+    spec = decoder(2048, {"min": 1, "max": 8})
+    large, small = groups_of(mixed())
+    assert [(group.devices, group.hardware.device.name) for group in (large, small)] == [
+        (8, "a100-80gb"),
+        (2, "rtx4090-24gb"),
+    ]
+    for group, most in ((large, 8), (small, 2)):
+        found = frontier(spec, group.hardware).candidates
+        assert max(one.plan.world_size for one in found) == most
+        assert any(needed_bytes(one, UNMEASURED) <= group.hardware.device.memory for one in found)
+
+
+def test_a_job_takes_the_kind_that_is_free_with_a_plan_made_for_it() -> None:
+    spec = decoder(2048, {"min": 1, "max": 8})
+    assert chosen(spec, mixed()).device == "a100-80gb"
+    busy = with_free(mixed(), "large", (1,) * 8)
+    found = chosen(spec, busy)
+    assert (found.device, found.candidate.plan.world_size) == ("rtx4090-24gb", 2)
+    assert needed_bytes(found.candidate, UNMEASURED) <= 24 * GIB
+
+
+def test_what_the_small_kind_can_never_hold_goes_to_the_large_one_or_nowhere() -> None:
+    seven = decoder(5120, {"min": 2, "max": 8})
+    assert chosen(seven, mixed()).device == "a100-80gb"
+    small_alone = State(nodes=tuple(node for node in mixed() if node.name == "small"))
+    assert isinstance(choose(small_alone, job(decoder(16384, 2)), frozenset()), NeverFits)
+
+
+@pytest.mark.parametrize("gpus", [1, {"min": 1, "max": 8}])
+def test_a_device_with_little_free_memory_is_not_counted_as_whole(gpus: object) -> None:
+    """Six of the eight are nearly full: what is placed fits what is free on each of its devices."""
+    nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
+    nodes = tuple(node for node in nodes if node.name == "large")
+    found = chosen(decoder(2048, gpus), nodes)
+    needed = needed_bytes(found.candidate, UNMEASURED)
+    (part,) = found.placement
+    assert set(part.devices) <= {3, 6}
+    assert all(nodes[0].free_bytes[index] >= needed for index in part.devices)
+
+
+def test_a_forecast_counts_the_free_memory_of_as_many_devices_as_a_plan_takes() -> None:
+    nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
+    told = forecast(decoder(2048, {"min": 1, "max": 8}), tuple(node for node in nodes if node.name == "large"))
+    capacities = {int(view["settings"]["gpus"]): view["capacity_bytes"] // GIB for view in told["frontier"]}
+    assert {capacities[1], capacities[2], capacities[8]} == {60, 30, 1}
+    assert told["chosen"] is not None
+    assert int(told["frontier"][told["chosen"]]["settings"]["gpus"]) <= 2
+
+
+def test_a_kind_that_cannot_run_a_job_does_not_hide_the_kinds_that_can() -> None:
+    nodes = mixed(MIXED.replace("rtx4090-24gb", "v100-32gb"))
+    spec = decoder(2048, {"min": 1, "max": 8})
+    assert forecast(spec, nodes)["device"] == "a100-80gb"
+    assert chosen(spec, nodes).device == "a100-80gb"
