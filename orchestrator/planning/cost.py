@@ -1,10 +1,14 @@
-"""How long does an optimizer step of a plan take? A roofline of arithmetic, memory traffic and links."""
+"""How long does an optimizer step of a plan take? Kernels, messages, what hides behind what, and the update."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from orchestrator.memory.pipeline import ranks
+from orchestrator.planning.collectives import Ring, ring, send_s
+from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
@@ -18,17 +22,9 @@ from orchestrator.specs.plan import (
 )
 from orchestrator.specs.profile import ModelProfile
 
-# Dense training reaches 38 to 43 % of the bf16 peak on H100 (Grattafiori et al. 2024, arXiv:2407.21783, table 4).
-ARITHMETIC_EFFICIENCY = 0.40
-# Achieved over nominal bandwidth of large copies and collectives (NVIDIA/nccl-tests doc/PERFORMANCE.md; STREAM).
-BANDWIDTH_EFFICIENCY = 0.80
 # Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron, arXiv:2211.13878, section 3.4).
 OVERLAP_COST = 0.2
-# Launches and Python per part of the model and micro-batch, forward and backward: about 100 kernels of 4 us.
-PART_OVERHEAD_S = 4e-4
-# Start of a collective: NCCL within a node (NVIDIA/nccl-tests doc/PERFORMANCE.md gives tens of us for small messages),
-# and gloo between two busy CPU ranks (FSDP2 and ZeRO-3 against DDP over a 4-layer decoder, 2 to 4 ms, 2026-11).
-COLLECTIVE_S = {DeviceKind.CUDA: 3e-5, DeviceKind.VIRTUAL: 2e-3}
+BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
 # DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). The
 # figure is a guess that keeps the simpler engine where the two would be about equally fast.
@@ -47,7 +43,7 @@ HOST_ADAM_BANDWIDTH = 25e9
 MASTER_AND_MOMENTS_BYTES = 12  # per parameter: what an update on NVMe reads and writes back
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Equal nodes of equal devices. `network_bandwidth` is bytes/s per node and direction."""
 
@@ -56,98 +52,136 @@ class Hardware:
     nodes: int
     network_bandwidth: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.device, self.devices_per_node, self.nodes, self.network_bandwidth))
+
 
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     """Seconds of one optimizer step over the whole global batch; `profile` as for `memory.estimate.estimate`.
 
-    Computation and data-parallel communication overlap, each slowing the other; the optimizer and offload traffic come
-    after them. A pipeline is as fast as its slowest rank, and idle for (pp - 1) / v more micro-batches (Narayanan et
+    Every rank of a pipeline waits for the slowest one, and for the first micro-batch to come through all of them and
+    the last to come back: so many micro-batches of the slowest, and one of all others, in `v` pieces each (Narayanan et
     al. 2021, arXiv:2104.04473, section 2.2).
     """
-    held = ranks(profile, plan)
-    idle = (plan.layout.pp - 1) / plan.pipeline_stages_per_rank / plan.gradient_accumulation_steps
-    compute = max(_compute_s(rank.held, plan, hardware) for rank in held) * (1 + idle)
-    largest = max((rank.held for rank in held), key=lambda part: part.parameters)
-    communication = _communication_s(largest, plan, hardware)
-    overlapped = max(compute, communication) + OVERLAP_COST * min(compute, communication)
+    held = [rank.held for rank in ranks(profile, plan)]
+    micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
+    seconds = [_micro_batch_s(part, plan, hardware) for part in held]
+    slowest_s = max(seconds)
+    compute_s = micro_steps * slowest_s
+    if pp > 1:
+        through_all_s = _micro_batch_s(profile, plan, hardware) + (pp - 1) * _handed_on_s(profile, plan, hardware)
+        compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
+    largest = max(held, key=lambda part: part.parameters)
+    window_s = _window_s(seconds[held.index(largest)], plan)
+    shared_s = _shared_s(largest, plan, hardware)
+    hidden_s = min(shared_s, window_s)
     engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
-    return engine * overlapped + _optimizer_s(largest, plan, hardware)
+    overlapped_s = compute_s + shared_s - (1 - OVERLAP_COST) * hidden_s
+    return engine * overlapped_s + _optimizer_s(largest, plan, hardware)
 
 
-def _compute_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Seconds in which a rank computes, or waits for what it cannot compute without.
+def _micro_batch_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Seconds between two micro-batches on a rank that holds `profile`."""
+    assert profile.tensor_parallel == plan.layout.tp, f"a profile for tp={profile.tensor_parallel} of {plan}"
+    added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
+    if plan.gradient_accumulation_steps > 1:
+        added = _width(plan) if plan.engine is Engine.DEEPSPEED else 4
+    busy_s = _busy_s(profile, plan.micro_batch_size, plan.activation_checkpointing, plan.precision, added, hardware)
+    return busy_s + _handed_on_s(profile, plan, hardware)
 
-    Backward costs twice the forward (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), full recomputation once more;
-    a selective one reads and writes again what it did not keep. Every micro-batch reads the weights in each pass, adds
-    to the gradients, and pays for its launches.
+
+@lru_cache(maxsize=16384)
+def _busy_s(
+    profile: ModelProfile,
+    size: int,
+    mode: ActivationCheckpointing,
+    precision: Precision,
+    added: int,
+    hardware: Hardware,
+) -> float:
+    """Seconds of kernels, launches and tensor-parallel messages of one micro-batch.
+
+    A rank all-reduces what a layer hands on, and everything waits for it: twice in each direction (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3), and twice where the layer is recomputed. A CUDA device works off what its host has
+    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host.
     """
-    mode, micro_steps = plan.activation_checkpointing, plan.gradient_accumulation_steps
-    samples, passes = plan.micro_batch_size * micro_steps, 3 if mode is not ActivationCheckpointing.FULL else 4
-    flops = passes * profile.forward_flops * samples
-    arithmetic = flops / (hardware.device.peak_flops(plan.precision) * ARITHMETIC_EFFICIENCY)
-    traffic = micro_steps * (passes * _width(plan) + 8) * profile.parameters
-    if mode is ActivationCheckpointing.SELECTIVE:
-        traffic += 2 * samples * _recomputed_bytes(profile)
-    parts = sum(segment.count for segment in profile.segments)
-    launches = micro_steps * parts * PART_OVERHEAD_S * (1 if mode is ActivationCheckpointing.NONE else 4 / 3)
-    memory = traffic / (hardware.device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
-    return arithmetic + memory + launches + _waiting_s(profile, plan, hardware)
+    device, tp = hardware.device, profile.tensor_parallel
+    one = micro_batch(profile, size, device, precision)
+    device_s = one.forward_s + one.backward_s
+    device_s += 2 * added * profile.trained_parameters / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+    replayed = 0 if mode is ActivationCheckpointing.NONE else one.replayed_parts
+    if mode is ActivationCheckpointing.FULL:
+        device_s += one.replay_s
+    elif mode is ActivationCheckpointing.SELECTIVE:
+        device_s += one.selective_replay_s
+    launches_s = host_s(one.parts, replayed, 3, device)
+    if tp > 1:
+        across, messages = _ring(tp, 1, hardware), 4 * one.parts + 2 * replayed
+        device_s += messages * across.all_reduce_s(profile.boundary_bytes * size)
+        launches_s += messages * across.start_s
+    return math.hypot(device_s, launches_s) if device.kind is DeviceKind.CUDA else device_s + launches_s
 
 
-def _recomputed_bytes(profile: ModelProfile) -> int:
-    return sum(
-        segment.count * (segment.saved_bytes - segment.selective_bytes)
-        for segment in profile.segments
-        if segment.selective_bytes is not None
-    )
+def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:
+    return ring(ranks, stride, hardware.device, hardware.devices_per_node, hardware.network_bandwidth)
 
 
-def _waiting_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Tensor- and pipeline-parallel messages of a step: nothing goes on beside them.
+def _handed_on_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """What a pipeline stage waits for: its input, and the gradient of its output, of every micro-batch.
 
-    Tensor parallel all-reduces what a layer hands on twice in each direction (Shoeybi et al. 2019, arXiv:1909.08053,
-    section 3), and again where the layer is recomputed; what a ring all-reduce moves is 2 (n-1)/n of it. A pipeline
-    hands it on once in each direction.
+    DeepSpeed's pipeline, which foreign code runs, sends every tensor-parallel rank's part of it and puts them together
+    behind (deepspeed/runtime/pipe/engine.py, is_pipe_partitioned).
     """
-    layout, device = plan.layout, hardware.device
-    message = profile.boundary_bytes * plan.micro_batch_size
-    start_s = COLLECTIVE_S[device.kind]
-    waited_s = 0.0
-    if layout.tp > 1:
-        parts = sum(segment.count for segment in profile.segments)
-        each = 4 if plan.activation_checkpointing is ActivationCheckpointing.NONE else 6
-        moved = 2 * (layout.tp - 1) / layout.tp * message
-        waited_s += parts * each * (start_s + moved / (device.link_bandwidth * BANDWIDTH_EFFICIENCY))
-    if layout.pp > 1:
-        bandwidth: float = device.link_bandwidth
-        if plan.world_size > hardware.devices_per_node:  # then all devices of a node send at once
-            bandwidth = min(bandwidth, hardware.network_bandwidth / hardware.devices_per_node)
-        handed_on = 2 * plan.pipeline_stages_per_rank
-        waited_s += handed_on * (start_s + message / (bandwidth * BANDWIDTH_EFFICIENCY))
-    return plan.gradient_accumulation_steps * waited_s
+    if plan.layout.pp == 1:
+        return 0.0
+    whole_bytes = sent_bytes = profile.boundary_bytes * plan.micro_batch_size
+    once_s = 0.0
+    if plan.engine is Engine.DEEPSPEED:
+        sent_bytes //= plan.layout.tp
+        once_s = _ring(plan.layout.tp, 1, hardware).gather_s(whole_bytes)
+    crosses = plan.world_size > hardware.devices_per_node  # then all devices of a node send at once
+    share = hardware.network_bandwidth / hardware.devices_per_node if crosses else math.inf
+    once_s += send_s(sent_bytes, hardware.device, share)
+    return 2 * plan.pipeline_stages_per_rank * once_s
 
 
-def _communication_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Ring collectives over dp: a gather or a reduce-scatter moves (n-1)/n of the bytes through every link once.
+def _window_s(micro_batch_s: float, plan: Plan) -> float:
+    """Seconds of computation behind which data-parallel messages can hide.
+
+    Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
+    ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
+    on the stream that computes (training/deepspeed_settings.py: overlap_comm).
+    """
+    by_deepspeed = plan.engine is Engine.DEEPSPEED or (plan.engine is Engine.SCRIPT and plan.zero_stage > 0)
+    if by_deepspeed and plan.zero_stage is not ZeroStage.PARAMETERS:
+        return 0.0
+    if plan.zero_stage is ZeroStage.NONE or plan.layout.pp > 1:
+        return micro_batch_s * 2 / 3
+    return plan.gradient_accumulation_steps * micro_batch_s
+
+
+def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Seconds of data-parallel messages of a step, where nothing hides them.
 
     Volumes per stage: Rajbhandari et al. 2020 (arXiv:1910.02054), section 7. Gradients travel in fp32 on the torch
-    engine. A ring over several nodes is as fast as its slowest link, its part of the node's network.
+    engine. Hybrid sharding reduces the shards of a node over all of them.
     """
-    layout, device = plan.layout, hardware.device
+    layout = plan.layout
     if layout.dp == 1:
         return 0.0
     gathered, reduced = _moved_bytes(profile, plan)
-    link = device.link_bandwidth * BANDWIDTH_EFFICIENCY
-    network = hardware.network_bandwidth * BANDWIDTH_EFFICIENCY
-    start_s = COLLECTIVE_S[device.kind] * _collectives(profile, plan)
-    shards = layout.dp // plan.dp_replicate
-    if plan.dp_replicate > 1:  # shards lie within a node; all of its devices reduce theirs over the network at once
-        copies = 2 * (plan.dp_replicate - 1) / plan.dp_replicate * reduced / shards
-        inside = (gathered + reduced) * (shards - 1) / shards / link
-        return 2 * start_s + inside + copies / min(link, network / hardware.devices_per_node)
-    crosses = layout.dp * layout.tp > hardware.devices_per_node
-    bandwidth = min(link, network / layout.tp) if crosses else link
-    return start_s + (gathered + reduced) * (layout.dp - 1) / layout.dp / bandwidth
+    if plan.zero_stage is ZeroStage.NONE:
+        buckets = -(-int(reduced) // BUCKET_BYTES) if plan.engine is not Engine.DEEPSPEED else 1
+        return _ring(layout.dp, layout.tp, hardware).all_reduce_s(reduced, max(1, buckets))
+    messages, shards = _messages(profile, plan), layout.dp // plan.dp_replicate
+    shared_s = _ring(shards, layout.tp, hardware).gather_s(gathered + reduced, messages)
+    if plan.dp_replicate > 1:
+        shared_s += _ring(plan.dp_replicate, shards * layout.tp, hardware).all_reduce_s(reduced / shards, messages)
+    return shared_s
 
 
 def _moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
@@ -155,21 +189,19 @@ def _moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
     weights = _width(plan) * profile.parameters
     gradients = (_width(plan) if plan.engine is Engine.DEEPSPEED else 4) * profile.trained_parameters
     micro_steps = plan.gradient_accumulation_steps
-    if plan.zero_stage is ZeroStage.NONE:
-        return gradients, gradients  # an all-reduce is both
     if plan.zero_stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1:
         return weights, gradients
+    if plan.zero_stage is ZeroStage.NONE:
+        return 0.0, gradients
     if plan.zero_stage is ZeroStage.PARAMETERS:
         return micro_steps * 2 * weights, micro_steps * gradients
     gathers = micro_steps if plan.engine is Engine.TORCH else 1
     return gathers * weights, micro_steps * gradients
 
 
-def _collectives(profile: ModelProfile, plan: Plan) -> int:
+def _messages(profile: ModelProfile, plan: Plan) -> int:
     """How many collectives a step starts: per unit and micro-batch two or three where parameters are cut."""
     micro_steps = plan.gradient_accumulation_steps
-    if plan.zero_stage is ZeroStage.NONE:
-        return 1
     if plan.engine is not Engine.TORCH and plan.zero_stage is not ZeroStage.PARAMETERS:
         return 1 + (micro_steps if plan.zero_stage is ZeroStage.GRADIENTS else 1)
     units = sum(segment.count for segment in profile.segments if segment.count > 1) + 1

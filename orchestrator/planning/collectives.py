@@ -1,0 +1,63 @@
+"""How long do messages take? Rings over the links of a node and the network between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+
+# Achieved over nominal bandwidth of large messages: 235 of 300 GB/s on A100 (NVIDIA/nccl src/graph/tuning.cc).
+LINK_EFFICIENCY = 0.78
+# Start of a collective: NCCL within a node (NVIDIA/nccl-tests doc/PERFORMANCE.md gives tens of us for small messages),
+# and gloo between two busy CPU ranks (FSDP2 and ZeRO-3 against DDP over a 4-layer decoder, 2 to 4 ms, 2026-11).
+START_S = {DeviceKind.CUDA: 3e-5, DeviceKind.VIRTUAL: 2e-3}
+# A step of a ring from one device to the next (NVIDIA/nccl src/graph/tuning.cc, hwLat of Ring/Simple: NVLink, network).
+LINK_STEP_S, NETWORK_STEP_S = 3.4e-6, 9.6e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """Ranks that exchange messages, on so many nodes; `bandwidth` of the slowest link, per direction."""
+
+    ranks: int
+    nodes: int
+    bandwidth: float
+    start_s: float
+
+    def gather_s(self, whole_bytes: float, messages: int = 1) -> float:
+        """All-gather or reduce-scatter of `whole_bytes`, cut into messages: (n-1)/n of them pass every link."""
+        if self.ranks == 1:
+            return 0.0
+        return messages * (self.start_s + self._steps_s) + whole_bytes * (self.ranks - 1) / self.ranks / self.bandwidth
+
+    def all_reduce_s(self, whole_bytes: float, messages: int = 1) -> float:
+        """A reduce-scatter and an all-gather under one start."""
+        if self.ranks == 1:
+            return 0.0
+        return 2 * self.gather_s(whole_bytes, messages) - messages * self.start_s
+
+    @property
+    def _steps_s(self) -> float:
+        """From the first rank to the last: along the devices of a node, and as a tree from node to node."""
+        return (self.ranks / self.nodes - 1) * LINK_STEP_S + (self.nodes - 1).bit_length() * NETWORK_STEP_S
+
+
+def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
+    """The ring of every `stride`-th device. Rings between the same nodes run at once and share the network."""
+    span = ranks * stride
+    nodes = -(-span // devices_per_node)
+    bandwidth: float = device.link_bandwidth
+    if nodes > 1:
+        bandwidth = min(bandwidth, network_bandwidth / min(stride, devices_per_node))
+    return Ring(
+        ranks=ranks,
+        nodes=min(nodes, ranks),
+        bandwidth=bandwidth * LINK_EFFICIENCY,
+        start_s=START_S[device.kind],
+    )
+
+
+def send_s(message_bytes: float, device: DeviceSpec, network_bandwidth: float) -> float:
+    """From one device to another over the slower of its link and its part of the network."""
+    bandwidth = min(device.link_bandwidth, network_bandwidth)
+    return START_S[device.kind] + message_bytes / (bandwidth * LINK_EFFICIENCY)

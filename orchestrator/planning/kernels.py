@@ -1,0 +1,179 @@
+"""How long does one device compute for one micro-batch? Matrix products by shape, memory-bound operators, launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import ModelProfile, Segment
+
+# Of the data sheet's peak, what the fastest product reaches where nobody measured the device: 0.80 on H100, 0.86 on
+# A100, 0.76 on L4, 0.70 on L40S (mag-/gpu_benchmark README.md).
+PRODUCT_EFFICIENCY = 0.80
+# Of the peak, what a whole model reaches of whose products nothing is known: dense training reaches 38 to 43 % on H100
+# (Grattafiori et al. 2024, arXiv:2407.21783, table 4). It includes memory-bound operators.
+MODEL_EFFICIENCY = 0.40
+# Of the peak, what attention reaches: FlashAttention-2 between 0.3 (512 tokens, causal) and 0.7 (16k) on A100 with
+# heads of 64 and 128 (Dao 2023, arXiv:2307.08691, figures 4 to 6).
+ATTENTION_EFFICIENCY = 0.50
+# Achieved over nominal bandwidth of kernels that stream through memory (calculon-ai/calculon systems/a100_80g.json:
+# 0.75 for 10 MB, 0.90 for 100 MB).
+BANDWIDTH_EFFICIENCY = 0.80
+# Output tiles of cuBLAS and the rate of each, the largest being 1 (NVIDIA, Matrix Multiplication Background User's
+# Guide, sections 2.2 and 4: the tiles, and that smaller ones reuse less of what they load). A tile of a x b loads
+# (a + b) / ab of a value per operation; the rates say that 1/8 of the time of the largest goes there.
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.96),
+    (128, 64, 0.89),
+    (64, 128, 0.89),
+    (64, 64, 0.80),
+)
+SPLITS = (2, 4)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
+# From the start of a kernel to its first result and from the last to the next kernel (the same guide, section 3.1,
+# says some microseconds).
+KERNEL_S = 3e-6
+# What memory-bound operators move per byte that they keep for the backward pass. Counted over a layer of Megatron
+# (Korthikanti et al. 2022, arXiv:2205.05198, figure 2; 34 sbh + 5 as^2 bytes are kept): norms, activation, dropouts and
+# residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.5
+# Python and launches of one forward pass of one layer: Megatron needs (2384.8 - 660.4) ms for 24 more tokens and 384
+# more of prompt on 96 layers at batch 1 (NVIDIA/FasterTransformer docs, GPT-175B on 8 A100): 0.7 ms a layer, behind
+# which its kernels hide. A backward pass launches twice as many.
+HOST_FORWARD_S = 7e-4
+# The same on a CPU rank, where it hides behind nothing: about 33 operators of 4 us.
+CPU_FORWARD_S = 4e-4 / 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Seconds of one micro-batch on one rank, its messages left out."""
+
+    forward_s: float
+    backward_s: float
+    replay_s: float  # a second forward pass through the parts that full checkpointing recomputes
+    selective_replay_s: float  # the same for what selective checkpointing does not keep
+    parts: int
+    replayed_parts: int
+
+
+@lru_cache(maxsize=16384)
+def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision) -> MicroBatch:
+    """What `size` samples take on a device that holds `profile`."""
+    forward_s = backward_s = replay_s = selective_replay_s = 0.0
+    parts = replayed = 0
+    bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
+    for segment in profile.segments:
+        ahead, back, moved = _part(segment, size, device, precision)
+        forward_s += segment.count * ahead
+        backward_s += segment.count * back
+        parts += segment.count
+        known = bool(segment.matmuls) or not segment.forward_flops
+        if segment.checkpointed_bytes < segment.saved_bytes or not known:
+            replay_s += segment.count * ahead
+            replayed += segment.count
+            if segment.selective_bytes is not None:
+                again = segment.saved_bytes - segment.selective_bytes
+                selective_replay_s += segment.count * size * again * moved / bandwidth
+    return MicroBatch(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        replay_s=replay_s,
+        selective_replay_s=selective_replay_s,
+        parts=parts,
+        replayed_parts=replayed,
+    )
+
+
+@lru_cache(maxsize=16384)
+def _part(segment: Segment, size: int, device: DeviceSpec, precision: Precision) -> tuple[float, float, float]:
+    """Seconds of a part's forward and backward pass, and what a kept byte moves in a forward pass.
+
+    A backward pass has two products for one of the forward pass; what is frozen needs no gradient of its weights.
+    """
+    peak = device.peak_flops(precision)
+    trained = segment.trained_parameters / segment.parameters if segment.parameters else 1.0
+    if not segment.matmuls:
+        forward_s = size * segment.forward_flops / (peak * MODEL_EFFICIENCY)
+        return forward_s, (1 + trained) * forward_s, 2.0
+    forward_s = backward_s = products = 0.0
+    for rows, inner, columns in segment.matmuls:
+        products += 2.0 * rows * inner * columns
+        count = size * rows
+        forward_s += matmul_s(count, inner, columns, device, precision)
+        backward_s += matmul_s(count, columns, inner, device, precision)
+        backward_s += trained * matmul_s(inner, count, columns, device, precision)
+    attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
+    kept = segment.saved_bytes + (_loss_traffic_bytes(segment) if segment.chunks else 0)
+    moved_s = size * kept / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
+    cast_s = 3 * segment.cast_bytes / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)  # fp32 to 16 bits, and back
+    forward_s += attention_s + FORWARD_TRAFFIC * moved_s + cast_s
+    backward_s += 2 * attention_s + BACKWARD_TRAFFIC * moved_s + cast_s
+    return forward_s, backward_s, FORWARD_TRAFFIC
+
+
+def _loss_traffic_bytes(segment: Segment) -> int:
+    """Per sample, what a loss in chunks holds of logits as it goes through its tokens."""
+    assert segment.chunks is not None
+    return segment.chunks.sample_tokens * max(per_token for per_token, _ in segment.chunks.peaks)
+
+
+def matmul_s(rows: int, inner: int, columns: int, device: DeviceSpec, precision: Precision) -> float:
+    """Seconds of a product of (rows x inner) and (inner x columns) matrices.
+
+    Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
+    the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3).
+    """
+    width = 4 if precision is Precision.FP32 else 2
+    return _matmul_s(
+        rows,
+        inner,
+        columns,
+        width,
+        product_flops(device, precision),
+        device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
+        device.multiprocessors,
+        KERNEL_S if device.kind is DeviceKind.CUDA else 0.0,
+    )
+
+
+def product_flops(device: DeviceSpec, precision: Precision) -> float:
+    """FLOP/s that the best product reaches."""
+    if device.measured_tflops is None or precision is Precision.FP32 or not device.has(precision):
+        return device.peak_flops(precision) * PRODUCT_EFFICIENCY
+    return min(1e12 * device.measured_tflops, device.peak_flops(precision))
+
+
+@lru_cache(maxsize=65536)
+def _matmul_s(
+    rows: int,
+    inner: int,
+    columns: int,
+    width: int,
+    flops: float,
+    bandwidth: float,
+    multiprocessors: int | None,
+    start_s: float,
+) -> float:
+    moved_s = width * (rows * inner + inner * columns + rows * columns) / bandwidth
+    if multiprocessors is None:
+        return start_s + max(2.0 * rows * inner * columns / flops, moved_s)
+    fastest_s = math.inf
+    for tall, broad, rate in TILES:
+        tiles = -(-rows // tall) * -(-columns // broad)
+        tile_s = 2.0 * tall * broad * inner * multiprocessors / (flops * rate)
+        fastest_s = min(fastest_s, max(-(-tiles // multiprocessors) * tile_s, moved_s))
+        for split in SPLITS if tiles < multiprocessors else ():
+            waves, sums_s = -(-tiles * split // multiprocessors), 8.0 * split * rows * columns / bandwidth
+            fastest_s = min(fastest_s, max(waves * tile_s / split, moved_s) + sums_s)
+    return start_s + fastest_s
+
+
+def host_s(parts: int, replayed_parts: int, passes: int, device: DeviceSpec) -> float:
+    """Seconds of Python and launches of one micro-batch: `passes` through all parts, one more where it is replayed."""
+    each = HOST_FORWARD_S if device.kind is DeviceKind.CUDA else CPU_FORWARD_S
+    return (passes * parts + replayed_parts) * each
