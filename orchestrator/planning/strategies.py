@@ -153,9 +153,9 @@ def _deepspeed(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage
 
 
 def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
-    """How often the shards of a pipeline stage may be repeated: once, or on each of the nodes that it spans."""
+    """How often the shards of a pipeline stage may be repeated: over groups of whole nodes, as long as any are cut."""
     nodes, rest = divmod(layout.dp * layout.tp, hardware.devices_per_node)
-    return (1,) if rest or nodes < 2 or layout.dp == nodes else (1, nodes)
+    return (1,) if rest or nodes < 2 else tuple(copies for copies in divisors(nodes) if copies < layout.dp)
 
 
 def _offloads(hardware: Hardware) -> bool:

@@ -103,9 +103,22 @@ def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None
         assert one.gradient_accumulation_steps >= stages
 
 
-def test_hybrid_sharding_repeats_shards_on_every_node_that_a_job_spans() -> None:
-    hybrid = {one.layout.world_size: one.dp_replicate for one in plans(job(), machine()) if one.dp_replicate > 1}
-    assert hybrid == {16: 2}
+def test_hybrid_sharding_repeats_shards_over_groups_of_whole_nodes() -> None:
+    found = plans(job(global_batch_size=64, gpus={"min": 1, "max": 32}), machine(nodes=4))
+    hybrid = {(one.layout.dp, one.layout.tp, one.layout.pp, one.dp_replicate) for one in found if one.dp_replicate > 1}
+    flat = {(dp, tp, copies) for dp, tp, pp, copies in hybrid if pp == 1}
+    assert flat == {
+        (16, 1, 2),
+        (32, 1, 2),
+        (32, 1, 4),
+        (8, 2, 2),
+        (16, 2, 2),
+        (16, 2, 4),
+        (4, 4, 2),
+        (8, 4, 2),
+        (8, 4, 4),
+    }
+    assert (8, 2, 2, 2) in hybrid, "each stage of a pipeline has two nodes"
 
 
 def test_a_virtual_device_is_offered_no_offload_and_nvme_needs_a_folder() -> None:
