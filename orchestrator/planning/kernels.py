@@ -16,9 +16,12 @@ PRODUCT_EFFICIENCY = 0.80
 # Of the peak, what a whole model reaches of whose products nothing is known: dense training reaches 38 to 43 % on H100
 # (Grattafiori et al. 2024, arXiv:2407.21783, table 4). It includes memory-bound operators.
 MODEL_EFFICIENCY = 0.40
-# Of the peak, what attention reaches: FlashAttention-2 between 0.3 (512 tokens, causal) and 0.7 (16k) on A100 with
-# heads of 64 and 128 (Dao 2023, arXiv:2307.08691, figures 4 to 6).
-ATTENTION_EFFICIENCY = 0.50
+# Of the peak, what attention reaches: FlashAttention-2 35 % on H100 (Shah et al. 2024, arXiv:2407.08608, section 1),
+# on A100 with a causal mask 30 % (512 tokens) to 55 % (16k) of it (Dao 2023, arXiv:2307.08691, figure 4).
+ATTENTION_EFFICIENCY = 0.35
+# Products of its backward pass for one of the forward pass: five for two, since scores are computed again (same,
+# section 3.1); four where they were kept.
+ATTENTION_BACKWARD, EAGER_ATTENTION_BACKWARD = 2.5, 2.0
 # Achieved over nominal bandwidth of kernels that stream through memory (calculon-ai/calculon systems/a100_80g.json:
 # 0.75 for 10 MB, 0.90 for 100 MB).
 BANDWIDTH_EFFICIENCY = 0.80
@@ -67,8 +70,9 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = 0
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
+    attention_backward = EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     for segment in profile.segments:
-        ahead, back, moved = _part(segment, size, device, precision)
+        ahead, back, moved = _part(segment, size, device, precision, attention_backward)
         forward_s += segment.count * ahead
         backward_s += segment.count * back
         parts += segment.count
@@ -90,7 +94,9 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
 
 
 @lru_cache(maxsize=16384)
-def _part(segment: Segment, size: int, device: DeviceSpec, precision: Precision) -> tuple[float, float, float]:
+def _part(
+    segment: Segment, size: int, device: DeviceSpec, precision: Precision, attention_backward: float
+) -> tuple[float, float, float]:
     """Seconds of a part's forward and backward pass, and what a kept byte moves in a forward pass.
 
     A backward pass has two products for one of the forward pass; what is frozen needs no gradient of its weights.
@@ -112,7 +118,7 @@ def _part(segment: Segment, size: int, device: DeviceSpec, precision: Precision)
     moved_s = size * kept / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     cast_s = 3 * segment.cast_bytes / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)  # fp32 to 16 bits, and back
     forward_s += attention_s + FORWARD_TRAFFIC * moved_s + cast_s
-    backward_s += 2 * attention_s + BACKWARD_TRAFFIC * moved_s + cast_s
+    backward_s += attention_backward * attention_s + BACKWARD_TRAFFIC * moved_s + cast_s
     return forward_s, backward_s, FORWARD_TRAFFIC
 
 
