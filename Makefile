@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-long lint bench bench-memory clean
+.PHONY: demo test test-long lint bench bench-memory bench-cost clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ bench: $(READY)
 
 bench-memory: $(READY)
 	$(BIN)/python -m tests.bench memory published
+
+bench-cost: $(READY)
+	$(BIN)/python -m tests.bench cost
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

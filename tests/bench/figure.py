@@ -20,6 +20,11 @@ def at_most(figure: str, value: float, unit: str, limit: float) -> Figure:
     return Figure(figure=figure, value=value, unit=unit, bar=f"at most {limit:g}", holds=value <= limit)
 
 
+def at_least(figure: str, value: float, unit: str, limit: float) -> Figure:
+    """The figure with its bar `limit`, which it must reach."""
+    return Figure(figure=figure, value=value, unit=unit, bar=f"at least {limit:g}", holds=value >= limit)
+
+
 def informs(figure: str, value: float, unit: str) -> Figure:
     """A figure without a bar."""
     return Figure(figure=figure, value=value, unit=unit, bar="", holds=True)
