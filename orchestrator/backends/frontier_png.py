@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.planning.picture import Mark, Picture, byte_tick, byte_ticks, second_ticks
-from orchestrator.specs.units import format_bytes, format_seconds
+from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
+from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,10 +52,10 @@ def figure(title: str, picture: Picture) -> Figure:
             axes.annotate(
                 f"attempt {point.label}", place, xytext=(7, 5), textcoords="offset points", fontsize=9, zorder=9
             )
-    axes.set_xticks(_thinned(second_ticks(*picture.span_s)))
-    axes.set_yticks(_thinned(byte_ticks(*picture.span_bytes)))
-    axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value))
-    axes.yaxis.set_major_formatter(lambda value, _: byte_tick(value))
+    places, labels = zip(*second_ticks(*picture.span_s, TICKS_MAX), strict=True)
+    axes.set_xticks(places, labels)
+    places, labels = zip(*byte_ticks(*picture.span_bytes, TICKS_MAX), strict=True)
+    axes.set_yticks(places, labels)
     axes.minorticks_off()
     axes.grid(color="#e8e8e8", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -64,7 +64,3 @@ def figure(title: str, picture: Picture) -> Figure:
     axes.set_title(f"{title} on {picture.device}", loc="left", fontsize=11)
     drawn.legend(loc="outside lower center", ncols=len(STYLES), fontsize=9, frameon=False)
     return drawn
-
-
-def _thinned(ticks: list[float]) -> list[float]:
-    return ticks[:: -(-len(ticks) // TICKS_MAX)]

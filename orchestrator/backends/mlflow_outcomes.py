@@ -42,7 +42,8 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
             if not (token := page.token):
                 break
     except MlflowException as error:
-        raise ServiceError(f"MLflow at {tracking_uri} does not answer: {str(error).splitlines()[0][:300]}") from None
+        said = str(error).partition(" with exception")[0][:300]
+        raise ServiceError(f"MLflow at {tracking_uri} does not answer: {said}") from None
     return remembered(seen for text in texts if (seen := _read(text)) is not None)
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.specs.units import BINARY_UNITS, format_bytes, format_seconds
+from orchestrator.specs.units import BINARY_UNITS, SECOND_UNITS, format_bytes
+
+Tick = tuple[float, str]  # value and label
 
 COLUMNS, ROWS = 78, 17
 LABEL_COLUMNS = 10  # left of the axis: "512 MiB", "1.25 GiB"
-WIDE_SPAN = 4.0  # highest over lowest: beyond it ticks are powers, below it equal steps
-STEPS_WANTED = 5
+WIDE_BYTES, WIDE_SECONDS = 4.0, 8.0  # highest over lowest: beyond, ticks are powers; below, they are equal steps
+STEPS_WANTED = 7
 ROWS_BETWEEN, COLUMNS_BETWEEN = 2, 3  # at least so many between two labels
-PADDING = 1.06  # room beyond the outermost points
+COLUMNS_A_TICK = 10
+PADDING = 0.05  # of the span: room beyond the outermost points
+PADDING_MIN = math.log(1.06)
 
 
 class Mark(StrEnum):
@@ -86,7 +90,8 @@ def drawn(picture: Picture, columns: int = COLUMNS, rows: int = ROWS) -> list[st
     clear = next((at for at in range(across.cells - len(ends), 0, -1) if _is_clear(grid[limit], at, len(ends))), None)
     if clear is not None:
         grid[limit][clear : clear + len(ends)] = ends
-    labels = dict(_labels(up, byte_ticks(*picture.span_bytes), byte_tick, lambda _: ROWS_BETWEEN))
+    ticks = byte_ticks(*picture.span_bytes, rows // ROWS_BETWEEN)
+    labels = {up.cell(value): text for value, text in ticks}
     lines = [f"{'needs':>{LABEL_COLUMNS - 1}}"]
     for row in range(rows - 1, -1, -1):
         lines.append(f"{labels.get(row, ''):>{LABEL_COLUMNS - 1}} {'┤' if row in labels else '│'}{''.join(grid[row])}")
@@ -99,31 +104,43 @@ def legend(picture: Picture) -> str:
     return "   ".join(f"{SYMBOLS[mark]} {mark}" for mark in reversed(Mark) if mark in used)
 
 
-def byte_ticks(low: float, high: float) -> list[float]:
-    """Round values between `low` and `high`: powers of two, or equal steps where they span little."""
-    if high / low >= WIDE_SPAN:
-        return [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
-    unit = max(unit for unit in BINARY_UNITS.values() if unit <= high)
-    return [unit * value for value in _equal_steps(low / unit, high / unit)]
+def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
+    """At most `most` round values in this span: powers of two, or equal steps where they span little."""
+    unit = max(unit for unit in BINARY_UNITS.values() if unit <= max(1, high))
+    if high / low >= WIDE_BYTES:
+        values = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+    else:
+        values = [unit * value for value in _equal_steps(low / unit, high / unit)]
+    return [(value, _in_unit(value, BINARY_UNITS)) for value in _thinned(values, most)]
 
 
-def byte_tick(count: float) -> str:
-    """A round count as short as it can be said: `256 MiB`, `1.5 GiB`."""
-    unit = max((name for name in BINARY_UNITS if BINARY_UNITS[name] <= max(1, count)), key=BINARY_UNITS.__getitem__)
-    return f"{count / BINARY_UNITS[unit]:.4g} {unit}"
+def second_ticks(low: float, high: float, most: int) -> list[Tick]:
+    """At most `most` round values in this span: 1-2-5 times powers of ten, or equal steps where they span little."""
+    unit = max((unit for unit in SECOND_UNITS.values() if 2 * unit <= high), default=1)
+    low, high = low / unit, high / unit
+    if high / low >= WIDE_SECONDS:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ladder = (digit * 10.0**power for power in powers for digit in (1, 2, 5))
+        values = [value for value in ladder if low <= value <= high]
+    else:
+        values = _equal_steps(low, high)
+    name = next(name for name in SECOND_UNITS if SECOND_UNITS[name] == unit)
+    return [(unit * value, f"{value:.4g} {name}") for value in _thinned(values, most)]
 
 
-def second_ticks(low: float, high: float) -> list[float]:
-    """Round values between `low` and `high`: 1, 2 and 5 times powers of ten, or equal steps where they span little."""
-    if high / low < WIDE_SPAN:
-        return _equal_steps(low, high)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ladder = (digit * 10.0**power for power in powers for digit in (1, 2, 5))
-    return [value for value in ladder if low <= value <= high]
+def _thinned(values: list[float], most: int) -> list[float]:
+    return values[:: -(-len(values) // most)]
+
+
+def _in_unit(value: float, units: Mapping[str, int]) -> str:
+    name = max((name for name in units if units[name] <= max(1, value)), key=units.__getitem__)
+    return f"{value / units[name]:.4g} {name}"
 
 
 def _padded(values: Sequence[float]) -> tuple[float, float]:
-    return min(values) / PADDING, max(values) * PADDING
+    low, high = min(values), max(values)
+    room = math.exp(max(PADDING_MIN, PADDING * math.log(high / low)))
+    return low / room, high * room
 
 
 def _equal_steps(low: float, high: float) -> list[float]:
@@ -145,28 +162,18 @@ def _is_clear(line: Sequence[str], at: int, length: int) -> bool:
     return all(one == "╌" for one in line[at : at + length])
 
 
-def _labels(
-    axis: _Axis, ticks: Sequence[float], text_of: Callable[[float], str], room: Callable[[str], int]
-) -> Iterator[tuple[int, str]]:
-    """Cell and text of each tick that leaves room to the one before it."""
-    free = 0
-    for tick in ticks:
-        text, cell = text_of(tick), axis.cell(tick)
-        if cell >= free:
-            yield cell, text
-            free = cell + room(text)
-
-
 def _foot(picture: Picture, across: _Axis) -> Iterator[str]:
     """The axis of seconds with its labels, and the legend."""
     name = "step time"
     ruler, texts = ["─"] * across.cells, [" "] * across.cells
     end = across.cells - len(name) - COLUMNS_BETWEEN
-    ticks = second_ticks(*picture.span_s)
-    for cell, text in _labels(across, ticks, format_seconds, lambda text: len(text) + COLUMNS_BETWEEN):
-        if cell + len(text) <= end:
+    free = 0
+    for value, text in second_ticks(*picture.span_s, across.cells // COLUMNS_A_TICK):
+        cell = across.cell(value)
+        if free <= cell <= end - len(text):
             ruler[cell] = "┬"
             texts[cell : cell + len(text)] = text
+            free = cell + len(text) + COLUMNS_BETWEEN
     texts[-len(name) :] = name
     margin = " " * LABEL_COLUMNS
     yield f"{margin}└{''.join(ruler)}"

@@ -28,10 +28,12 @@ def lessons(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
     """Prediction, measurement, what was wrong and what followed, each as a sentence."""
     seen = observation_of(state, job, attempt)
     said = [_predicted(state, attempt)]
+    predicted = predicted_peak_bytes(attempt)
     if seen is not None:
         said.append(_measured(attempt, seen))
-    if seen is not None and (seen.ran_out or seen.measured_bytes > (predicted_peak_bytes(attempt) or 0)):
-        said += [_wrong_term(attempt, seen), _learned(state, attempt, seen)]
+    if seen is not None and (seen.ran_out or (predicted is not None and seen.measured_bytes > predicted)):
+        said += [] if predicted is None else [_wrong_term(attempt, seen)]
+        said.append(_learned(state, attempt, seen))
     if ran_out(attempt) and attempt.number < len(job.attempts):
         said.append(_next(state, job, attempt, job.attempts[attempt.number]))
     return tuple(said)
@@ -86,7 +88,7 @@ def _predicted(state: State, attempt: Attempt) -> str:
     predicted = predicted_peak_bytes(attempt)
     if predicted is None:
         return "predicted: nothing; its own micro-batch was taken to fill a device"
-    said = f"predicted: {format_bytes(predicted)} allocated at {attempt.estimate.moment}"
+    said = f"predicted: {format_bytes(predicted)} allocated at {_worst_moment(attempt)}"
     if attempt.needed_bytes is None:
         return f"{said}; it was judged by the peak measured before"
     around = corrected_bytes(attempt.estimate, attempt.correction) - predicted
@@ -97,6 +99,14 @@ def _predicted(state: State, attempt: Attempt) -> str:
     if attempt.fit_probability is not None:
         said += f": fits with {format_probability(attempt.fit_probability)}"
     return said
+
+
+def _worst_moment(attempt: Attempt) -> str:
+    """When the corrected peak comes."""
+    if attempt.correction <= 1.0 or not attempt.estimate.moments:
+        return attempt.estimate.moment
+    moments, factor = attempt.estimate.moments, attempt.correction
+    return max(moments, key=lambda one: one.counted_bytes + factor * one.activation_bytes).name
 
 
 def _measured(attempt: Attempt, seen: Observation) -> str:
@@ -118,10 +128,9 @@ def _wrong_term(attempt: Attempt, seen: Observation) -> str:
     predicted = format_bytes(attempt.correction * moment.activation_bytes)
     true = format_bytes(seen.measured_bytes - moment.counted_bytes)
     least = " at the least" if seen.ran_out else ""
-    return (
-        f"wrong: activations at {moment.name}, {predicted} predicted, {true} needed{least} "
-        f"(x{needed[moment] / attempt.correction:.2f}); the other {format_bytes(moment.counted_bytes)} are counted"
-    )
+    beside = f"; the other {format_bytes(moment.counted_bytes)} are counted" if moment.counted_bytes else ""
+    times = needed[moment] / attempt.correction
+    return f"wrong: activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}"
 
 
 def _learned(state: State, attempt: Attempt, seen: Observation) -> str:

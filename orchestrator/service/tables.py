@@ -32,6 +32,7 @@ STYLES = {
 }
 MARK_STYLES = {Mark.TOO_BIG: "dim", Mark.FITS: "", Mark.REFUTED: "red", Mark.CHOSEN: "bold green"}
 BAR_WIDTH = 32
+MOMENT_BAR_WIDTH = 28  # beside the longest name of a moment within 80 columns
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
@@ -149,13 +150,26 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
         if _is_known(attempt["estimate"]):
-            parts += [bars(attempt["estimate"]), moments(attempt["estimate"], attempt["correction"])]
-        parts += [Text(f"  {sentence}") for sentence in said]
+            parts += [Text("Bytes by cause", style="dim"), bars(attempt["estimate"])]
+            title = "Bytes by moment of a step"
+            parts += [Text(title, style="dim"), moments(attempt["estimate"], attempt["correction"]), Text()]
+        parts.append(_sentences(said))
     if explanation["picture"] is not None:
         picture = picture_from_view(explanation["picture"])
         title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
         parts += [Text(), Text(title, style="bold"), coloured_picture(picture)]
     return Group(*parts)
+
+
+def _sentences(said: Sequence[str]) -> Table:
+    """Each after its first word, which stands in a column of its own."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for sentence in said:
+        word, _, rest = sentence.partition(": ")
+        table.add_row(Text(f"  {word}", style="bold"), rest)
+    return table
 
 
 def coloured_picture(picture: Picture) -> Text:
@@ -178,11 +192,11 @@ def moments(estimate: EstimateView, correction: float) -> Table:
     ]
     largest = max((counted + activations for _, counted, activations in found), default=1) or 1
     for name, counted, activations in found:
-        whole = round(BAR_WIDTH * (counted + activations) / largest)
-        solid = round(BAR_WIDTH * counted / largest)
+        whole = round(MOMENT_BAR_WIDTH * (counted + activations) / largest)
+        solid = round(MOMENT_BAR_WIDTH * counted / largest)
         bar = Text("█" * solid, style="cyan") + Text("▒" * (whole - solid), style="cyan")
         table.add_row(f"  {name}", format_bytes(counted + activations), bar)
-    factor = f" x{correction:.2f}, as measured" if correction >= 1.01 else ""
+    factor = f" x{correction:.2f}" if correction >= 1.01 else ""
     table.add_row("", "", Text(f"█ counted  ▒ activations{factor}", style="dim"))
     return table
 

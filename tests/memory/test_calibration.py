@@ -227,6 +227,10 @@ def test_engines_share_the_correction_of_activations_but_not_the_precision_of_th
     assert found.correction == pytest.approx(2.0)
     assert found.errors_of(Engine.TORCH).margin < MARGIN
     assert found.errors_of(Engine.DEEPSPEED).margin == pytest.approx(MARGIN)
+    far = [observation(correction=2.0, ratio=1.5, number=at, at_s=9.0, plan=OTHER_ENGINE) for at in (7, 8)]
+    after = learned([*seen, *far])
+    assert after.errors_of(Engine.TORCH) == found.errors_of(Engine.TORCH)
+    assert after.errors_of(Engine.DEEPSPEED).margin > 1.4
 
 
 def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,16 +57,30 @@ def test_every_line_is_within_its_width_and_the_axes_meet(picture: Picture) -> N
     assert body[-1] == "└"
 
 
-@given(pictures)
+@given(pictures, st.integers(2, 12))
 @settings(deadline=None)
-def test_ticks_are_within_the_picture_and_ascend(picture: Picture) -> None:
+def test_ticks_are_few_within_the_picture_ascend_and_are_told_apart(picture: Picture, most: int) -> None:
     for ticks, (low, high) in (
-        (byte_ticks(*picture.span_bytes), picture.span_bytes),
-        (second_ticks(*picture.span_s), picture.span_s),
+        (byte_ticks(*picture.span_bytes, most), picture.span_bytes),
+        (second_ticks(*picture.span_s, most), picture.span_s),
     ):
-        assert ticks
-        assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
-        assert all(one < other for one, other in itertools.pairwise(ticks))
+        assert 1 <= len(ticks) <= most
+        values, labels = zip(*ticks, strict=True)
+        assert all(low * 0.999 <= value <= high * 1.001 for value in values)
+        assert all(one < other for one, other in itertools.pairwise(values))
+        assert len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.04, 0.6, ["0.05 s", "0.1 s", "0.2 s", "0.5 s"]),
+        (18.9, 20.6, ["19 s", "19.5 s", "20 s", "20.5 s"]),
+        (20_000, 50_000, ["6 h", "8 h", "10 h", "12 h"]),
+    ],
+)
+def test_times_are_said_in_round_numbers_of_their_unit(low: float, high: float, labels: list[str]) -> None:
+    assert [label for _, label in second_ticks(low, high, 7)] == labels
 
 
 def test_faster_is_further_left_heavier_is_higher_and_the_line_lies_between() -> None:

@@ -214,7 +214,7 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
         "Attempt 1: ",
         "succeeded",
         "█ counted  ▒ activations",
-        "predicted: ",
+        "  predicted  ",
         "● chosen",
         "memory ends: 256",
     ):
