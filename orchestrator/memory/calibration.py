@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from statistics import median, median_high
 
 from orchestrator.specs.attempt import Attempt
@@ -37,10 +37,10 @@ DEVIATION_TO_SPREAD = 1.4826
 
 ROUNDING_DIGITS = 12  # of a probability: beyond, sums of angles are noise, and a tail may turn negative
 WINDOW = 32  # newest outcomes of each (device, engine, family, torch version) that count and are kept
-OBSERVATIONS_MAX = 2000  # kept in all, newest: more than a cluster's families need
+OBSERVATIONS_MAX = 1000  # kept in all, newest: more than a cluster's families need
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Errors:
     """How far measured peaks of one engine lie above the corrected predictions."""
 
@@ -62,13 +62,13 @@ class Errors:
         beyond = sum(ratio > room for ratio in self.ratios)
         return min(share, 1 - max(0, beyond - 1) / (len(self.ratios) + 1))
 
-    @property
+    @cached_property
     def margin(self) -> float:
         """The least room within which a peak stays with probability CONFIDENCE."""
         pattern = sorted(self.ratios)[-2:-1]  # one of them may be an outlier
         return max((math.exp(self.spread * _student_quantile(self._freedom)), *pattern))
 
-    @property
+    @cached_property
     def spread(self) -> float:
         """Of the logarithms, from how far they go above 0; not below that of the outcomes, however few they are.
 
@@ -130,7 +130,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     of memory itself is held to what it needed then. Outcomes under another torch than the newest do not count, save
     that what was refuted stays refuted.
     """
-    of_family = [seen for seen in observations if (seen.device, seen.family) == (device, family)]
+    of_family = [seen for seen in observations if seen.family == family and seen.device == device]
     counted = _of_newest_torch(of_family)
     factors = [observed_correction(seen.moments, seen.measured_bytes) for seen in counted[-WINDOW:]]
     own = (observed_correction(seen.moments, seen.measured_bytes) for seen in counted if _ran_out_itself(seen, job))
@@ -160,7 +160,8 @@ def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 
     Each attempt counts once, and neither order nor repetition matters: so outcomes can be imported again.
     """
-    once = {(seen.job, seen.number): seen for seen in sorted(observations, key=lambda seen: (seen.at_s, repr(seen)))}
+    ordered = sorted(observations, key=lambda seen: (seen.at_s, seen.job, seen.number, seen.measured_bytes))
+    once = {(seen.job, seen.number): seen for seen in ordered}
     newest_first = sorted(once.values(), key=lambda seen: (seen.at_s, seen.job, seen.number), reverse=True)
     counts: dict[tuple[str, ...], int] = {}
     failed: set[tuple[str, str, Plan, int]] = set()

@@ -1,13 +1,16 @@
-"""Laws of `orc estimate`: every plan that can be taken can also be asked about."""
+"""Laws of `orc plan` and `orc estimate`: outcomes are heard, and every plan that can be taken can be asked about."""
 
 from __future__ import annotations
 
 import pytest
 
-from orchestrator.planning.search import plans
-from orchestrator.service.forecast import SETTINGS, given_plan
+from orchestrator.memory.calibration import CONFIDENCE
+from orchestrator.planning.search import frontier, plans
+from orchestrator.scheduling.groups import groups_of
+from orchestrator.service.forecast import SETTINGS, forecast, given_plan
 from orchestrator.specs.plan import Engine, Optimizer, Plan, settings
 from tests.planning.test_strategies import job, machine
+from tests.scheduling.factories import MIB, decoder_spec, node, observation
 
 FOLLOWS = {"gpus", "optimizer", "global_batch_size"}  # from the layout and the job
 
@@ -30,3 +33,37 @@ def test_the_engine_follows_where_only_one_can_run_a_plan() -> None:
         engines.setdefault(given_plan(spec, tuple(said.items())), []).append(plan.engine)
     for found, able in engines.items():
         assert found.engine in able
+
+
+def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
+    spec, nodes = decoder_spec(), [node()]
+    taken = [
+        observation(number=number, at_s=float(number), step_ratio=ratio) for number, ratio in enumerate((1.4, 1.5))
+    ]
+    plain, learned = forecast(spec, nodes), forecast(spec, nodes, taken)
+    factors = {Engine.TORCH.value: 1.45, Engine.DEEPSPEED.value: 1.0}
+    assert {one["settings"]["engine"] for one in plain["frontier"]} <= set(factors)
+    for before, after in zip(plain["frontier"], learned["frontier"], strict=True):
+        assert after["step_factor"] == pytest.approx(factors[before["settings"]["engine"]])
+        assert after["step_s"] == pytest.approx(before["step_s"] * after["step_factor"])
+
+
+def test_a_forecast_says_how_surely_each_plan_fits_and_never_takes_what_the_family_refuted() -> None:
+    spec, nodes = decoder_spec(), [node()]
+    plain = forecast(spec, nodes)
+    assert plain["chosen"] is not None
+    for one in plain["frontier"]:
+        assert (one["rejected"] is None) == (one["fit_probability"] >= CONFIDENCE)
+    first = next(one for one in frontier(spec, groups_of(nodes)[0].hardware).candidates)
+    failed = observation(
+        plan=first.plan,
+        moments=(),
+        predicted_bytes=first.estimate.allocated_bytes,
+        measured_bytes=257 * MIB,
+        ran_out=True,
+    )
+    kind = [observation(number=number, at_s=float(number)) for number in range(2, 9)]
+    refuted = forecast(spec, nodes, [failed, *kind])
+    assert refuted["frontier"][0]["fit_probability"] == 0.0
+    assert refuted["frontier"][0]["rejected"] == "ran out of memory before, in another job of this family"
+    assert refuted["chosen"] != 0
