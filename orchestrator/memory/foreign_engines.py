@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from orchestrator.memory.estimate import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
+    FRAGMENTATION,
     LARGE_COMMUNICATOR_BYTES,
     WORKSPACE_BYTES,
 )
@@ -24,12 +25,14 @@ from orchestrator.memory.foreign import (
     reserved_of,
     working_bytes,
 )
-from orchestrator.memory.moments import ACTIVATIONS, Causes
+from orchestrator.memory.moments import Causes
 from orchestrator.memory.updates import ADAM_8BIT_BYTES
 from orchestrator.specs.profile import MemoryEstimate, Source
 
-Moment = tuple[str, Causes]  # its name, and the bytes of every cause that is live then
+Live = tuple[str, Causes]  # a moment's name, and the bytes of every cause that is live then
 
+KEPT = "saved activations"
+WORKING = "activations at work"  # logits and their gradients, or those inside of one layer
 # Context of a process that loads all CUDA modules: torch 1.10, stas00/ml-engineering training/performance/README.md.
 EAGER_CONTEXT_BYTES = 1_911_000_000
 # DeepSpeed: reduce_bucket_size and allgather_bucket_size, in elements (deepspeed/runtime/zero/config.py).
@@ -37,22 +40,36 @@ BUCKET_ELEMENTS = 500_000_000
 LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
 
 
-def estimate_foreign(training: Training) -> MemoryEstimate:
-    """Bytes that the worst rank of the training needs at its worst moment, by cause."""
+def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> MemoryEstimate:
+    """Bytes that the worst rank of the training needs at its worst moment, by cause.
+
+    On a device of `capacity_bytes` the allocator gives cached segments back before it fails (release_cached_blocks in
+    c10/cuda/CUDACachingAllocator.cpp): what it holds ends there, but for FRAGMENTATION of what is live.
+    """
     found = [
         (sum(count for _, count in causes), name, causes, pooled) for name, causes, pooled in _all_moments(training)
     ]
     allocated, name, causes, _ = max(found)
-    reserved = max(reserved_of(training, total + WORKSPACE_BYTES, pooled) for total, _, _, pooled in found)
-    context = EAGER_CONTEXT_BYTES if training.eager_context else CONTEXT_BYTES
+    reserved = max(
+        reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), pooled)
+        for total, _, causes, pooled in found
+    )
+    around = (EAGER_CONTEXT_BYTES if training.eager_context else CONTEXT_BYTES) + _communicators(training)
+    if capacity_bytes is not None:
+        least = round((allocated + WORKSPACE_BYTES) * FRAGMENTATION)
+        reserved = min(reserved, max(least, capacity_bytes - around))
     return MemoryEstimate(
         moment=name,
         by_cause=tuple((cause, count) for cause, count in causes if count),
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        device_bytes=reserved + context + _communicators(training),
+        device_bytes=reserved + around,
         source=Source.CLOSED_FORM,
     )
+
+
+def _activation_bytes(causes: Causes) -> int:
+    return sum(count for cause, count in causes if cause in (KEPT, WORKING))
 
 
 def _communicators(training: Training) -> int:
@@ -123,13 +140,13 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
         ("optimizer states", round(states * trained / shards)),
     )
     steps = training.gradient_accumulation_steps
-    in_flight = min(steps, pp - stage)
-    if training.virtual_stages > 1:  # Megatron-LM theoretical_memory_usage.py: 1 + (pp - 1) / (pp v) of all layers
-        v = training.virtual_stages
-        waiting = kept_bytes(training) * layers * (1 + (pp - 1) / (pp * v)) * pp / pp
-        waiting *= 1 if steps >= pp else steps / pp
+    in_flight = min(max(1, steps - 1), pp - stage)  # while gradients are whole: from the second backward pass on
+    stage_bytes = layers * kept_bytes(training)
+    if training.virtual_stages > 1:  # Narayanan et al., section 2.2; megatron/training/theoretical_memory_usage.py
+        in_flight = min(max(1, steps - 1), pp)
+        waiting = round(in_flight * stage_bytes * (1 + (pp - 1) / (pp * training.virtual_stages)))
     else:
-        waiting = in_flight * (kept_bytes(training) * layers + (boundary_bytes(training) if pp > 1 else 0))
+        waiting = in_flight * (stage_bytes + (boundary_bytes(training) if pp > 1 else 0))
     width = _trained_width(training)
     copies = 0  # fp32 copies of gradients, which outlive the step
     if training.framework is Framework.MEGATRON:
@@ -139,20 +156,29 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
         gradients = (width + 4) * trained if training.fp32_gradients else width * trained
         flat = min(BUCKET_ELEMENTS, trained) * width if training.dp > 1 and zero else 0
     fresh = width * max(shape.hidden * shape.ffn, shape.table if stage == 0 or last else 0) // training.tp
-    activations = round(waiting) + max(working_bytes(training), head_bytes(training) if last else 0)
+    working = max(working_bytes(training), head_bytes(training) if last else 0)
     earlier: Causes = (*fixed, ("gradient copies", copies))
     if training.first_step:
         earlier = (("parameters", fixed[0][1] + 4 * trained // shards if training.masters else fixed[0][1]),)
-    backward = (*earlier, ("gradients", gradients + min(fresh, width * trained)), (ACTIVATIONS, activations))
+    backward = (
+        *earlier,
+        ("gradients", gradients + min(fresh, width * trained)),
+        (KEPT, waiting),
+        (WORKING, working),
+    )
     reduction = (*earlier, ("gradients", gradients), ("flat gradients", flat))
-    temporaries = 0 if copies or training.fp32_gradients else 4 * trained // shards
+    temporaries = 0
+    if training.framework is Framework.MEGATRON_DEEPSPEED and not training.fp32_gradients:
+        # an fp32 copy of the gradients; ZeRO-1 averages its share into a list before, and flattens that
+        # (deepspeed/runtime/fp16/fused_optimizer.py, deepspeed/runtime/zero/stage_1_and_2.py)
+        temporaries = (8 if zero else 4) * trained // shards
     step = (*fixed, ("gradient copies", copies), ("gradients", gradients), ("optimizer temporaries", temporaries))
     # A block serves one request that is not larger than itself: fp32 copies split the flat buffer, and the next one is
     # new (two were wasted by 20 steps replayed on a model of the allocator, 2026-11); what activations leave behind is
     # too small for the states that the first step makes.
     yield ("backward", backward, 0 if training.first_step else 2 * flat)
-    yield ("gradient reduction", reduction, 0)
-    yield ("optimizer step", step, activations if training.first_step else 0)
+    yield ("gradient reduction", reduction, 0 if training.first_step else 2 * flat)
+    yield ("optimizer step", step, waiting + working if training.first_step else 0)
 
 
 def _layers_of(training: Training, stage: int) -> int:
@@ -164,7 +190,7 @@ def _layers_of(training: Training, stage: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- FSDP
 
 
-def _fsdp(training: Training) -> Iterator[Moment]:
+def _fsdp(training: Training) -> Iterator[Live]:
     """Flat units: one per layer, and the root with embedding and head (Zhao et al. 2023, arXiv:2304.11277).
 
     Under `limit_all_gathers` two units are gathered at a time, in the type they compute in; the root stays. Gradients
@@ -185,7 +211,9 @@ def _fsdp(training: Training) -> Iterator[Moment]:
         return compute * unit.trained + unit.frozen_bytes
 
     root = gathered(ends) // 2 if training.ends_apart else gathered(ends)
-    whole = root + (layers if training.zero_stage == 2 else 2) * gathered(layer)
+    units = (layers if training.zero_stage == 2 else 2) * gathered(layer)
+    # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced
+    beside, ended = (0, ends.trained // 2) if training.ends_apart else (root, ends.trained)
     fixed: Causes = (("parameters", resident), ("optimizer states", states))
     reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
     shard_gradients = device * width * held.trained // shards
@@ -195,9 +223,10 @@ def _fsdp(training: Training) -> Iterator[Moment]:
         (
             *fixed,
             ("gradients", shard_gradients if training.gradient_accumulation_steps > 1 else 0),
-            ("gathered parameters", whole),
-            ("whole gradients", compute * ends.trained),
-            (ACTIVATIONS, kept + head_bytes(training)),
+            ("gathered parameters", root + units),
+            ("whole gradients", compute * ended),
+            (KEPT, kept),
+            (WORKING, head_bytes(training)),
         ),
     )
     yield (
@@ -205,9 +234,10 @@ def _fsdp(training: Training) -> Iterator[Moment]:
         (
             *fixed,
             ("gradients", shard_gradients if training.gradient_accumulation_steps > 1 else 0),
-            ("gathered parameters", whole),
-            ("whole gradients", compute * ends.trained + reduce * layer.trained + compute * layer.trained),
-            (ACTIVATIONS, kept + working_bytes(training)),
+            ("gathered parameters", beside + units),
+            ("whole gradients", compute * ended + reduce * layer.trained + compute * layer.trained),
+            (KEPT, kept),
+            (WORKING, working_bytes(training)),
         ),
     )
     yield (
@@ -226,7 +256,7 @@ def _fsdp(training: Training) -> Iterator[Moment]:
 # --------------------------------------------------------------------------------------------------------- DeepSpeed
 
 
-def _deepspeed(training: Training) -> Iterator[Moment]:
+def _deepspeed(training: Training) -> Iterator[Live]:
     """ZeRO 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config."""
     stage, shards = training.zero_stage, training.dp
     layer, ends = layer_held(training), ends_held(training)
@@ -251,8 +281,8 @@ def _deepspeed(training: Training) -> Iterator[Moment]:
         ("gathered parameters", live),
     )
     kept = layers * kept_bytes(training)
-    yield ("backward of head", (*fixed, (ACTIVATIONS, kept + head_bytes(training))))
-    yield ("backward of last layer", (*fixed, (ACTIVATIONS, kept + working_bytes(training))))
+    yield ("backward of head", (*fixed, (KEPT, kept), (WORKING, head_bytes(training))))
+    yield ("backward of last layer", (*fixed, (KEPT, kept), (WORKING, working_bytes(training))))
     yield (
         "optimizer step",
         (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else 4 * trained // shards)),
@@ -262,7 +292,7 @@ def _deepspeed(training: Training) -> Iterator[Moment]:
 # ------------------------------------------------------------------------------------------------------------- plain
 
 
-def _plain(training: Training) -> Iterator[Moment]:
+def _plain(training: Training) -> Iterator[Live]:
     """All of the model on one device, or, layer after layer, on several (`device_map`): the last has the head."""
     devices = training.pp if training.framework is Framework.DEVICE_MAP else 1
     layers = -(-training.shape.layers // devices)
@@ -286,19 +316,20 @@ def _plain(training: Training) -> Iterator[Moment]:
         accumulated = 0
     yield (
         "backward of head",
-        (*fixed, ("gradients", accumulated), (ACTIVATIONS, kept + head_bytes(training))),
+        (*fixed, ("gradients", accumulated), (KEPT, kept), (WORKING, head_bytes(training))),
     )
     yield (
         "backward of last layer",
         (
             *fixed,
             ("gradients", max(accumulated, width * min(trained, ends.trained + layer.trained))),
-            (ACTIVATIONS, kept + working_bytes(training)),
+            (KEPT, kept),
+            (WORKING, working_bytes(training)),
         ),
     )
     yield (
         "backward of first layer",
-        (*fixed, ("gradients", gradients), (ACTIVATIONS, kept_bytes(training) + working_bytes(training))),
+        (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
     )
     temporaries = everything if training.foreach and not training.step_in_backward else 0
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))

@@ -79,10 +79,11 @@ class _Reader:
             sequence_length=self.length(),
             checkpointing=self.checkpointing(framework),
             flash=self.flash(shape, framework),
-            fused="compile" in self.other.replace("compile=false", "") or "liger" in self.said,
+            fused=self.fused(framework),
             eager_context=self.is_old(framework),
             expandable_segments="expandable" in self.said,
             stage=self.stage(),
+            lengths_vary=row["seq_len"].startswith("max"),
             first_step=bool(re.search(r"after iteration 1\b", row["note"])),
         )
         training = self.layout(training)
@@ -253,6 +254,10 @@ class _Reader:
             return False
         return True
 
+    def fused(self, framework: Framework) -> bool:
+        compiled = "compile" in self.other.replace("compile=false", "")
+        return compiled or "liger" in self.said or framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
+
     def adapters(self, training: Training) -> Training:
         said = " ".join((self.row["peft"], self.row["model"], self.row["compile_or_other"])).lower()
         quantised = self._bits(said)
@@ -265,7 +270,9 @@ class _Reader:
         else:
             chosen = int(rank[1])
         everywhere = "all" in said or "fsdp_qlora" in self.said
-        ends_fp32 = bool(quantised) and training.framework is Framework.PLAIN and "torchtune" not in self.said
+        # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
+        prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and "torchtune" not in self.said
+        ends_fp32 = bool(quantised) and prepared and "gptq" not in said and "fsdp_qlora" not in self.said
         if ends_fp32:
             self.inferred.append("embedding, head and norms cast to fp32 by peft's preparation for quantised training")
         return replace(
@@ -292,6 +299,8 @@ class _Reader:
         low = not precision.startswith(("fp32", "tf32"))
         if not precision:
             self.inferred.append("bf16: the precision is not stated")
+        if precision.startswith("fp8"):
+            self.inferred.append("counted as bf16: neither 8-bit copies of inputs nor of weights")
         megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
         pure = ("pure" in precision and "amp" not in precision) or any(
             name in self.said for name in ("torchtune", "swift", "fsdp_qlora", "llama-factory", "unsloth")
@@ -327,11 +336,17 @@ class _Reader:
             and "fused" not in optimizer
             and "torchtune" not in self.said,  # whose configurations say fused=True
             loss=self._loss(),
-            copies_outputs="swift" in self.said,
             offload_parameters=everything or "param=y" in offload,
             offload_optimizer=everything or "opt=y" in offload,
-            offload_activations="activation" in offload or "activation offload" in self.other,
+            offload_activations="activation" in offload or "activation offload" in self.other or self._old_zero_3(),
         )
+
+    def _old_zero_3(self) -> bool:
+        """DeepSpeedExamples/Megatron-LM-v1.1.5-ZeRO3 ran with --partition-activations --checkpoint-in-cpu."""
+        old = "zero-3 (old branch)" in self.said
+        if old:
+            self.inferred.append("checkpoints of activations on the host, as this branch's example scripts have them")
+        return old
 
     def _adds_in_fp32(self, framework: Framework, precision: str) -> bool:
         """Megatron-LM turns it on with bf16 (megatron/training/arguments.py); its DeepSpeed fork has to say so."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from orchestrator.memory.foreign import Training
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import Described, described_row
+from orchestrator.service.published import capacity_bytes_of, fits_in
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.profile import MemoryEstimate
 from tests.bench.figure import Figure, at_most, informs
@@ -67,8 +68,9 @@ def figures() -> list[Figure]:
     counted = [one for one in compared if one.kind is not DEVICE]
     verdicts = list(_verdicts(rows))
     short = [row["id"] for row, fits in verdicts if row["fits"].startswith("OOM") and fits]
-    refused = [row["id"] for row, fits in verdicts if row["fits"].startswith("OK") and not fits]
+    refused = [row["id"] for row, fits in verdicts if row["fits"].startswith("OK") and fits is False]
     told = [row for row, _ in verdicts if row["fits"].startswith("OK")]
+    ran_out = [row for row, _ in verdicts if row["fits"].startswith("OOM")]
     if short or refused:
         console.print("called fitting, but ran out of memory:", *(short or ["none"]))
         console.print("called too large, but ran:", *(refused or ["none"]))
@@ -83,7 +85,7 @@ def figures() -> list[Figure]:
             informs(f"mean error of {name} on the same rows", 100 * _mean_error(counted, tool), "%")
             for name, tool in TOOLS.items()
         ),
-        at_most("plans called fitting that ran out of memory", len(short), "rows", 0),
+        at_most(f"plans called fitting that ran out of memory, of {len(ran_out)}", len(short), "rows", 0),
         at_most(f"plans called too large that ran, of {len(told)}", 100 * len(refused) / len(told), "%", 5),
         informs("rows with a measurement that are excluded", sum(excluded.values()), "rows"),
     ]
@@ -105,7 +107,8 @@ def _compared(rows: list[dict[str, str]]) -> tuple[list[Compared], Counter[tuple
             excluded[row["source_repo"], f"which memory was measured is not stated ({row['mem_kind']})"] += 1
         else:
             measured = round(float(row["mem"]) * kind.units[row["mem_unit"]])
-            predicted = kind.predicted(estimate_foreign(described.training))
+            capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"])
+            predicted = kind.predicted(estimate_foreign(described.training, capacity_bytes))
             found.append(Compared(row, described.training, kind, measured, predicted))
     return found, excluded
 
@@ -132,13 +135,12 @@ def kind_of(said: str) -> Kind | None:
     return None
 
 
-def _verdicts(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], bool]]:
-    """Every row that says whether it fitted, and whether we say so. Cards are sold by GiB, to within 1 %."""
+def _verdicts(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], bool | None]]:
+    """Every row that says whether it fitted, and whether planning would say so; None: it leaves too much open."""
     for row in rows:
-        described = _described(row)
-        if not row["fits"] or not row["gpu_mem_GB"] or isinstance(described, str):
-            continue
-        yield row, estimate_foreign(described.training).device_bytes <= float(row["gpu_mem_GB"]) * GIB
+        described, capacity_bytes = _described(row), capacity_bytes_of(row["gpu_mem_GB"])
+        if row["fits"] and capacity_bytes is not None and not isinstance(described, str):
+            yield row, fits_in(described, capacity_bytes)
 
 
 def _figures_of(what: str, compared: list[Compared], limit: float | None = None) -> list[Figure]:

@@ -36,6 +36,13 @@ def test_every_row_has_its_bytes_or_the_reason_why_not(rows: Path) -> None:
     assert fitting["allocated_gib"] == pytest.approx(sum(fitting["by_cause_gib"].values()), abs=0.01)
 
 
+def test_a_lower_bound_never_says_that_something_fits(rows: Path) -> None:
+    row = {**read_rows(rows)[0], "micro_batch": ""}
+    assert estimated_row(row)["is_lower_bound"]
+    assert estimated_row(row)["fits"] is None
+    assert estimated_row({**row, "model": "Llama 3.1 405B"})["fits"] is False
+
+
 def test_the_command_answers_as_json_and_as_a_table(rows: Path) -> None:
     answered = CliRunner().invoke(app, ["estimate", str(rows), "--json"])
     assert answered.exit_code == 0
