@@ -1,4 +1,4 @@
-"""What a model costs, as a ModelProfile: the closed form of our decoder, or what the user declared."""
+"""What a model costs, as a ModelProfile: a closed form, what was traced, or what the user declared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, decod
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec
 from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
-from orchestrator.specs.profile import LossChunks, ModelProfile, Segment, Source
+from orchestrator.specs.profile import LossChunks, ModelProfile, Segment, Source, TracedProfile
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
@@ -37,7 +37,7 @@ def profile_of(
     """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
     The declared profile where there is one, else the closed form of `model.decoder` or of a transformers family that
-    has one; None where nothing is known.
+    has one, else what intake had traced; None where nothing is known.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan.
     """
     if spec.profile is not None:
@@ -55,7 +55,26 @@ def profile_of(
         if shape is not None:
             ours = _decoder(shape, spec.family_name, precision, length, tensor_parallel, autocast)
             return as_transformers(ours, spec.model, shape, length, autocast=autocast)
-    return None
+    if tensor_parallel > 1:
+        return None
+    return _traced(spec.traced, precision, sequence_length or spec.data.sequence_length, autocast)
+
+
+def is_known(spec: JobSpec) -> bool:
+    """Whether the memory of the job's model is known without a trace."""
+    return profile_of(spec, precision=spec.precision, sequence_length=None) is not None
+
+
+def _traced(
+    known: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool
+) -> ModelProfile | None:
+    """That of the shortest samples which are at least as long."""
+    fitting = [
+        one
+        for one in known
+        if (one.profile.precision, one.autocast) == (precision, autocast) and one.sequence_length >= sequence_length
+    ]
+    return min(fitting, key=lambda one: one.sequence_length).profile if fitting else None
 
 
 def _script_length(spec: JobSpec) -> int | None:

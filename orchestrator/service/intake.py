@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.memory.hf_profiles import DEFAULTS, NEEDED, config_of, decoder_shape
+from orchestrator.memory.profiles import is_known
+from orchestrator.service.profiling import traced
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
@@ -16,6 +18,7 @@ from orchestrator.specs.parse import Override, parse_cluster, parse_job, togethe
 
 KINDS_OF_FILES = ("text", "chat", "tokens")
 CONFIG = "config.json"
+DEFAULT_HOME = "~/.orc"
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
 network_bandwidth: 1GB/s
@@ -34,15 +37,22 @@ nodes:
 """  # clusters/two-virtual-devices.yaml, which an installed package does not have
 
 
-def read_job(path: Path, overrides: Sequence[Override] = ()) -> JobSpec:
-    """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError."""
-    spec = parse_job(_read_text(path), str(path), overrides)
+def read_job(path: Path, overrides: Sequence[Override] = (), home: Path | None = None) -> JobSpec:
+    """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
+
+    A model of which nobody says what it costs is traced; the answer is kept in `home` (None: that of the environment).
+    """
+    spec, source = parse_job(_read_text(path), str(path), overrides), str(path)
+    if spec.traced:
+        raise SpecError("what is traced is no setting", source=source, path="traced", hint="say `profile`")
     resolved = _absolute(spec, path.resolve().parent)
-    problems = [*_missing_files(resolved, str(path)), *_knobs_said_twice(resolved, str(path))]
-    problems = problems or list(_unknown_memory(resolved, str(path)))
+    problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
     if problems:
-        raise together(problems, str(path))
-    return resolved
+        raise together(problems, source)
+    if resolved.is_script or is_known(resolved):
+        return resolved
+    home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
+    return resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:
@@ -150,24 +160,6 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         if script is not None and not (Path(spec.workdir) / script).is_file():
             hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
             yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
-
-
-def _unknown_memory(spec: JobSpec, source: str) -> Iterator[SpecError]:
-    """A transformers model of a family whose memory no closed form knows, and of which the job says nothing."""
-    if spec.model is None or spec.model.hf is None or spec.profile is not None:
-        return
-    if decoder_shape(spec.model, spec.data.sequence_length) is None:
-        config = config_of(spec.model)
-        known = f"{', '.join(DEFAULTS)} (without a sliding window), with {', '.join(NEEDED)}"
-        yield SpecError(
-            "no closed form knows how much memory this model takes",
-            source=source,
-            path="profile",
-            got=config.get("model_type", spec.model.hf),
-            allowed=f"a declared profile, or one of {known}",
-            hint="say `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; where the hub cannot be "
-            "reached from here, say `model.config`",
-        )
 
 
 def _script_of(command: Sequence[str]) -> str | None:

@@ -15,10 +15,12 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Degradation, Precision
+from orchestrator.specs.profile import TracedProfile
 
 Bytes = Annotated[
     int,
@@ -130,7 +132,7 @@ class Knobs(Noun):
 
 
 class DeclaredProfile(Noun):
-    """What the user says a model costs, where no closed form knows it."""
+    """What the user says a model or a script costs; it stands against what a closed form or a trace would say."""
 
     parameters: int = Field(ge=0)
     layers: int = Field(default=1, ge=1)
@@ -192,6 +194,7 @@ class JobSpec(Noun):
     success: Success = Success()
 
     profile: DeclaredProfile | None = None
+    traced: SkipJsonSchema[tuple[TracedProfile, ...]] = ()  # of a model that no closed form knows: added at intake
     degrade: Degrade = Degrade()
     retries: Retries = Retries()
     hang_timeout: Seconds = 600.0  # no training step for this long means hung
@@ -214,8 +217,6 @@ class JobSpec(Noun):
         if self.model is not None:
             if sum(way is not None for way in (self.model.decoder, self.model.hf, self.model.factory)) != 1:
                 raise ValueError("`model` says exactly one of `decoder`, `hf` and `factory`")
-            if self.model.factory is not None and self.profile is None:
-                raise ValueError("a model from a factory needs a `profile`: no closed form knows its memory")
             if self.model.decoder is not None and not self.data.text:
                 raise ValueError("a decoder job needs `data.text`: the files it is trained on")
             if self.model.hf is not None and not self.data.files:

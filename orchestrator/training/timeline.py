@@ -158,7 +158,7 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
             )
             for at, (place, count) in enumerate(found.segments)
         ),
-        moments=tuple(moment for stretch in found.stretches for moment in _worst(stretch)),
+        moments=_worst(found),
         **known,
     )
 
@@ -253,13 +253,26 @@ def _kind(moment: TracedMoment) -> tuple[object, ...]:
     return (moment.segment, moment.mode, moment.turn, moment.backward)
 
 
-def _worst(stretch: Stretch) -> list[TracedMoment]:
-    """The start, and what no other moment of the stretch has as many samples', fixed bytes and gradients beside."""
-    start, *others = stretch
-    kept: list[TracedMoment] = []
-    for moment in sorted(
-        others, key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True
-    ):
-        if not any(one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in kept):
-            kept.append(moment)
-    return [start, *kept]
+def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
+    """The moments that can be the worst, in order.
+
+    At the start of a layer a sharding engine holds more than later, so that is one. Of all others nothing else that
+    happens to the same part, later than its forward pass, has as many bytes of both kinds and as many gradients.
+    """
+    by_part: dict[object, list[TracedMoment]] = {}
+    kept = []
+    for stretch in reversed(found.stretches):  # the backward pass first
+        beaten = by_part.setdefault((_kind(stretch[0])[:-1], stretch[0].position), [])
+        start, *others = stretch
+        is_layer = found.segments[start.segment][0].is_layer
+        moments = others if is_layer else [start, *others]
+        moments.sort(key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True)
+        worst = [start] if is_layer else []
+        for moment in moments:
+            if not any(
+                one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in beaten
+            ):
+                beaten.append(moment)
+                worst.append(moment)
+        kept.append(worst)
+    return tuple(moment for worst in reversed(kept) for moment in worst)

@@ -46,6 +46,7 @@ from orchestrator.training.timeline import Phase, Steps, Timeline, Unlike, deepe
 
 SAMPLES = (1, 2)  # micro-batches: beyond them everything is linear
 DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
+BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # when all has thawed that ever will
 
 
@@ -337,16 +338,19 @@ def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the profiles of the request file; what the model prints goes to standard error."""
+    """Print the profiles of the request file, or on exit code 2 what is wrong with the job.
+
+    What the model's own code prints goes to standard error.
+    """
     request = request_from_json(json.loads(Path(arguments[0]).read_text()))
-    answer = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        found = profiles(request)
-    except SpecError as error:
-        print(error, file=sys.stderr)
-        return 2
-    with answer:
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        try:
+            found = profiles(request)
+        except SpecError as error:
+            said = {name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")}
+            json.dump(said, answer, default=str)
+            return BAD_JOB_EXIT_CODE
         json.dump([dataclasses.asdict(each) for each in found], answer)
     return 0
 

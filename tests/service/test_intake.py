@@ -11,6 +11,8 @@ from orchestrator.memory.hf_profiles import decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.service.intake import read_cluster, read_job, read_overrides
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import Source
 
 MODEL = """\
@@ -72,9 +74,7 @@ def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tm
         (HF.replace("hf: model", "hf: ./nowhere"), None, ["model.hf", "jobs/nowhere", "the folder does not exist"]),
         (HF.replace("./model", "./nowhere"), json.dumps(LLAMA), ["data.tokenizer", "jobs/nowhere"]),
         (HF.replace("corpus.txt", "corpse.jsonl"), json.dumps(LLAMA), ["data.chat[0]", "corpse.jsonl"]),
-        (HF, json.dumps({"model_type": "gpt2"}), ["profile", "'gpt2'", "a declared profile"]),
-        (HF.replace("hf: model", "hf: {model_type: gpt2}"), "{}", ["profile", "'gpt2'", "activations_per_sample"]),
-        (HF, json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 64}), ["profile", "sliding window"]),
+        (HF.replace("hf: model", "hf: {model_type: gpt3}"), "{}", ["model", "no such family", "say what it costs"]),
     ],
 )
 def test_a_transformers_model_that_cannot_be_planned_is_refused(
@@ -85,7 +85,7 @@ def test_a_transformers_model_that_cannot_be_planned_is_refused(
     if config is not None:
         (tmp_path / "jobs" / "model" / "config.json").write_text(config)
     with pytest.raises(SpecError) as caught:
-        read_job(path)
+        read_job(path, home=tmp_path / "home")
     assert [words for words in said if words not in str(caught.value)] == [], str(caught.value)
 
 
@@ -96,6 +96,79 @@ def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
     known = profile_of(spec, precision=spec.precision, sequence_length=None)
     assert known is not None
     assert (known.source, known.parameters) == (Source.DECLARED, 1000)
+
+
+FACTORY = """\
+import torch
+from orchestrator.training.recipe import Recipe
+
+class Points:
+    def __len__(self): return 9
+    def token_count(self, index): return 1
+    def batch(self, indices): return (torch.ones(len(indices), WIDTH),)
+
+def build(config):
+    module = torch.nn.Linear(WIDTH, config["outputs"])
+    return Recipe(module=module, loss_sum=lambda module, batch: module(*batch).sum(), dataset=Points())
+"""
+OWN = "name: own\nglobal_batch_size: 8\nmodel: {factory: own.py:build, config: {outputs: 3}}\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where profiles are kept from test to test."""
+    return tmp_path_factory.mktemp("home")
+
+
+def own_job(folder: Path, code: str, text: str = OWN) -> Path:
+    path = job_file(folder, text)
+    (folder / "jobs" / "own.py").write_text(code)
+    return path
+
+
+def test_a_model_of_which_nobody_says_what_it_costs_is_traced_once(tmp_path: Path, home: Path) -> None:
+    path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
+    spec = read_job(path, home=home)
+    known = profile_of(spec, precision=spec.precision, sequence_length=None)
+    assert known is not None
+    assert (known.source, known.parameters) == (Source.TRACED, 5 * 3 + 3)
+    assert profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True) is not None
+    (kept,) = (home / "profiles").iterdir()
+    stamp = kept.stat().st_mtime_ns
+    assert read_job(path, home=home) == spec
+    assert kept.stat().st_mtime_ns == stamp, "a kept profile is not made again"
+    (tmp_path / "jobs" / "own.py").write_text(FACTORY.replace("WIDTH", "6"))
+    changed = profile_of(read_job(path, home=home), precision=spec.precision, sequence_length=None)
+    assert changed is not None
+    assert changed.parameters == 6 * 3 + 3, "other code is another model"
+
+
+def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) -> None:
+    spec = read_job(own_job(tmp_path, FACTORY.replace("WIDTH", "5")), home=home)
+    assert spec.traced
+    text = spec.model_dump_json()
+    again = job_from_data(json.loads(text), "the journal")
+    assert again == spec
+    assert hash(again) == hash(spec)
+    assert len(text) < 20_000, "segments and their worst moments, not operations"
+    with pytest.raises(SpecError, match="nobody says what the model costs"):
+        job_from_data({**json.loads(text), "traced": []}, "the submitted job")
+
+
+def test_a_model_that_cannot_be_traced_is_refused_with_its_own_words(tmp_path: Path) -> None:
+    code = FACTORY.replace("WIDTH", "5").replace("module(*batch).sum()", "1 / 0")
+    with pytest.raises(SpecError) as caught:
+        read_job(own_job(tmp_path, code), home=tmp_path / "home")
+    said = str(caught.value)
+    assert [words for words in ("job.yaml", "ZeroDivisionError", "say what it costs") if words not in said] == [], said
+
+
+def test_what_is_traced_is_no_setting_of_a_job_file(tmp_path: Path, home: Path) -> None:
+    path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
+    traced = read_job(path, home=home).model_dump(mode="json")["traced"]
+    path.write_text(f"{OWN}traced: {json.dumps(traced)}\n")
+    with pytest.raises(SpecError, match="no setting"):
+        read_job(path, home=home)
 
 
 @pytest.mark.parametrize("name", ["tiny_llama", "llama3_8b_lora"])

@@ -61,7 +61,6 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         f"{SCRIPT}degrade: {{sequence_lengths: [64]}}\n",
         ["`degrade.sequence_lengths` changes the training", "`degrade.allow: semantic`"],
     ),
-    "factory without a profile": (f"{HEAD}model: {{factory: m.py:f}}\n", ["needs a `profile`"]),
     "heads do not divide the width": (
         MODEL.replace("hidden_size: 64", "hidden_size: 66"),
         ["model.decoder.hidden_size", "66 over 4 heads", "an even number"],
