@@ -328,7 +328,7 @@ def head_bytes(training: Training) -> int:
 # the plain loss on a model of the caching allocator (best fit, splits, no merging of segments), 2026-11: logits and
 # their copies differ in size by a row or by their type, so they cannot share blocks. Samples of one length and a
 # vocabulary of 151,936 gave 1.45; lengths spread below the limit 2.05 to 6.2 (vocabularies of 32,000 to 151,936, limits
-# of 512 to 8,192, four orders each), of which this is the median.
+# of 512 to 8,192, four orders each), of which this is the median. tests/memory/test_allocator_replay.py does it again.
 POOL_RATIO = 1.45
 POOL_RATIO_VARYING = 2.9
 POOL_RATIO_EXPANDABLE = 1.05  # segments grow and are cut page by page
