@@ -25,9 +25,9 @@ ATTENTION_BACKWARD, EAGER_ATTENTION_BACKWARD = 2.5, 2.0
 # Achieved over nominal bandwidth of kernels that stream through memory (calculon-ai/calculon systems/a100_80g.json:
 # 0.75 for 10 MB, 0.90 for 100 MB).
 BANDWIDTH_EFFICIENCY = 0.80
-# Output tiles of cuBLAS and the rate of each, the largest being 1 (NVIDIA, Matrix Multiplication Background User's
-# Guide, sections 2.2 and 4: the tiles, and that smaller ones reuse less of what they load). A tile of a x b loads
-# (a + b) / ab of a value per operation; the rates say that 1/8 of the time of the largest goes there.
+# Output tiles of cuBLAS and their rates, the largest being 1 (NVIDIA, Matrix Multiplication Background User's Guide,
+# section 2.3: which there are, and that small ones reuse less of what they load). A tile of a x b loads (a + b) / ab
+# values per operation; the rates are what follows if that takes an eighth of the largest tile's time: a guess.
 TILES = (
     (256, 128, 1.0),
     (128, 256, 1.0),
@@ -37,13 +37,12 @@ TILES = (
     (64, 64, 0.80),
 )
 SPLITS = (2, 4)  # of the inner dimension, where tiles are few (split-K): the sums are added in memory
-# From the start of a kernel to its first result and from the last to the next kernel (the same guide, section 3.1,
-# says some microseconds).
+# Start and end of a kernel, in which the device is not full: a guess of its order. A launch takes some microseconds.
 KERNEL_S = 3e-6
-# What memory-bound operators move per byte that they keep for the backward pass. Counted over a layer of Megatron
-# (Korthikanti et al. 2022, arXiv:2205.05198, figure 2; 34 sbh + 5 as^2 bytes are kept): norms, activation, dropouts and
-# residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
-FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.5
+# What memory-bound operators move per byte that they keep for the backward pass. Counted over a layer of Megatron, of
+# which 34 sbh + 5 as^2 are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1): norms, activation, dropouts
+# and residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
+FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.25
 # Python and launches of one forward pass of one layer: Megatron needs (2384.8 - 660.4) ms for 24 more tokens and 384
 # more of prompt on 96 layers at batch 1 (NVIDIA/FasterTransformer docs, GPT-175B on 8 A100): 0.7 ms a layer, behind
 # which its kernels hide. A backward pass launches twice as many.
@@ -132,7 +131,7 @@ def matmul_s(rows: int, inner: int, columns: int, device: DeviceSpec, precision:
     """Seconds of a product of (rows x inner) and (inner x columns) matrices.
 
     Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
-    the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3).
+    the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3.2).
     """
     width = 4 if precision is Precision.FP32 else 2
     return _matmul_s(

@@ -120,12 +120,14 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
     assert share(16, 8192, 8192) < 0.2  # as many bytes as a large one for few operations
 
 
-@given(st.tuples(*[st.integers(1, 20000)] * 3), st.sampled_from(sorted(DEVICES)), st.sampled_from(Precision))
+@given(
+    st.tuples(*[st.integers(1, 20000)] * 3), st.sampled_from(sorted(DEVICES)), st.sampled_from(Precision), st.booleans()
+)
 @settings(max_examples=200, deadline=None)
 def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
-    shape: tuple[int, int, int], name: str, precision: Precision
+    shape: tuple[int, int, int], name: str, precision: Precision, tiled: bool
 ) -> None:
-    one, (rows, inner, columns) = device(name), shape
+    one, (rows, inner, columns) = device(name, **({} if tiled else {"multiprocessors": None})), shape
     taken_s = matmul_s(rows, inner, columns, one, precision)
     width = 4 if precision is Precision.FP32 else 2
     assert taken_s >= 2 * rows * inner * columns / product_flops(one, precision)
