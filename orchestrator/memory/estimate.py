@@ -71,7 +71,16 @@ class DeviceBytes:
         self._profile, self._device = profile, device
         self._outside_bytes = _outside_bytes(plan, device)
         self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
+        self._least: dict[object, int] = {}
         self._lines: dict[object, list[tuple[Rank, list[_Line]]]] = {}
+
+    def at_least(self, plan: Plan) -> int:
+        """Without any activations: by that alone most plans of a large model are beyond every device."""
+        key = self._counted_key(plan)
+        if key not in self._least:
+            counted = [counted_bytes for _, moments in self._counted_of(plan) for counted_bytes, _ in moments]
+            self._least[key] = _reserved_bytes(max(counted), self._device) + self._outside_bytes
+        return self._least[key]
 
     def __call__(self, plan: Plan) -> int:
         """`device_bytes` of the plan's estimate, in a tenth of the time."""
@@ -87,22 +96,26 @@ class DeviceBytes:
         return _reserved_bytes(allocated, self._device) + self._outside_bytes
 
     def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
-        mode = plan.activation_checkpointing
-        key = (all_in_flight(plan), None if self._device.kind is DeviceKind.CUDA else mode)
-        counted = self._counted.get(key) or self._counted.setdefault(key, self._counted_of(plan))
         found = []
-        for rank, moments in counted:
-            live = activations(rank, mode, casts=autocasts(plan))
+        for rank, moments in self._counted_of(plan):
+            live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
             lines = [(live[at][0], live[at][1] + counted_bytes, live[at][2]) for counted_bytes, at in moments]
             found.append((rank, lines))
         return found
 
     def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
         """Bytes that are counted at every moment of every rank, with the place of its activations."""
-        return [
-            (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
-            for rank in _ranks(self._profile, plan)
-        ]
+        key = self._counted_key(plan)
+        if key not in self._counted:
+            self._counted[key] = [
+                (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
+                for rank in _ranks(self._profile, plan)
+            ]
+        return self._counted[key]
+
+    def _counted_key(self, plan: Plan) -> object:
+        mode = None if self._device.kind is DeviceKind.CUDA else plan.activation_checkpointing
+        return (all_in_flight(plan), mode)
 
 
 def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from math import inf
 
 from orchestrator.memory.estimate import DeviceBytes, estimate
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -44,16 +44,10 @@ class _Variant:
     degradation: Degradation
 
 
-class _Weighed(NamedTuple):
-    profile: ModelProfile
-    plan: Plan
-    device_bytes: int
-
-
 def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
-    Every legal plan is weighed; what needs more than REACH devices' memory is of interest only where all plans do.
+    Every legal plan is looked at; what needs more than REACH devices' memory is of interest only where all plans do.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
     return _frontier(spec.model_copy(update=UNPLANNED), hardware)
@@ -61,19 +55,20 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
 
 @lru_cache(maxsize=512)
 def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
-    weighed: dict[Degradation, list[_Weighed]] = {}
+    classes: dict[Degradation, list[_Variant]] = {}
     for variant in _variants(spec, hardware):
-        for family in _families(spec, hardware, variant):
-            weighed.setdefault(variant.degradation, []).extend(_weigh(spec, hardware, family))
-    if not weighed:
-        raise why_no_strategy(spec, hardware)
-    return Frontier(
-        tuple(
-            _candidate(spec, hardware, costed, degradation)
-            for degradation, plans_of_class in sorted(weighed.items())
-            for costed in pareto(_costs(hardware, plans_of_class))
+        classes.setdefault(variant.degradation, []).append(variant)
+    reach_bytes = REACH * hardware.device.memory
+    found = [
+        _candidate(spec, hardware, costed, degradation)
+        for degradation, variants in sorted(classes.items())
+        for costed in pareto(
+            _costed(spec, hardware, variants, reach_bytes) or _costed(spec, hardware, variants, inf),
         )
-    )
+    ]
+    if not found:
+        raise why_no_strategy(spec, hardware)
+    return Frontier(tuple(found))
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
@@ -155,24 +150,28 @@ def _default_length(spec: JobSpec) -> int | None:
     return int(knob.default) if knob is not None and knob.default is not None else None
 
 
-def _weigh(spec: JobSpec, hardware: Hardware, family: Iterator[Plan]) -> Iterator[_Weighed]:
-    """The plans of a family with the profile that they share and their device bytes."""
+def _costed(spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], reach_bytes: float) -> list[Costed]:
+    """What every legal plan costs that needs no more than `reach_bytes`."""
+    return [
+        Costed(plan, step_s(profile, plan, hardware), device_bytes)
+        for variant in variants
+        for family in _families(spec, hardware, variant)
+        for profile, plan, device_bytes in _within(spec, hardware, family, reach_bytes)
+    ]
+
+
+def _within(
+    spec: JobSpec, hardware: Hardware, family: Iterator[Plan], reach_bytes: float
+) -> Iterator[tuple[ModelProfile, Plan, int]]:
+    """The plans of a family within reach, with the profile that they share and their device bytes."""
     first = next(family, None)
     if first is None:
         return
     profile = profile_for(spec, hardware, first)
-    device_bytes = DeviceBytes(profile, first, hardware.device)
+    needs = DeviceBytes(profile, first, hardware.device)
     for plan in chain((first,), family):
-        yield _Weighed(profile, plan, device_bytes(plan))
-
-
-def _costs(hardware: Hardware, weighed: list[_Weighed]) -> list[Costed]:
-    """What the plans within reach cost; all of them where none is."""
-    reach_bytes = REACH * hardware.device.memory
-    within = [one for one in weighed if one.device_bytes <= reach_bytes]
-    return [
-        Costed(plan, step_s(profile, plan, hardware), device_bytes) for profile, plan, device_bytes in within or weighed
-    ]
+        if needs.at_least(plan) <= reach_bytes and (device_bytes := needs(plan)) <= reach_bytes:
+            yield profile, plan, device_bytes
 
 
 def _candidate(spec: JobSpec, hardware: Hardware, costed: Costed, degradation: Degradation) -> Candidate:
