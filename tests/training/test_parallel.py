@@ -64,17 +64,13 @@ def plan(*, dp: int = 1, tp: int = 1, pp: int = 1, stage: int = 0, micro: int = 
 
 ON_TWO_RANKS = {
     "tp": plan(tp=2, activation_checkpointing=SELECTIVE),
-    "tp fsdp2 fp16": plan(tp=2, stage=3, activation_checkpointing=FULL, precision=FP16),
     "pp": plan(pp=2),
-    "pp fsdp2 bf16": plan(pp=2, stage=2, activation_checkpointing=FULL, precision=BF16),
 }
-ON_FOUR_RANKS = {
-    "tp x fsdp2": plan(dp=2, tp=2, stage=3),
-    "pp x ddp": plan(dp=2, pp=2),
-    "pp x tp": plan(tp=2, pp=2),
-}
+ON_FOUR_RANKS = {"pp x tp": plan(tp=2, pp=2)}
 LONG = {
     2: {
+        "tp fsdp2 fp16": plan(tp=2, stage=3, activation_checkpointing=FULL, precision=FP16),
+        "pp fsdp2 bf16": plan(pp=2, stage=2, activation_checkpointing=FULL, precision=BF16),
         "tp bf16": plan(tp=2, precision=BF16),
         "tp fp16": plan(tp=2, precision=FP16),
         "tp stage 2": plan(tp=2, stage=2, activation_checkpointing=SELECTIVE),
@@ -83,6 +79,8 @@ LONG = {
         "pp fsdp2 fp16": plan(pp=2, stage=2, precision=FP16),
     },
     4: {
+        "tp x fsdp2": plan(dp=2, tp=2, stage=3),
+        "pp x ddp": plan(dp=2, pp=2),
         "hsdp": plan(dp=4, dp_replicate=2, stage=3),
         "hsdp stage 2 bf16": plan(dp=4, dp_replicate=2, stage=2, precision=BF16),
         "tp 2 x fsdp2 stage 2": plan(dp=2, tp=2, stage=2, precision=BF16, activation_checkpointing=FULL),
@@ -143,15 +141,16 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     plans = ON_TWO_RANKS | ON_FOUR_RANKS
     reference = _run(home, "reference", plan(), text, DECODER)
     fresh = {name: _run(home, name.replace(" ", "-"), chosen, text, DECODER) for name, chosen in plans.items()}
-    turned = ("tp", "pp", "pp x tp")
-    resumed = {name: _run(home, f"to-{name}".replace(" ", "-"), plans[name], text, DECODER) for name in turned}
-    back = {name: _run(home, f"from-{name}".replace(" ", "-"), plan(), text, DECODER) for name in turned}
+    resumed = {
+        name: _run(home, f"to-{name}".replace(" ", "-"), chosen, text, DECODER) for name, chosen in plans.items()
+    }
+    back = {name: _run(home, f"from-{name}".replace(" ", "-"), plan(), text, DECODER) for name in plans}
     gang.launch([Part(run=reference)])
     for names in (ON_TWO_RANKS, ON_FOUR_RANKS):
         parts = [Part(run=fresh[name]) for name in names]
         source = _step_folder(home, "reference")
-        gang.launch([*parts, *(Part(run=resumed[name], start_from=source) for name in turned if name in names)])
-    gang.launch([Part(run=back[name], start_from=_step_folder(home, name.replace(" ", "-"))) for name in turned])
+        gang.launch([*parts, *(Part(run=resumed[name], start_from=source) for name in names)])
+    gang.launch([Part(run=back[name], start_from=_step_folder(home, name.replace(" ", "-"))) for name in plans])
     return Curves(reference=reference, fresh=fresh, resumed=resumed, back=back)
 
 
@@ -160,7 +159,7 @@ def test_every_layout_gives_the_losses_of_one_process(curves: Curves, name: str)
     _check(curves.fresh[name], curves.reference)
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "pp x tp"])
+@pytest.mark.parametrize("name", [*ON_TWO_RANKS, *ON_FOUR_RANKS])
 def test_a_training_goes_on_in_another_layout_and_back(curves: Curves, name: str) -> None:
     for run in (curves.resumed[name], curves.back[name]):
         _check(run, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
