@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.estimate import DeviceBytes, estimate
@@ -92,6 +92,8 @@ machines = st.builds(
 
 
 @given(jobs, machines)
+@example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "16MiB", nvme=False))  # the reach cuts
+@example(job(WORK[5], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "96MiB", nvme=False))
 @settings(max_examples=30, deadline=None)
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(spec: JobSpec, here: Hardware) -> None:
     try:
