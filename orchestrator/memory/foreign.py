@@ -89,7 +89,7 @@ class Training:
     offload_parameters: bool = False
     offload_activations: bool = False
     ends_apart: bool = False  # FSDP: embedding and head are units of their own
-    eager_context: bool = False  # CUDA modules are loaded at start: before CUDA 11.7
+    is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     expandable_segments: bool = False
 
     @property
@@ -206,7 +206,7 @@ def saved_bytes(training: Training) -> int:
     return t * per_token + score_bytes(training)
 
 
-def _gated_layer(training: Training) -> int:
+def _gated_layer(training: Training, *, selective: bool = False) -> int:
     """Per token: the count of memory/profiles.py, from where the low-precision norm without an fp32 copy differs."""
     shape = training.shape
     spec = DecoderShape(
@@ -221,6 +221,8 @@ def _gated_layer(training: Training) -> int:
     )
     precision = Precision.BF16 if training.low_precision else Precision.FP32
     layer = _decoder(spec, "foreign", precision, 1, 1, training.stream == 4).segments[1]
+    if selective:
+        return layer.selective_bytes or layer.saved_bytes
     # transformers' norms keep their input in fp32 alone (hf_profiles.as_transformers)
     return layer.saved_bytes - (4 * shape.hidden if precision is Precision.BF16 and training.stream == 2 else 0)
 
@@ -267,7 +269,11 @@ def kept_bytes(training: Training) -> int:
     if training.checkpointing is ActivationCheckpointing.FULL:
         return 0 if training.offload_activations else boundary_bytes(training)
     if training.checkpointing is ActivationCheckpointing.SELECTIVE:
-        return saved_bytes(training) - score_bytes(training)
+        # products and attention are kept (memory/profiles.py); Megatron's recomputes the scores alone
+        products = saved_bytes(training) - score_bytes(training)
+        if training.shape.gated and training.framework not in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+            products = min(products, training.tokens * _gated_layer(training, selective=True) // training.tp)
+        return products
     return saved_bytes(training)
 
 
@@ -275,7 +281,7 @@ def working_bytes(training: Training) -> int:
     """What the backward pass of one layer has above what all layers keep."""
     again = saved_bytes(training) if training.checkpointing is ActivationCheckpointing.FULL else 0
     if training.checkpointing is ActivationCheckpointing.SELECTIVE:
-        again = score_bytes(training)
+        again = saved_bytes(training) - kept_bytes(training)
     dequantised = 0
     if training.base_bytes is not None:
         dequantised = 2 * max(inputs * outputs for inputs, outputs in training.shape.projections.values())

@@ -54,7 +54,7 @@ def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> M
         reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), pooled)
         for total, _, causes, pooled in found
     )
-    around = (EAGER_CONTEXT_BYTES if training.eager_context else CONTEXT_BYTES) + _communicators(training)
+    around = (EAGER_CONTEXT_BYTES if training.is_old else CONTEXT_BYTES) + _communicators(training)
     if capacity_bytes is not None:
         least = round((allocated + WORKSPACE_BYTES) * FRAGMENTATION)
         reserved = min(reserved, max(least, capacity_bytes - around))
@@ -151,7 +151,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     copies = 0  # fp32 copies of gradients, which outlive the step
     if training.framework is Framework.MEGATRON:
         gradients, flat = (4 * trained, 0) if training.fp32_gradients else (width * trained, width * trained)
-        copies = 0 if training.fp32_gradients else 4 * trained
+        copies = 4 * trained if training.is_old and not training.fp32_gradients else 0
     else:  # DeepSpeed: FP16 ZeRO-1 partitions a copy; BF16_Optimizer adds up in fp32, whole
         gradients = (width + 4) * trained if training.fp32_gradients else width * trained
         flat = min(BUCKET_ELEMENTS, trained) * width if training.dp > 1 and zero else 0
@@ -167,7 +167,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
         (WORKING, working),
     )
     reduction = (*earlier, ("gradients", gradients), ("flat gradients", flat))
-    temporaries = 0
+    temporaries = 0 if copies or training.fp32_gradients else 4 * trained // shards
     if training.framework is Framework.MEGATRON_DEEPSPEED and not training.fp32_gradients:
         # an fp32 copy of the gradients; ZeRO-1 averages its share into a list before, and flattens that
         # (deepspeed/runtime/fp16/fused_optimizer.py, deepspeed/runtime/zero/stage_1_and_2.py)

@@ -80,7 +80,7 @@ class _Reader:
             checkpointing=self.checkpointing(framework),
             flash=self.flash(shape, framework),
             fused=self.fused(framework),
-            eager_context=self.is_old(framework),
+            is_old=self.is_old(framework),
             expandable_segments="expandable" in self.said,
             stage=self.stage(),
             lengths_vary=row["seq_len"].startswith("max"),
@@ -117,7 +117,7 @@ class _Reader:
         sharding = self.row["sharding"].lower()
         if "megatron" in said and "zero-3" in sharding:
             return Framework.DEEPSPEED
-        if "megatron" in said:
+        if "megatron" in said or "nemo" in said:
             deepspeed = "deepspeed" in said and "deepspeed off" not in said and "3d=n" not in said
             return Framework.MEGATRON_DEEPSPEED if deepspeed else Framework.MEGATRON
         if "device_map" in sharding:
@@ -191,13 +191,16 @@ class _Reader:
             pp=pp,
             gradient_accumulation_steps=steps,
             virtual_stages=int((re.search(r"\bVPP=(\d+)", other) or [0, 1])[1]),
-            sequence_parallel=tp > 1 and ("bridge" in self.said or "sequence parallel" in self.said),
+            sequence_parallel=tp > 1
+            and ("bridge" in self.said or re.search(r"\bsequence parallel|\bsp\b", self.said) is not None),
             zero_stage=self._zero_stage(training.framework, row["sharding"].lower()),
         )
 
     def _zero_stage(self, framework: Framework, said: str) -> int:
         if found := re.search(r"zero-?(\d)", said + " " + self.row["framework"].lower()):
             return int(found[1])
+        if "distributed optimizer" in said:
+            return 1
         if "grad_op" in said:
             return 2
         if framework in (Framework.FSDP1, Framework.FSDP2):
@@ -271,7 +274,9 @@ class _Reader:
             chosen = int(rank[1])
         everywhere = "all" in said or "fsdp_qlora" in self.said
         # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
-        prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and "torchtune" not in self.said
+        prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(
+            "torchtune|unsloth", self.said
+        )
         ends_fp32 = bool(quantised) and prepared and "gptq" not in said and "fsdp_qlora" not in self.said
         if ends_fp32:
             self.inferred.append("embedding, head and norms cast to fp32 by peft's preparation for quantised training")
@@ -318,7 +323,8 @@ class _Reader:
         if autocasts:
             self.inferred.append("weights stay fp32 and are cast where they are used")
         offload = row["offload"].lower()
-        everything = "cpu" in offload and "act" not in offload.replace("activation", "act").split("=")[0][:3]
+        only_optimizer = bool(re.match(r"(cpu )?optim", offload)) or "opt=y" in offload
+        everything = not only_optimizer and "cpu" in re.sub(r"act_cpu=\w+", "", offload)
         return replace(
             training,
             low_precision=low,
@@ -337,7 +343,7 @@ class _Reader:
             and "torchtune" not in self.said,  # whose configurations say fused=True
             loss=self._loss(),
             offload_parameters=everything or "param=y" in offload,
-            offload_optimizer=everything or "opt=y" in offload,
+            offload_optimizer=everything or only_optimizer,
             offload_activations="activation" in offload or "activation offload" in self.other or self._old_zero_3(),
         )
 
