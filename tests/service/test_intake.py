@@ -126,6 +126,7 @@ def own_job(folder: Path, code: str, text: str = OWN) -> Path:
     return path
 
 
+@pytest.mark.timeout(300)  # a child process that imports torch
 def test_a_model_of_which_nobody_says_what_it_costs_is_traced_once(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     spec = read_job(path, home=home)
@@ -143,6 +144,7 @@ def test_a_model_of_which_nobody_says_what_it_costs_is_traced_once(tmp_path: Pat
     assert changed.parameters == 6 * 3 + 3, "other code is another model"
 
 
+@pytest.mark.timeout(300)  # a child process that imports torch
 def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) -> None:
     spec = read_job(own_job(tmp_path, FACTORY.replace("WIDTH", "5")), home=home)
     assert spec.traced
@@ -155,6 +157,7 @@ def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) 
         job_from_data({**json.loads(text), "traced": []}, "the submitted job")
 
 
+@pytest.mark.timeout(300)  # a child process that imports torch
 def test_a_model_that_cannot_be_traced_is_refused_with_its_own_words(tmp_path: Path) -> None:
     code = FACTORY.replace("WIDTH", "5").replace("module(*batch).sum()", "1 / 0")
     with pytest.raises(SpecError) as caught:
