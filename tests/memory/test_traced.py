@@ -1,0 +1,134 @@
+"""The trace against real engines on real ranks under a virtual device, and the plans that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from orchestrator.memory.estimate import estimate
+from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.specs.model import DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.tracing import Arithmetic, Request, profiles
+from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
+from tests.memory.measure import peaks
+from tests.training.tiny_hf import FAMILIES
+
+MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
+EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
+NONE, SELECTIVE, FULL = ActivationCheckpointing
+DECODER = DecoderSpec(
+    vocab_size=256,
+    hidden_size=192,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+)
+WIDE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+MODELS = {
+    "conv": ModelSpec(
+        factory=f"{EXAMPLES}/conv_classifier.py:build", config={"width": 64, "depth": 4, "size": 32, "samples": 2000}
+    ),
+    "unet": ModelSpec(
+        factory=f"{EXAMPLES}/diffusion_unet.py:build", config={"width": 32, "levels": 3, "size": 32, "samples": 2000}
+    ),
+    "gan": ModelSpec(
+        factory=f"{EXAMPLES}/vocoder_gan.py:build",
+        config={"width": 64, "frames": 64, "samples": 2000, "discriminator_learning_rate": 1e-3},
+    ),
+    "codebooks": ModelSpec(
+        factory=f"{Path(__file__).with_name('codebooks.py')}:build",
+        config={"codebooks": 4, "words": 256, "width": 128, "layers": 3, "frames": 60, "samples": 512},
+    ),
+    "decoder": ModelSpec(decoder=DECODER),
+    "gpt2": ModelSpec(hf={"model_type": "gpt2", **FAMILIES["gpt2"], "n_embd": 128, "vocab_size": 512, "n_layer": 4}),
+    "phi3": ModelSpec(hf={"model_type": "phi3", **FAMILIES["phi3"], **WIDE}),
+    "gemma2": ModelSpec(hf={"model_type": "gemma2", **FAMILIES["gemma2"], **WIDE}),
+    "mixtral": ModelSpec(hf={"model_type": "mixtral", **FAMILIES["mixtral"], **WIDE}),
+}
+
+
+def traced(model: ModelSpec, *arithmetics: tuple[Precision, bool]) -> dict[tuple[Precision, bool], ModelProfile]:
+    """Profiles by precision and whether autocast computes in it."""
+    asked = tuple(Arithmetic(precision=precision, autocast=autocast) for precision, autocast in arithmetics)
+    request = Request(
+        model=model, training=TrainingSpec(), family="model", sequence_length=SEQUENCE_LENGTH, arithmetics=asked
+    )
+    return dict(zip(arithmetics, profiles(request), strict=True))
+
+
+def plan(engine: Engine, stage: int, dp: int, micro: int, turns: int, **fields: object) -> Plan:
+    return Plan(
+        engine=engine,
+        layout=ParallelLayout(dp=dp),
+        zero_stage=ZeroStage(stage),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=turns,
+        sequence_length=SEQUENCE_LENGTH,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def rows(name: str, tried: Sequence[Plan], folder: Path) -> list[Row]:
+    """Every plan of the model, predicted and measured."""
+    known = traced(MODELS[name], *dict.fromkeys((each.precision, autocasts(each)) for each in tried))
+    return [
+        Row(
+            plan=each,
+            predicted_bytes=estimate(known[each.precision, autocasts(each)], each, DEVICE).allocated_bytes,
+            measured_bytes=measured,
+        )
+        for each, measured in zip(
+            tried, peaks(MODELS[name], SEQUENCE_LENGTH, tried, folder / f"{name}-{tried[0].world_size}"), strict=True
+        )
+    ]
+
+
+def bars_hold(found: Sequence[Row]) -> bool:
+    errors = [abs(row.error) for row in found]
+    return sum(errors) / len(errors) <= MEAN_ERROR_MAX and max(errors) <= WORST_ERROR_MAX
+
+
+LONE = [
+    plan(Engine.TORCH, 0, 1, 1, 1),
+    plan(Engine.TORCH, 0, 1, 3, 2),
+    plan(Engine.TORCH, 0, 1, 4, 1, activation_checkpointing=FULL),
+    plan(Engine.TORCH, 0, 1, 4, 1, activation_checkpointing=SELECTIVE),
+]
+PAIRS = [
+    plan(Engine.TORCH, 0, 2, 1, 1),
+    plan(Engine.TORCH, 0, 2, 3, 2),
+    plan(Engine.TORCH, 2, 2, 4, 1),
+    plan(Engine.TORCH, 3, 2, 1, 1),
+    plan(Engine.TORCH, 3, 2, 3, 2),
+    plan(Engine.TORCH, 3, 2, 4, 1, activation_checkpointing=FULL),
+]
+
+
+@pytest.mark.timeout(600)  # 10 s on an idle core, many times that on a busy one
+def test_a_lone_rank_of_a_net_that_skips_layers_needs_what_its_trace_says(tmp_path: Path) -> None:
+    found = rows("unet", LONE, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(name: str, tmp_path: Path) -> None:
+    found = rows(name, LONE, tmp_path) + rows(name, PAIRS, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+@pytest.mark.timeout(600)
+def test_the_trace_of_our_decoder_has_the_parameters_and_about_the_peak_of_its_closed_form() -> None:
+    (found,) = traced(ModelSpec(decoder=DECODER), (Precision.FP32, False)).values()
+    closed = profile_of(job(ModelSpec(decoder=DECODER)), precision=Precision.FP32, sequence_length=SEQUENCE_LENGTH)
+    assert closed is not None
+    assert found.parameters == closed.parameters
+    for one in (*LONE, *PAIRS):
+        ours, theirs = (estimate(each, one, DEVICE).allocated_bytes for each in (found, closed))
+        assert ours == pytest.approx(theirs, rel=0.05), one
