@@ -128,7 +128,7 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Put jobs into the queue; all of them are read before the first is stored."""
-    specs = [_read_job(file, settings) for file in files]
+    specs = [_read_job(file, settings, home) for file in files]
     client = _client(home)
     ids = [client.submit(spec.model_dump(mode="json")) for spec in specs]
     _answer({"ids": ids}, as_json, "\n".join(ids))
@@ -137,7 +137,7 @@ def submit(
 @app.command()
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Submit a job, follow it to its end, and exit with its result; starts the service where it is not up."""
-    _run(_read_job(file, settings), None, home, as_json)
+    _run(_read_job(file, settings, home), None, home, as_json)
 
 
 @app.command()
@@ -151,7 +151,7 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Let a job fail in its first attempt, and watch it recover on the ordinary path."""
-    spec = _read_job(file, settings)
+    spec = _read_job(file, settings, home)
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
@@ -231,7 +231,7 @@ def plan(
     from orchestrator.service.forecast import forecast
     from orchestrator.service.tables import forecast_panel
 
-    spec = _read_job(file, settings)
+    spec = _read_job(file, settings, home)
     nodes, observations = _hardware(home, cluster)
     answer = forecast(spec, nodes, observations)
     _answer(dict(answer), as_json, forecast_panel(answer))
@@ -259,7 +259,7 @@ def estimate(
     from orchestrator.service.intake import read_overrides
     from orchestrator.service.tables import candidate_panel
 
-    spec = _read_job(file, None)
+    spec = _read_job(file, None, home)
     given = read_overrides(settings or [])
     nodes, observations = _hardware(home, cluster)
     answer = forecast_of(spec, given, nodes, observations)
@@ -294,10 +294,10 @@ def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _read_job(file: Path, settings: Sequence[str] | None) -> JobSpec:
+def _read_job(file: Path, settings: Sequence[str] | None, home: Path) -> JobSpec:
     from orchestrator.service.intake import read_job, read_overrides
 
-    return read_job(file, read_overrides(settings or []))
+    return read_job(file, read_overrides(settings or []), home)
 
 
 def _client(home: Path) -> Client:
