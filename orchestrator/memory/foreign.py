@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from orchestrator.memory.architectures import Architecture
 from orchestrator.memory.hf_profiles import NF4_BYTES, DecoderShape
-from orchestrator.memory.profiles import _decoder
+from orchestrator.memory.profiles import decoder_profile
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 
 
@@ -220,7 +220,7 @@ def _gated_layer(training: Training, *, selective: bool = False) -> int:
         tie_word_embeddings=shape.tied,
     )
     precision = Precision.BF16 if training.low_precision else Precision.FP32
-    layer = _decoder(spec, "foreign", precision, 1, 1, training.stream == 4).segments[1]
+    layer = decoder_profile(spec, "foreign", precision, 1, 1, training.stream == 4).segments[1]
     if selective:
         return layer.selective_bytes or layer.saved_bytes
     # transformers' norms keep their input in fp32 alone (hf_profiles.as_transformers)

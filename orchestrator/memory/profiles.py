@@ -48,12 +48,12 @@ def profile_of(
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
     if spec.model is not None and spec.model.decoder is not None:
         length = sequence_length or spec.data.sequence_length
-        return _decoder(spec.model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
+        return decoder_profile(spec.model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
     if spec.model is not None and spec.model.hf is not None:
         length = sequence_length or spec.data.sequence_length
         shape = decoder_shape(spec.model, length)
         if shape is not None:
-            ours = _decoder(shape, spec.family_name, precision, length, tensor_parallel, autocast)
+            ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
             return as_transformers(ours, spec.model, shape, length, autocast=autocast)
     if tensor_parallel > 1:
         return None
@@ -129,7 +129,7 @@ def _declared(
 
 
 @lru_cache(maxsize=1024)
-def _decoder(
+def decoder_profile(
     spec: DecoderSpec | DecoderShape, family: str, precision: Precision, sequence_length: int, tp: int, autocast: bool
 ) -> ModelProfile:
     """The closed form of `training/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
