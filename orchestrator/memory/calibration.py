@@ -28,7 +28,8 @@ CONFIDENCE = 0.99
 MARGIN = 1.05
 # So many outcomes is that worth. With 8, of families whose errors have the spread that MARGIN supposes, 98.4 to 99.2 %
 # stay within the margin after 0 to 32 outcomes; of families of about six times that spread, 95 % after 8 and 98.6 %
-# after 32 (4,000 draws each, 2026-11). A plain conformal quantile gave 94 % and 89 % after 8: it cannot say 99 % before 99.
+# after 32 (4,000 draws each, 2026-11). A plain conformal quantile gave 94 % and 89 % after 8: it cannot say
+# 99 % before 99.
 PRIOR_OUTCOMES = 8
 # An outcome further above the median than so many spreads counts as if it were there (Hampel's rule: Hampel 1974, JASA
 # 69:383, section 4); 1.4826 makes the median absolute deviation of a normal distribution its spread.
