@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/python -m jobs.demo.run
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest -m "not long" --durations=25
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long
