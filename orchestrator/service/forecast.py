@@ -31,6 +31,7 @@ from orchestrator.specs.plan import (
     in_short,
     settings,
 )
+from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.state import Observation
 
 SETTINGS = (
@@ -110,6 +111,10 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
     return next((one for one in found if one["chosen"] is not None), found[0])
 
 
+def _origin(profile: ModelProfile) -> str:
+    return f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
+
+
 def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> Forecast:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
@@ -125,7 +130,7 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
         device=hardware.device.name,
         devices=len(free_bytes),
         global_batch_size=spec.global_batch_size,
-        profile=profile_for(spec, hardware, candidates[0].plan).source,
+        profile=_origin(profile_for(spec, hardware, candidates[0].plan)),
         chosen=chosen,
         frontier=views,
         nothing_fits=nothing,
