@@ -27,7 +27,9 @@ def find(attempt: Attempt) -> Launchers:
     """The launchers of `attempt` that exist, by node."""
     found = {}
     for part in attempt.placement:
-        with contextlib.suppress(ValueError):  # no actor has that name
+        # No actor has that name; or it has just died, and Ray has dropped its class before its name (an assertion of
+        # `_load_actor_class_from_gcs` in ray/_private/function_manager.py, ray 2.60.0, seen on a busy machine).
+        with contextlib.suppress(ValueError, AssertionError):
             found[part.node] = ray.get_actor(launcher_name(attempt, part.node))
     return found
 
