@@ -35,6 +35,7 @@ def plan(engine: Engine, stage: int, *, dp: int = 2, accumulation: int = 1, **fi
 
 
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]  # test_equality.py has one plan of every kind in make test
 ON_TWO_RANKS = {
     "ddp": plan(TORCH, 0),
     "ddp accumulation": plan(TORCH, 0, accumulation=4),
