@@ -148,6 +148,7 @@ class _Guarded:
         sys.stderr.flush()
         if out_of_memory:
             os._exit(OOM_EXIT_CODE)  # no destructor may wait for ranks that wait for this one
+        _leave(1)
         sys.exit(1)
 
     def _report_oom(self, error: BaseException) -> bool:

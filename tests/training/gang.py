@@ -171,7 +171,8 @@ def _main(path: str) -> None:
         code = main.main([path])
     except Exception:
         traceback.print_exc()
-        code = 1
+        sys.stderr.flush()
+        os._exit(1)  # while the error still holds its frames, and they the engine: gloo may abort as that goes
     sys.stderr.flush()
     os._exit(code)
 
