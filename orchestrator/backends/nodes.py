@@ -176,6 +176,7 @@ class NodeWatch:
             free_bytes=free,
             host_free_bytes=node.host_memory_bytes,
             network_bandwidth=self.cluster.network_bandwidth,
+            launch_cost_s=self.cluster.launch_cost,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
 from orchestrator.memory.hf_profiles import DecoderShape, decoder_shape
 from orchestrator.planning.cost import Hardware
@@ -19,6 +20,8 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     dp divides the global batch; tp stays inside a node, where the all-reduces of every layer go; pp leaves every rank a
     layer. Raises SpecError where no allowed number of devices divides the global batch.
     """
+    if spec.speeds:
+        return _measured_layouts(spec, hardware)
     per_node, most = hardware.devices_per_node, min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
     allowed = {world for world in range(spec.gpus.min, most + 1) if world <= per_node or world % per_node == 0}
     if _micro_is_unknown(spec):
@@ -32,6 +35,19 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
     if not found:
         raise _no_layout(spec, hardware)
     return tuple(found)
+
+
+def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
+    """One for each number of devices at which the script's speed is told.
+
+    Where it does not divide the global batch, the script shares samples between devices, in a way of its own: `tp`.
+    """
+    most = min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
+    counts = [count for count, _ in spec.speeds if spec.gpus.min <= count <= most]
+    if not counts:
+        raise _no_layout(spec, hardware)
+    shared = [gcd(count, spec.global_batch_size) for count in counts]
+    return tuple(ParallelLayout(dp=dp, tp=count // dp) for count, dp in zip(counts, shared, strict=True))
 
 
 def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from math import inf
+from math import gcd, inf
 
 from orchestrator.memory.estimate import DeviceBytes, estimate
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -29,7 +29,15 @@ from orchestrator.specs.profile import ModelProfile, Segment, Source
 __all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "plans", "profile_for"]
 
 # What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
-UNPLANNED = {"name": "job", "family": None, "priority": 0, "retries": Retries(), "env": (), "secrets": ()}
+UNPLANNED = {
+    "name": "job",
+    "family": None,
+    "priority": 0,
+    "steps": None,
+    "retries": Retries(),
+    "env": (),
+    "secrets": (),
+}
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
 ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
@@ -48,9 +56,27 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
     Every legal plan is looked at; what needs more than REACH devices' memory is of interest only where all plans do.
+    Where the job tells its speeds, these are the step times of the fastest plan on so many devices, and what the cost
+    model says of the others is relative to it.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
-    return _frontier(spec.model_copy(update=UNPLANNED), hardware)
+    if not spec.speeds:
+        return _frontier(spec.model_copy(update=UNPLANNED), hardware)
+    counts = tuple((count, 1.0) for count, _ in spec.speeds)
+    return _measured(_frontier(spec.model_copy(update={**UNPLANNED, "speeds": counts}), hardware), dict(spec.speeds))
+
+
+def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
+    """The same plans, with the fastest of each number of devices as fast as it was measured."""
+    fastest_s: dict[int, float] = {}
+    for one in costed.candidates:
+        world_size = one.plan.world_size
+        fastest_s[world_size] = min(one.step_s, fastest_s.get(world_size, inf))
+    found = [
+        replace(one, step_s=one.step_s * speeds[one.plan.world_size] / fastest_s[one.plan.world_size])
+        for one in costed.candidates
+    ]
+    return Frontier(tuple(sorted(found, key=lambda one: (one.degradation, one.step_s))))
 
 
 @lru_cache(maxsize=512)
@@ -62,13 +88,21 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     found = [
         _candidate(spec, hardware, costed, degradation)
         for degradation, variants in sorted(classes.items())
-        for costed in pareto(
-            _costed(spec, hardware, variants, reach_bytes) or _costed(spec, hardware, variants, inf),
+        for costed in _beaten_by_none(
+            spec, _costed(spec, hardware, variants, reach_bytes) or _costed(spec, hardware, variants, inf)
         )
     ]
     if not found:
         raise why_no_strategy(spec, hardware)
     return Frontier(tuple(found))
+
+
+def _beaten_by_none(spec: JobSpec, costed: Sequence[Costed]) -> list[Costed]:
+    """The frontier of these; where the job tells its speeds, which the cost model does not know, one per number."""
+    if not spec.speeds:
+        return pareto(costed)
+    counts = sorted({one.plan.world_size for one in costed})
+    return [best for count in counts for best in pareto(one for one in costed if one.plan.world_size == count)]
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
@@ -87,7 +121,10 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         tensor_parallel=plan.layout.tp,
         autocast=autocasts(plan),
     )
-    return known or assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
+    if known is not None:
+        return known
+    assumed = assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
+    return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
 
 
 def assumed_profile(
@@ -101,7 +138,7 @@ def assumed_profile(
     """
     knob = spec.knobs.micro_batch_size
     micro = knob.default if knob is not None and knob.default is not None else None
-    own_micro = int(micro) if micro is not None else -(-spec.global_batch_size // spec.gpus.min)
+    own_micro = int(micro) if micro is not None else -(-spec.global_batch_size // _fewest_shares(spec))
     share = 0.5 if spec.precision is Precision.FP32 and precision is not Precision.FP32 else 1.0
     length = spec.knobs.sequence_length.default if spec.knobs.sequence_length is not None else None
     stretch = sequence_length / int(length) if sequence_length and length else 1.0
@@ -123,6 +160,11 @@ def assumed_profile(
         source=Source.ASSUMED,
         segments=(part,),
     )
+
+
+def _fewest_shares(spec: JobSpec) -> int:
+    """Into how many parts a script cuts its batch on the devices that leave the most to each of them."""
+    return min((gcd(count, spec.global_batch_size) for count, _ in spec.speeds), default=spec.gpus.min)
 
 
 def _variants(spec: JobSpec, hardware: Hardware) -> list[_Variant]:

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -64,6 +65,21 @@ Words = Annotated[  # a mapping of words that can be hashed
     BeforeValidator(lambda words: tuple(words.items()) if isinstance(words, dict) else words),
     PlainSerializer(dict, return_type=dict[str, str]),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]
+
+
+def _pairs(speeds: object) -> object:
+    return tuple((int(str(count)), each) for count, each in speeds.items()) if isinstance(speeds, dict) else speeds
+
+
+Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest devices first
+    tuple[tuple[Annotated[int, Field(ge=1)], Seconds], ...],
+    BeforeValidator(_pairs),
+    AfterValidator(lambda speeds: tuple(sorted(speeds))),
+    PlainSerializer(
+        lambda speeds: {str(count): f"{Decimal(repr(each)):f}s" for count, each in speeds}, return_type=dict[str, str]
+    ),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
 ]
 
 
@@ -179,6 +195,8 @@ class JobSpec(Noun):
     family: str | None = None  # jobs of one family share their calibration; None: the name
     priority: int = 0  # higher first
     gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
+    steps: int | None = Field(default=None, ge=1)  # optimizer steps of a script; a model says training.max_steps
+    speeds: Speeds = ()  # seconds per optimizer step that a script was measured at, by number of devices
     global_batch_size: int = Field(ge=1)
     precision: Precision = Precision.FP32
 
@@ -208,6 +226,20 @@ class JobSpec(Noun):
     def is_script(self) -> bool:
         return self.command is not None
 
+    @property
+    def optimizer_steps(self) -> int | None:
+        """From the job's beginning to its end; None where nobody says."""
+        return self.steps if self.is_script else self.training.max_steps
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range_of_speeds(cls, said: object) -> object:
+        """A job that tells its speeds may take any number of devices that they name, unless it says `gpus`."""
+        if not isinstance(said, dict) or not isinstance(said.get("speeds"), dict) or "gpus" in said:
+            return said
+        counts = [int(count) for count in map(str, said["speeds"]) if count.isdecimal()]
+        return {**said, "gpus": {"min": min(counts), "max": max(counts)}} if counts else said
+
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
         if (self.command is None) == (self.model is None):
@@ -221,6 +253,13 @@ class JobSpec(Noun):
                 raise ValueError("a decoder job needs `data.text`: the files it is trained on")
             if self.model.hf is not None and not self.data.files:
                 raise ValueError("a transformers model needs `data.text`, `data.chat` or `data.tokens`")
+        if self.model is not None and (self.steps is not None or self.speeds):
+            raise ValueError("`steps` and `speeds` are a script's: a model says `training.max_steps`, and is costed")
+        counts = [count for count, _ in self.speeds]
+        if len(set(counts)) < len(counts) or any(each <= 0 for _, each in self.speeds):
+            raise ValueError("`speeds` names each number of devices once, with more than 0 seconds")
+        if counts and not any(self.gpus.min <= count <= self.gpus.max for count in counts):
+            raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         return self

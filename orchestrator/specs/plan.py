@@ -188,8 +188,8 @@ class Plan:
         return None
 
     def _why_illegal_for_script(self) -> str | None:
-        if self.layout.tp > 1 or self.layout.pp > 1:
-            return "engine=script runs data parallel only (tp=pp=1): nothing tells a script how to cut its model"
+        if self.layout.pp > 1:
+            return "engine=script runs no pipeline (pp=1): nothing tells a script how to cut its model"
         if self.offload_target is OffloadTarget.NVME:
             return "engine=script offloads to host memory only: nobody removes what a script leaves in files"
         if self.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT) and self.zero_stage is not ZeroStage.NONE:

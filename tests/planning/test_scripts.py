@@ -180,7 +180,6 @@ def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensor
 @pytest.mark.parametrize(
     "fields",
     [
-        {"layout": ParallelLayout(tp=2)},
         {"layout": ParallelLayout(pp=2), "gradient_accumulation_steps": 2},
         {
             "zero_stage": ZeroStage.PARAMETERS,
@@ -188,7 +187,7 @@ def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensor
             "offload_target": OffloadTarget.NVME,
         },
     ],
-    ids=["tp", "pp", "nvme"],
+    ids=["pp", "nvme"],
 )
 def test_what_no_script_can_be_told_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(IllegalPlan, match="script"):

@@ -25,7 +25,10 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     # text of the file -> everything that the error must say
     "unknown key, near one": (f"{SCRIPT}priorty: 1\n", ["job.yaml:4: priorty", "unknown key", "mean 'priority'"]),
     "unknown key of another section": (f"{SCRIPT}max_steps: 9\n", ["max_steps", "under `training:`"]),
-    "misspelt key of another section": (f"{SCRIPT}max_step: 9\n", ["max_step", "did you mean `training.max_steps`"]),
+    "misspelt key of another section": (
+        f"{SCRIPT}checkpoint_every_step: 9\n",
+        ["checkpoint_every_step", "did you mean `training.checkpoint_every_steps`"],
+    ),
     "unknown key, deep": (
         f"{SCRIPT}knobs:\n  micro_batch_size: {{flga: --b, default: 1}}\n",
         ["job.yaml:5: knobs.micro_batch_size.flga", "flag, switch, env, default, values", "mean 'flag'"],

@@ -1,0 +1,81 @@
+"""What a script tells of its length and its speeds becomes its frontier."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.planning.frontier import fits
+from orchestrator.planning.search import Hardware, frontier
+from orchestrator.specs.cluster import DeviceSpec
+from orchestrator.specs.job import JobSpec
+
+A100 = DeviceSpec.model_validate(
+    {
+        "name": "a100",
+        "memory": "80GiB",
+        "bf16_tflops": 312,
+        "fp32_tflops": 19.5,
+        "memory_bandwidth": "2000GB/s",
+        "link_bandwidth": "300GB/s",
+    }
+)
+NODES = Hardware(device=A100, devices_per_node=8, nodes=8, network_bandwidth=25 * 10**9)
+SPEEDS = {"1": "2.1s", "5": "1.2s", "40": "0.7s"}
+
+
+def measured(**said: object) -> JobSpec:
+    return JobSpec.model_validate(
+        {"name": "job", "command": "python train.py", "global_batch_size": 32, "speeds": SPEEDS, **said}
+    )
+
+
+def times(spec: JobSpec) -> dict[int, float]:
+    return {one.plan.world_size: one.step_s for one in frontier(spec, NODES).candidates}
+
+
+def test_each_number_of_devices_whose_speed_is_told_is_a_candidate_that_fits() -> None:
+    """Also those that do not divide the global batch, and those that the cost model would not believe in."""
+    assert times(measured()) == {40: 0.7, 5: 1.2, 1: 2.1}
+    for one in frontier(measured(), NODES).candidates:
+        assert one.plan.global_batch_size == 32
+        assert fits(one, A100.memory, UNMEASURED)
+
+
+def test_the_range_of_devices_follows_from_the_speeds_unless_it_is_said() -> None:
+    assert (measured().gpus.min, measured().gpus.max) == (1, 40)
+    assert times(measured(gpus={"min": 2, "max": 8})) == {5: 1.2}
+
+
+def test_the_fastest_plan_of_each_number_is_as_fast_as_told_and_the_others_slower() -> None:
+    """A script whose micro-batch we may choose keeps its cheaper plans, to fall back to when memory runs out."""
+    knobs = {
+        "micro_batch_size": {"flag": "--batch", "default": 8},
+        "gradient_accumulation_steps": {"flag": "--accumulate"},
+        "activation_checkpointing": {"switch": "--checkpoint"},
+    }
+    found = frontier(measured(knobs=knobs, speeds={"1": "2s", "4": "1s"}), NODES).candidates
+    for count, fastest_s in ((1, 2.0), (4, 1.0)):
+        told = [one.step_s for one in found if one.plan.world_size == count]
+        assert min(told) == fastest_s
+        assert len(set(told)) > 1
+
+
+def test_a_job_with_speeds_reads_back_as_it_was_written() -> None:
+    spec = measured(steps=100)
+    assert spec.optimizer_steps == 100
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"gpus": 2}, "knows none of 2 to 2"),
+        ({"speeds": {"1": "0s"}}, "more than 0 seconds"),
+        ({"speeds": {"no": "1s"}}, "int"),
+    ],
+)
+def test_speeds_that_say_nothing_are_refused(said: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        measured(**said)
