@@ -10,18 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from orchestrator.backends.simulated_nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated_process import Process, evidence_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.state import Event, FaultKind, Finished, Job, Launch, NodesSeen, Released, Started, Stop
 
-STARTUP_S = (2.0, 20.0)
-RELEASE_S = (0.5, 5.0)
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)
 OOM_WITHIN_STEPS = 3  # the peak of a training comes in its first steps
 FOREIGN_S = (10.0, 300.0)  # how long another process keeps the memory that it took
-PEAK_SPREAD = 0.4  # of the logarithm of true / predicted peak over families: mostly within a factor of two
 
 REHEARSED = {
     FaultKind.OOM: FailureKind.DEVICE_OOM,
@@ -36,17 +34,30 @@ class SimulatedBackend:
     """A cluster in which time jumps from one happening to the next; nothing sleeps and nothing blocks."""
 
     def __init__(
-        self, cluster: ClusterSpec, *, seed: int, hazards: Mapping[FailureKind, float], repeat_chance: float
+        self,
+        cluster: ClusterSpec,
+        *,
+        seed: int,
+        hazards: Mapping[FailureKind, float],
+        repeat_chance: float,
+        nature: Nature | None = None,
     ) -> None:
-        """`hazards` are chances per attempt (user errors: per job), `repeat_chance` that of an event told twice."""
+        """`hazards` are chances per attempt (user errors: per job), `repeat_chance` that of an event told twice.
+
+        `nature` knows the true step times and peaks; None: they are drawn for each family.
+        """
         own_causes = {FailureKind.DEVICE_OOM, FailureKind.CANCELLED}
         assert not own_causes & set(hazards), hazards
         self._seed = seed
+        self._nature = nature or Hidden(seed)
         self._hazards = hazards
         self._repeat_chance = repeat_chance
         self._nodes = idle_nodes(cluster)
+        self._memory_bytes = {node.name: node.device.memory for node in self._nodes}
         self._down: set[str] = set()
         self._processes: dict[str, Process] = {}
+        self._running: dict[str, Process] = {}  # those of them that have not ended
+        self._used_bytes: Counter[tuple[str, int]] = Counter()  # by our attempts, by node and device
         self._checkpoints: dict[str, int] = {}  # newest complete step by job
         self._foreign_bytes: dict[tuple[str, int], int] = {}  # held by other processes, by node and device
         self._now_s = 0.0
@@ -55,12 +66,18 @@ class SimulatedBackend:
         self._watched: set[str] = set()
         self._outbox: list[Event] = []
         self._told_nodes: tuple[Node, ...] | None = None
+        self._nodes_changed = True
         self._repeats = self._stream("repeats")
 
     @property
     def processes(self) -> Mapping[str, Process]:
         """Every attempt that ever began, by name, in order of launch."""
         return self._processes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is still to happen by itself."""
+        return bool(self._agenda or self._outbox)
 
     def now(self) -> float:
         """Simulated seconds since the world began: the controller's clock."""
@@ -85,7 +102,7 @@ class SimulatedBackend:
         """End an attempt within its grace; it may still end by itself before."""
         process = self._processes.get(action.name)
         if process is not None and process.evidence is None:
-            delay_s = self._stream("stop", action.name).uniform(0.0, action.grace_s)
+            delay_s = action.grace_s * self._uniform(self._nature.stop_share, "stop", action.name)
             self._after(delay_s, partial(self._end, process, FailureKind.CANCELLED, None))
 
     def events(self, timeout_s: float) -> Sequence[Event]:
@@ -106,31 +123,28 @@ class SimulatedBackend:
         """Forget who listened, with all that was not yet told; running attempts go on."""
         self._watched.clear()
         self._outbox.clear()
-        self._told_nodes = None
+        self._told_nodes, self._nodes_changed = None, True
 
     def _begin(self, job: Job, attempt: Attempt) -> None:
-        estimate = attempt.estimate
-        memory_bytes = {node.name: node.device.memory for node in self._nodes}
-        hidden = self._stream("hidden", job.spec.family_name)
+        estimate, nature = attempt.estimate, self._nature
+        around_bytes = estimate.device_bytes - estimate.allocated_bytes
+        capacity_bytes = min(self._memory_bytes[part.node] for part in attempt.placement) - around_bytes
         process = Process(
             job=job,
             attempt=attempt,
             first_step=self._checkpoints.get(job.id, 0),
-            step_s=attempt.step_s * hidden.uniform(0.7, 1.5),
-            peak_bytes=round(estimate.allocated_bytes * hidden.lognormvariate(0.0, PEAK_SPREAD)),
-            capacity_bytes=min(memory_bytes[part.node] for part in attempt.placement)
-            - (estimate.device_bytes - estimate.allocated_bytes),
+            step_s=nature.step_s(job, attempt),
+            peak_bytes=nature.peak_bytes(job, attempt, capacity_bytes),
+            capacity_bytes=capacity_bytes,
             launched_at_s=self._now_s,
         )
-        self._processes[attempt.name] = process
+        self._processes[attempt.name] = self._running[attempt.name] = process
+        self._hold(process, process.peak_bytes)
         self._decide(process)
 
     def _decide(self, process: Process) -> None:
         """Put the start and the end of an attempt on the agenda."""
-        attempt = process.attempt
-        fate = self._stream("fate", attempt.name)
-        starting_s = fate.uniform(*STARTUP_S)
-        ending, step = self._destiny(process, fate)
+        starting_s, ending, step = self._fate(process)
         if self._down.intersection(process.nodes):
             self._after(starting_s, partial(self._end, process, FailureKind.NODE_LOST, None))
         elif ending is FailureKind.STARTUP:
@@ -142,19 +156,26 @@ class SimulatedBackend:
                 running_s += process.job.spec.hang_timeout
             self._after(starting_s + running_s, partial(self._meet, process, ending, step))
 
+    def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
+        """Seconds until it starts, how it ends if nobody interferes, and after which step."""
+        shortest_s, longest_s = self._nature.startup_s
+        fits = process.peak_bytes <= process.capacity_bytes
+        if shortest_s == longest_s and fits and process.fault is None and not self._hazards:
+            return shortest_s, None, process.last_step  # nothing is left to chance
+        draw = self._stream("fate", process.attempt.name)
+        return (draw.uniform(shortest_s, longest_s), *self._destiny(process, draw))
+
     def _destiny(self, process: Process, fate: random.Random) -> tuple[FailureKind | None, int]:
-        """How the attempt ends if nobody interferes, and after which step."""
-        job = process.job
-        last_step = job.spec.training.max_steps
-        step = fate.randint(process.first_step, max(process.first_step, last_step - 1))
+        first_step, last_step = process.first_step, process.last_step
+        step = fate.randint(first_step, max(first_step, last_step - 1))
         fault = process.fault
         if fault is not None:
-            return REHEARSED[fault.kind], max(process.first_step, min(fault.step, last_step))
+            return REHEARSED[fault.kind], max(first_step, min(fault.step, last_step))
         if self._chance(FailureKind.STARTUP) > fate.random():
-            return FailureKind.STARTUP, process.first_step
+            return FailureKind.STARTUP, first_step
         if process.peak_bytes > process.capacity_bytes:
-            return FailureKind.DEVICE_OOM, min(process.first_step + fate.randrange(OOM_WITHIN_STEPS), last_step)
-        if self._chance(FailureKind.USER_ERROR) > self._stream("user error", job.id).random():
+            return FailureKind.DEVICE_OOM, min(first_step + fate.randrange(OOM_WITHIN_STEPS), last_step)
+        if self._chance(FailureKind.USER_ERROR) > self._stream("user error", process.job.id).random():
             return FailureKind.USER_ERROR, step
         for kind in FailureKind:
             if kind not in (FailureKind.STARTUP, FailureKind.USER_ERROR) and self._chance(kind) > fate.random():
@@ -175,27 +196,29 @@ class SimulatedBackend:
             return
         lost = self._stream("node", process.attempt.name).choice(process.nodes)
         self._down.add(lost)
+        self._nodes_changed = True
         self._after(self._stream("down", process.attempt.name).uniform(*NODE_DOWN_S), partial(self._return, lost))
-        for other in list(self._processes.values()):
-            if other.evidence is None and lost in other.nodes:
+        for other in list(self._running.values()):
+            if lost in other.nodes:
                 self._end(other, FailureKind.NODE_LOST, None)
 
     def _return(self, node: str) -> None:
         self._down.discard(node)
+        self._nodes_changed = True
 
     def _end(self, process: Process, ending: FailureKind | None, step: int | None) -> None:
         """The last rank is gone. A step of None is found from the time that it ran."""
         if process.evidence is not None:
             return
-        spec = process.job.spec
         if step is None:
             running_s = self._now_s - (self._now_s if process.started_at_s is None else process.started_at_s)
-            step = process.first_step + int(running_s / process.step_s)
-            step = min(step, spec.training.max_steps - 1)
-        every = spec.training.checkpoint_every_steps
-        complete = max(process.first_step, step - step % every)
+            step = min(process.first_step + int(running_s / process.step_s), process.last_step - 1)
+        every = process.job.spec.training.checkpoint_every_steps
+        saved = step if ending is FailureKind.CANCELLED else step - step % every  # training/loop.py saves on SIGTERM
+        complete = max(process.first_step, saved)
         if complete:
             self._checkpoints[process.job.id] = complete
+        del self._running[process.attempt.name]
         process.ended_at_s = self._now_s
         process.ending = ending
         process.evidence = evidence_of(
@@ -210,11 +233,12 @@ class SimulatedBackend:
         if ending is FailureKind.CROWDED:
             self._crowd(process, process.evidence.ooms[0].foreign_bytes)
         self._tell(process.finished())
-        delay_s = self._stream("release", process.attempt.name).uniform(*RELEASE_S)
+        delay_s = self._uniform(self._nature.release_s, "release", process.attempt.name)
         self._after(delay_s, partial(self._release, process))
 
     def _release(self, process: Process) -> None:
         process.released_at_s = self._now_s
+        self._hold(process, -process.peak_bytes)
         self._tell_nodes()
         self._tell(process.released())
 
@@ -222,8 +246,19 @@ class SimulatedBackend:
         """Another process holds memory of the attempt's first device for a while."""
         device = process.devices[0]
         self._foreign_bytes[device] = foreign_bytes
+        self._nodes_changed = True
         leaves_s = self._stream("foreign", process.attempt.name).uniform(*FOREIGN_S)
-        self._after(leaves_s, partial(self._foreign_bytes.pop, device, None))
+        self._after(leaves_s, partial(self._uncrowd, device))
+
+    def _uncrowd(self, device: tuple[str, int]) -> None:
+        self._foreign_bytes.pop(device, None)
+        self._nodes_changed = True
+
+    def _hold(self, process: Process, more_bytes: int) -> None:
+        """Count what an attempt takes of its devices, or gives back."""
+        if more_bytes:
+            self._used_bytes.update(dict.fromkeys(process.devices, more_bytes))
+            self._nodes_changed = True
 
     def _retell(self, process: Process) -> None:
         """Told once more to a new listener: what an old one may have heard and lost."""
@@ -238,7 +273,7 @@ class SimulatedBackend:
         if f"{event.job_id}-{event.number}" not in self._watched:
             return
         self._outbox.append(event)
-        if self._repeats.random() < self._repeat_chance:
+        if self._repeat_chance and self._repeats.random() < self._repeat_chance:
             self._after(self._repeats.uniform(*REPEAT_S), partial(self._tell_again, event))
 
     def _tell_again(self, event: Event) -> None:
@@ -246,6 +281,9 @@ class SimulatedBackend:
 
     def _tell_nodes(self) -> None:
         """The live cluster, where it changed since it was last told."""
+        if not self._nodes_changed:
+            return
+        self._nodes_changed = False
         nodes = self._live_nodes()
         if nodes != self._told_nodes:
             self._told_nodes = nodes
@@ -253,15 +291,13 @@ class SimulatedBackend:
 
     def _live_nodes(self) -> tuple[Node, ...]:
         """Every node that is up, with what a newcomer could take of each device now."""
-        used = Counter(self._foreign_bytes)
-        for process in self._processes.values():
-            if process.released_at_s is None:
-                used.update(dict.fromkeys(process.devices, process.peak_bytes))
+        used, foreign = self._used_bytes, self._foreign_bytes
         return tuple(
             replace(
                 node,
                 free_bytes=tuple(
-                    max(0, memory_bytes - used[node.name, index]) for index, memory_bytes in enumerate(node.free_bytes)
+                    max(0, memory_bytes - used[node.name, index] - foreign.get((node.name, index), 0))
+                    for index, memory_bytes in enumerate(node.free_bytes)
                 ),
             )
             for node in self._nodes
@@ -274,6 +310,10 @@ class SimulatedBackend:
     def _after(self, delay_s: float, happen: Callable[[], object]) -> None:
         heapq.heappush(self._agenda, (self._now_s + delay_s, next(self._sequence), happen))
 
+    def _uniform(self, span: Span, *what: str) -> float:
+        """A number of the span; nothing is drawn where there is only one."""
+        low, high = span
+        return low if low == high else self._stream(*what).uniform(low, high)
+
     def _stream(self, *what: str) -> random.Random:
-        """Random numbers that depend on the seed and on what they are for, not on the order of events."""
-        return random.Random("/".join((str(self._seed), *what)))
+        return stream(self._seed, *what)

@@ -32,6 +32,11 @@ class Process:
     ending: FailureKind | None = None
 
     @property
+    def last_step(self) -> int:
+        """Where its training ends."""
+        return self.job.spec.optimizer_steps or self.job.spec.training.max_steps
+
+    @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(part.node for part in self.attempt.placement)
 

@@ -1,0 +1,62 @@
+"""What is true of a simulated world, and what the core only predicts: step times, peaks, how long things take."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.state import Job
+
+Span = tuple[float, float]  # drawn from evenly
+
+STEP_FACTORS = (0.7, 1.5)  # true / predicted step time over families
+PEAK_SPREAD = 0.4  # of the logarithm of true / predicted peak over families: mostly within a factor of two
+
+
+class Nature(Protocol):
+    """The truth about attempts, which their evidence tells and nothing else."""
+
+    @property
+    def startup_s(self) -> Span:
+        """From the launch to the first step."""
+
+    @property
+    def stop_share(self) -> Span:
+        """How much of its grace an attempt takes to end."""
+
+    @property
+    def release_s(self) -> Span:
+        """From the end of the last process until its devices report their memory free."""
+
+    def step_s(self, job: Job, attempt: Attempt) -> float:
+        """True seconds of an optimizer step."""
+
+    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:
+        """True allocated peak; `capacity_bytes` is what its devices have for tensors."""
+
+
+class Hidden:
+    """Each family has a step time and a peak of its own, some way off what is predicted of it."""
+
+    startup_s = (2.0, 20.0)
+    stop_share = (0.0, 1.0)
+    release_s = (0.5, 5.0)
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def step_s(self, job: Job, attempt: Attempt) -> float:
+        return attempt.step_s * self._factors(job)[0]
+
+    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
+        return round(attempt.estimate.allocated_bytes * self._factors(job)[1])
+
+    def _factors(self, job: Job) -> tuple[float, float]:
+        draw = stream(self._seed, "hidden", job.spec.family_name)
+        return draw.uniform(*STEP_FACTORS), draw.lognormvariate(0.0, PEAK_SPREAD)
+
+
+def stream(seed: int, *what: str) -> random.Random:
+    """Random numbers that depend on the seed and on what they are for, not on the order of events."""
+    return random.Random("/".join((str(seed), *what)))
