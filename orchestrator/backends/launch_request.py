@@ -128,7 +128,7 @@ def _command(
     if job.spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
         return (python, str(GUARD), str(paths.guard), "--", *module), {}
-    argv, env = script_command(
+    argv, env, _ = script_command(
         job.spec,
         attempt.plan,
         output_dir=str(folder.output),

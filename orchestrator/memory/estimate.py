@@ -9,7 +9,7 @@ from orchestrator.memory.pipeline import all_in_flight, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
+from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, Sharding, ZeroStage
 from orchestrator.specs.profile import LossChunks, MemoryEstimate, ModelProfile, MomentBytes
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
@@ -143,7 +143,8 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec) -> list[Moment]:
             return torch_engines.fsdp2_moments(rank, plan, cuda=cuda)
         return torch_engines.ddp_moments(rank, plan, bucket_views=True, cuda=cuda)
     if plan.zero_stage is not ZeroStage.NONE:
-        return deepspeed.moments(rank, plan, cuda=cuda)
+        sharded = torch_engines.fsdp2_moments if plan.sharding is Sharding.FSDP else deepspeed.moments
+        return sharded(rank, plan, cuda=cuda)
     return torch_engines.ddp_moments(rank, plan, bucket_views=False, cuda=cuda, foreach=cuda)
 
 

@@ -12,6 +12,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DecoderSpec
 from orchestrator.specs.plan import ParallelLayout
+from orchestrator.specs.trainer import ON_ONE_NODE
 
 
 def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
@@ -24,6 +25,8 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
         return _measured_layouts(spec, hardware)
     per_node, most = hardware.devices_per_node, min(spec.gpus.max, hardware.devices_per_node * hardware.nodes)
     allowed = {world for world in range(spec.gpus.min, most + 1) if world <= per_node or world % per_node == 0}
+    if spec.launch in ON_ONE_NODE:
+        allowed = {world for world in allowed if world <= per_node}
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
     tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
-from orchestrator.specs.job import JobSpec, Knob
-from orchestrator.specs.plan import ActivationCheckpointing, Offload, OffloadTarget, Plan, Precision, ZeroStage
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Offload,
+    OffloadTarget,
+    Plan,
+    Precision,
+    Sharding,
+    ZeroStage,
+)
+from orchestrator.specs.trainer import Knob, Knobs
 
-SWITCHED_OFF = (ActivationCheckpointing.NONE.value, Precision.FP32.value)  # where a script's bare switch is absent
+SWITCHED_OFF = (ActivationCheckpointing.NONE.value, Precision.FP32.value, "0")  # where a script's bare switch is absent
 
 # As our engines scale (training/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
@@ -53,32 +62,107 @@ def deepspeed_config(plan: Plan, *, clip_norm: float, virtual: bool = False) -> 
     }
 
 
+def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | None) -> dict[str, Any]:
+    """What `accelerate launch --config_file` reads; machines, ranks and ports are said on its command line.
+
+    FSDP's words are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
+    precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
+    """
+    config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main"}
+    if plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED:
+        deepspeed = {
+            "deepspeed_config_file": deepspeed_config_path,
+            "zero3_init_flag": plan.zero_stage is ZeroStage.PARAMETERS,
+            "deepspeed_multinode_launcher": "standard",
+        }
+        return config | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
+    config["mixed_precision"] = "no" if plan.precision is Precision.FP32 else plan.precision.value
+    told_by_accelerate = knobs.zero_stage is not None and knobs.zero_stage.accelerate is not None
+    if plan.zero_stage is ZeroStage.NONE or not told_by_accelerate:
+        return config | {"distributed_type": "MULTI_GPU" if plan.world_size > 1 else "NO"}
+    whole = plan.zero_stage is ZeroStage.PARAMETERS
+    fsdp = {
+        "fsdp_sharding_strategy": "FULL_SHARD" if whole else "SHARD_GRAD_OP",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_offload_params": False,
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+    }
+    return config | {"distributed_type": "FSDP", "fsdp_config": fsdp}
+
+
+class Told(NamedTuple):
+    """A plan in the words of one script."""
+
+    arguments: tuple[str, ...]
+    env: dict[str, str]
+    keys: dict[str, str]  # of its config file, dotted
+
+
 def script_command(
-    spec: JobSpec, plan: Plan, *, output_dir: str, resume_from: str | None, deepspeed_config_path: str | None
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The script's arguments with the plan's knobs after the user's own, and its environment besides the job's."""
+    spec: JobSpec,
+    plan: Plan,
+    *,
+    output_dir: str,
+    resume_from: str | None,
+    deepspeed_config_path: str | None,
+    config_path: str | None = None,
+    devices: tuple[int, ...] = (),
+) -> Told:
+    """The script's command with the plan's knobs after the user's own words, and what it is told besides.
+
+    `devices` are those of one node; every node of a plan gives as many.
+    """
     assert spec.command is not None, "only a script has a command"
-    knobs = spec.knobs
-    turned: tuple[tuple[Knob | None, str | None], ...] = (
-        (knobs.micro_batch_size, str(plan.micro_batch_size)),
-        (knobs.gradient_accumulation_steps, str(plan.gradient_accumulation_steps)),
-        (knobs.activation_checkpointing, plan.activation_checkpointing.value),
-        (knobs.precision, plan.precision.value),
-        (knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
-        (knobs.deepspeed_config, deepspeed_config_path),
-        (knobs.resume_from, resume_from),
-        (knobs.output_dir, output_dir),
+    knobs, arguments, env, keys = spec.knobs, list(spec.command), dict[str, str](), dict[str, str]()
+    if spec.config is not None and spec.config.flag is not None and config_path is not None:
+        arguments += [spec.config.flag, config_path]
+    told: tuple[tuple[Knob | None, str | None], ...] = (
+        *((one, _batch(one, plan, len(devices))) for one in _parts(knobs.micro_batch_size)),
+        *_same(knobs.gradient_accumulation_steps, str(plan.gradient_accumulation_steps)),
+        *_same(knobs.activation_checkpointing, plan.activation_checkpointing.value),
+        *_same(knobs.precision, plan.precision.value),
+        *_same(knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),
+        *_same(knobs.zero_stage, str(int(plan.zero_stage))),
+        *_same(knobs.deepspeed_config, deepspeed_config_path),
+        *((one, one.separator.join(map(str, devices))) for one in _parts(knobs.devices)),
+        *((one, str(len(devices) if one.per == "node" else plan.world_size)) for one in _parts(knobs.ranks)),
+        *_same(knobs.resume_from, resume_from),
+        *_same(knobs.output_dir, output_dir),
     )
-    arguments: list[str] = list(spec.command)
-    env: dict[str, str] = {}
-    for knob, value in turned:
-        if knob is None or value is None:
+    for knob, value in told:
+        said = dict(knob.values).get(value, value) if knob is not None and value is not None else None
+        if knob is None or said is None:
             continue
-        word = dict(knob.values).get(value, value)
         if knob.flag is not None:
-            arguments += [knob.flag, word]
+            arguments += [knob.flag, said]
+        elif knob.override is not None:
+            arguments.append(f"{knob.override}={said}")
         elif knob.env is not None:
-            env[knob.env] = word
+            env[knob.env] = said
+        elif knob.key is not None:
+            keys[knob.key] = said
         elif knob.switch is not None and value not in SWITCHED_OFF:
             arguments.append(knob.switch)
-    return tuple(arguments), env
+    return Told(tuple(arguments), env, keys)
+
+
+def _parts(knob: Knob | None) -> tuple[Knob, ...]:
+    return () if knob is None else knob.all
+
+
+def _same(knob: Knob | None, value: str | None) -> tuple[tuple[Knob, str | None], ...]:
+    return tuple((one, value) for one in _parts(knob))
+
+
+def _batch(knob: Knob, plan: Plan, ranks_per_node: int) -> str:
+    """A batch size as the script counts it."""
+    samples = plan.micro_batch_size
+    if knob.phase is not None:
+        samples = dict(plan.phase_batch_sizes).get(knob.phase, int(knob.default or samples))
+    counted = samples * {"rank": 1, "node": ranks_per_node, "global": plan.layout.dp}[knob.per]
+    said, rest = divmod(counted, plan.layout.dp if knob.multiplied_by_ranks else 1)
+    assert rest == 0, f"planning/strategies.py offers only micro-batches of which {knob} can be told"
+    return str(said)

@@ -278,4 +278,5 @@ def _plan(
         precision=variant.precision,
         optimizer=spec.training.optimizer,
         sequence_length=variant.sequence_length,
+        sharding=strategy.sharding,
     )

@@ -18,6 +18,7 @@ from orchestrator.specs.plan import (
     OffloadTarget,
     Optimizer,
     ParallelLayout,
+    Sharding,
     ZeroStage,
 )
 
@@ -33,6 +34,7 @@ class Strategy:
     pipeline_stages_per_rank: int = 1
     offload: Offload = Offload.NONE
     offload_target: OffloadTarget = OffloadTarget.CPU
+    sharding: Sharding = Sharding.DEEPSPEED
 
 
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
@@ -42,9 +44,11 @@ def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Ite
     """
     if spec.is_script:
         yield Strategy(engine=Engine.SCRIPT, layout=layout)
-        if spec.knobs.deepspeed_config is not None:
-            for stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS):
+        for stage in spec.knobs.zero_stages:
+            if not spec.knobs.is_sharded_by_fsdp:
                 yield from _deepspeed(Engine.SCRIPT, hardware, layout, stage)
+            elif layout.dp > 1:
+                yield Strategy(engine=Engine.SCRIPT, layout=layout, zero_stage=stage, sharding=Sharding.FSDP)
         return
     if hardware.device.kind is not DeviceKind.CUDA and _needs_cuda(spec):
         return
@@ -60,7 +64,7 @@ def checkpointing(spec: JobSpec) -> tuple[ActivationCheckpointing, ...]:
     if spec.is_script:
         if knob is None:
             return (ActivationCheckpointing.NONE,)
-        told = dict(knob.values)
+        told = {ours for one in knob.all for ours, _ in one.values}
         return tuple(m for m in ActivationCheckpointing if m is not ActivationCheckpointing.SELECTIVE or m in told)
     if spec.profile is not None and spec.profile.selective_per_sample is None:
         return (ActivationCheckpointing.NONE, all_of_it)
@@ -79,13 +83,20 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
         fixed = int(accumulation.default) if accumulation is not None and accumulation.default is not None else 1
         return _exact_cut(share, fixed)
     if spec.is_script and accumulation is None:
-        return ((share, 1),)
-    cuts = ((micro, share // micro) for micro in divisors(share))
+        return ((share, 1),) if _can_be_told(spec, share, dp) else ()
+    cuts = ((micro, share // micro) for micro in divisors(share) if _can_be_told(spec, micro, dp))
     samples = None if spec.is_script else spec.training.batch_norm_samples
     if samples is None:
         return tuple(cuts)
     ranks = dp if spec.training.sync_batch_norm else 1
     return tuple((micro, steps) for micro, steps in cuts if micro * ranks == samples)
+
+
+def _can_be_told(spec: JobSpec, micro: int, dp: int) -> bool:
+    """Whether a script that multiplies its batch size by its ranks has a number for this one."""
+    knob = spec.knobs.micro_batch_size if spec.is_script else None
+    multiplied = knob is not None and any(one.multiplied_by_ranks for one in knob.all if one.phase is None)
+    return not multiplied or micro % dp == 0
 
 
 def why_no_strategy(spec: JobSpec, hardware: Hardware) -> SpecError:

@@ -156,6 +156,11 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     if spec.workdir is not None and not Path(spec.workdir).is_dir():
         yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
     elif spec.command is not None and spec.workdir is not None:
+        if spec.config is not None and not (Path(spec.workdir) / spec.config.file).is_file():
+            hint = f"it starts at `workdir`, here {spec.workdir}"
+            yield SpecError(
+                "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
+            )
         script = _script_of(spec.command)
         if script is not None and not (Path(spec.workdir) / script).is_file():
             hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
@@ -173,18 +178,17 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
     """A knob whose flag or variable the job sets itself: the plan would be overruled, or the flag repeated."""
-    for name in type(spec.knobs).model_fields:
-        knob = getattr(spec.knobs, name)
-        flag = knob and (knob.flag or knob.switch)
-        if flag and any(word == flag or word.startswith(f"{flag}=") for word in spec.command or ()):
+    for name, knob in spec.knobs.each():
+        word = knob.flag or knob.switch or knob.override
+        if word and any(said == word or said.startswith(f"{word}=") for said in spec.command or ()):
             yield SpecError(
                 "the flag of a knob stands in `command` already",
                 source=source,
                 path=f"knobs.{name}",
-                got=flag,
+                got=word,
                 hint="remove it from `command`: it is added with the value of each plan; or remove the knob",
             )
-        if knob and knob.env and any(knob.env == variable for variable, _ in spec.env):
+        if knob.env and any(knob.env == variable for variable, _ in spec.env):
             yield SpecError(
                 "the variable of a knob stands in `env` already",
                 source=source,

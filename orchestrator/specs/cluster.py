@@ -10,7 +10,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job import Bandwidth, Bytes, Noun, Seconds
+from orchestrator.specs.job import Bandwidth, Bytes, Seconds
+from orchestrator.specs.noun import Noun
 from orchestrator.specs.plan import Precision
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     WithJsonSchema,
@@ -20,8 +17,10 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.noun import Command, Counter, Noun, Words
 from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import TracedProfile
+from orchestrator.specs.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 
 Bytes = Annotated[
     int,
@@ -44,30 +43,6 @@ Seconds = Annotated[
 ]
 
 
-def _split_command(command: object) -> object:
-    """A command string cut as a POSIX shell would cut it; it never reaches a shell."""
-    return tuple(shlex.split(command)) if isinstance(command, str) else command
-
-
-Command = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_split_command),
-    WithJsonSchema(
-        {
-            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-            "examples": ["python train.py"],
-        }
-    ),
-]
-
-Words = Annotated[  # a mapping of words that can be hashed
-    tuple[tuple[str, str], ...],
-    BeforeValidator(lambda words: tuple(words.items()) if isinstance(words, dict) else words),
-    PlainSerializer(dict, return_type=dict[str, str]),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
-]
-
-
 def _pairs(speeds: object) -> object:
     return tuple((int(str(count)), each) for count, each in speeds.items()) if isinstance(speeds, dict) else speeds
 
@@ -81,12 +56,6 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
 ]
-
-
-class Noun(BaseModel):
-    """Frozen, and no unknown key passes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class GpuRange(Noun):
@@ -106,47 +75,6 @@ def _exact_count(gpus: object) -> object:
     return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
 
 
-class Knob(Noun):
-    """How a script takes one setting.
-
-    `flag: --batch-size` is followed by the value, `switch: --ckpt` is present or absent, `env: BATCH` is a variable.
-    """
-
-    flag: str | None = None
-    switch: str | None = None
-    env: str | None = None
-    default: int | str | None = None  # what the script does when it is told nothing
-    values: Words = ()  # our word -> the script's word
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Knob:
-        if sum(way is not None for way in (self.flag, self.switch, self.env)) != 1:
-            raise ValueError("a knob is taken in exactly one way: flag, switch or env")
-        if self.switch is not None and self.values:
-            raise ValueError("a switch is there or not: it takes no `values`; use `flag` or `env`")
-        return self
-
-
-class Knobs(Noun):
-    """The settings that the user's script really has; a plan that would turn a missing one is never made."""
-
-    micro_batch_size: Knob | None = None
-    gradient_accumulation_steps: Knob | None = None
-    activation_checkpointing: Knob | None = None
-    precision: Knob | None = None
-    sequence_length: Knob | None = None
-    deepspeed_config: Knob | None = None
-    resume_from: Knob | None = None
-    output_dir: Knob | None = None
-
-    @model_validator(mode="after")
-    def _switches_say_yes_or_no(self) -> Knobs:
-        for name, knob in self:
-            if knob is not None and knob.switch is not None and name not in ("activation_checkpointing", "precision"):
-                raise ValueError(f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`")
-        return self
-
-
 class DeclaredProfile(Noun):
     """What the user says a model or a script costs; it stands against what a closed form or a trace would say."""
 
@@ -159,12 +87,6 @@ class DeclaredProfile(Noun):
     pipeline: bool = False  # whether the model can be cut between its layers
     workspace: Bytes = 0  # held besides parameters, gradients, optimizer states and activations
     forward_flops_per_sample: float | None = Field(default=None, gt=0)  # None: 2 x parameters
-
-
-class Success(Noun):
-    """What a finished script must have left behind, besides exit code 0; paths relative to its output folder."""
-
-    artifacts: tuple[str, ...] = ()
 
 
 class Degrade(Noun):
@@ -205,11 +127,16 @@ class JobSpec(Noun):
     training: TrainingSpec = TrainingSpec()
 
     command: Command | None = None
+    launch: LaunchStyle = "ranks"
     workdir: str | None = None  # relative to the job file; None: the job file's folder
     env: Words = ()
     secrets: tuple[str, ...] = ()  # names of environment variables of the service, passed on and never shown
     knobs: Knobs = Knobs()
+    config: ConfigFile | None = None
     success: Success = Success()
+    resume: Resume = Resume()
+    progress: Counter | None = None  # a number in its log that counts up: step or epoch
+    phases: Words = ()  # phase -> pattern of the line with which it begins: encoding, training, evaluation
 
     profile: DeclaredProfile | None = None
     traced: SkipJsonSchema[tuple[TracedProfile, ...]] = ()  # of a model that no closed form knows: added at intake
@@ -260,6 +187,7 @@ class JobSpec(Noun):
             raise ValueError("`speeds` names each number of devices once, with more than 0 seconds")
         if counts and not any(self.gpus.min <= count <= self.gpus.max for count in counts):
             raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
+        check(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         return self

@@ -281,12 +281,12 @@ def _reached(noun: type, loc: Sequence[str | int], data: Any) -> tuple[Path, typ
     return tuple(path), place
 
 
-def _places(noun: type, path: Path = ()) -> Iterator[Path]:
-    """Every path that a file of this noun may say, nearest to the top first."""
-    fields = _fields(noun)
+def _places(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterator[Path]:
+    """Every path that a file of this noun may say, nearest to the top first; a noun inside itself is said once."""
+    fields = {name: kind for name, kind in _fields(noun).items() if kind not in (*above, noun)}
     yield from ((*path, name) for name in fields)
     for name, kind in fields.items():
-        yield from _places(kind, (*path, name))
+        yield from _places(kind, (*path, name), (*above, noun))
 
 
 def _fields(noun: type) -> dict[str, type]:

@@ -26,6 +26,13 @@ class ZeroStage(IntEnum):
     PARAMETERS = 3
 
 
+class Sharding(StrEnum):
+    """Whose ZeRO stages those of a script are. Ours follow from the engine."""
+
+    DEEPSPEED = "deepspeed"
+    FSDP = "fsdp"  # arXiv:2304.11277: SHARD_GRAD_OP is stage 2, FULL_SHARD stage 3
+
+
 class Offload(StrEnum):
     """What lives in host memory instead of device memory."""
 
@@ -109,6 +116,8 @@ class Plan:
     precision: Precision = Precision.FP32
     optimizer: Optimizer = Optimizer.ADAMW
     sequence_length: int | None = None  # tokens per sample; None where a script keeps its own
+    sharding: Sharding = Sharding.DEEPSPEED  # of a script
+    phase_batch_sizes: tuple[tuple[str, int], ...] = ()  # of a script outside training, where they were lowered
 
     def __post_init__(self) -> None:
         reason = self._why_illegal()
@@ -125,6 +134,8 @@ class Plan:
         sharded_offload = self.offload is not Offload.NONE and self.zero_stage is ZeroStage.PARAMETERS
         if self.offload_target is OffloadTarget.NVME and not sharded_offload:
             return "offload_target=nvme needs an offload and zero_stage=3 (deepspeed/runtime/zero/offload_config.py)"
+        if self.engine is not Engine.SCRIPT and (self.sharding is not Sharding.DEEPSPEED or self.phase_batch_sizes):
+            return "sharding and phase_batch_sizes are a script's"
         reason = self._why_layout_is_illegal()
         if reason is None and self.engine is Engine.TORCH:
             reason = self._why_illegal_for_torch()
@@ -192,6 +203,10 @@ class Plan:
             return "engine=script runs no pipeline (pp=1): nothing tells a script how to cut its model"
         if self.offload_target is OffloadTarget.NVME:
             return "engine=script offloads to host memory only: nobody removes what a script leaves in files"
+        if self.sharding is Sharding.FSDP and self.zero_stage is ZeroStage.OPTIMIZER:
+            return "FSDP shards gradients and optimizer (zero_stage=2) or all (3); stage 1 is DeepSpeed's"
+        if self.sharding is Sharding.FSDP and self.offload is not Offload.NONE:
+            return "a script's FSDP is not asked to offload: DeepSpeed is (sharding=deepspeed)"
         if self.optimizer in (Optimizer.ADAFACTOR, Optimizer.ADAMW_8BIT) and self.zero_stage is not ZeroStage.NONE:
             return f"optimizer={self.optimizer} works on whole tensors; a script's ZeRO stages hold flat pieces of them"
         return None
@@ -235,6 +250,9 @@ def settings(plan: Plan) -> dict[str, str]:
         "optimizer": plan.optimizer,
         "global_batch_size": str(plan.global_batch_size),
     }
+    if plan.sharding is Sharding.FSDP:
+        flat["sharding"] = plan.sharding
+    flat |= {f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes}
     return flat if plan.sequence_length is None else flat | {"sequence_length": str(plan.sequence_length)}
 
 
@@ -267,6 +285,7 @@ def in_short(plan: Plan) -> str:
         words.append(plan.precision)
     if plan.optimizer is not Optimizer.ADAMW:
         words.append(plan.optimizer)
+    words += [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes]
     return " · ".join(words)
 
 
@@ -278,4 +297,6 @@ def _sharding(plan: Plan) -> list[str]:
         return [f"HSDP x{plan.dp_replicate}" if plan.dp_replicate > 1 else "FSDP2", *kept]
     if plan.engine is Engine.SCRIPT and plan.zero_stage is ZeroStage.NONE:
         return []
+    if plan.sharding is Sharding.FSDP:
+        return ["FSDP", *([] if plan.zero_stage is ZeroStage.PARAMETERS else ["weights kept gathered"])]
     return [f"ZeRO-{int(plan.zero_stage)}"]

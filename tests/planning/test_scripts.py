@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from orchestrator.memory.calibration import UNMEASURED
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.explain import breakdown, nearest, what_would_fit, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
-from orchestrator.planning.render import deepspeed_config, script_command
+from orchestrator.planning.render import accelerate_config, deepspeed_config, script_command
 from orchestrator.planning.search import Hardware, frontier, plans
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan, SpecError
@@ -24,7 +25,9 @@ from orchestrator.specs.plan import (
     ParallelLayout,
     Plan,
     Precision,
+    Sharding,
     ZeroStage,
+    changes,
 )
 
 KNOBS = {
@@ -119,7 +122,7 @@ def test_knobs_come_after_the_users_own_arguments_in_the_scripts_words() -> None
         activation_checkpointing=ActivationCheckpointing.FULL,
         precision=Precision.BF16,
     )
-    arguments, env = script_command(script(), plan, output_dir="/out", resume_from=None, deepspeed_config_path=None)
+    arguments, env, _ = script_command(script(), plan, output_dir="/out", resume_from=None, deepspeed_config_path=None)
     assert arguments == (
         *("python", "train.py", "--batch", "64"),
         *("--batch", "4", "--checkpoint", "--dtype", "bfloat16", "--out", "/out"),
@@ -129,7 +132,7 @@ def test_knobs_come_after_the_users_own_arguments_in_the_scripts_words() -> None
 
 def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
-    arguments, _ = script_command(script(), plan, output_dir="o", resume_from="c", deepspeed_config_path=None)
+    arguments, *_ = script_command(script(), plan, output_dir="o", resume_from="c", deepspeed_config_path=None)
     assert "--checkpoint" not in arguments
     assert arguments[-4:] == ("--resume", "c", "--out", "o")
 
@@ -138,7 +141,7 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
 def test_a_switch_says_every_precision_but_fp32(precision: Precision) -> None:
     spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
     for one in plans(spec, machine()):
-        arguments, _ = script_command(spec, one, output_dir="o", resume_from=None, deepspeed_config_path=None)
+        arguments, *_ = script_command(spec, one, output_dir="o", resume_from=None, deepspeed_config_path=None)
         assert one.precision is precision
         assert ("--mixed" in arguments) is (precision is not Precision.FP32)
 
@@ -168,6 +171,127 @@ def test_a_script_recomputes_selectively_only_where_its_knob_has_a_word_for_it(
 def test_a_switch_that_would_have_to_say_more_than_yes_or_no_is_refused(knobs: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="switch"):
         script(knobs=knobs)
+
+
+MUSICGEN = {  # facebookresearch/audiocraft: a global batch, shards of its own, autocast only without them
+    "micro_batch_size": {"override": "dataset.batch_size", "per": "global"},
+    "zero_stage": {
+        "override": "fsdp.use",
+        "values": {0: False, 2: True, 3: True},
+        "also": [
+            {"override": "fsdp.sharding_strategy", "values": {0: None, 2: "shard_grad_op", 3: "full_shard"}},
+            {"override": "autocast", "values": {0: True, 2: False, 3: False}},
+        ],
+    },
+}
+
+
+def words(spec: JobSpec, plan: Plan, **told: Any) -> tuple[str, ...]:
+    """What follows the user's own words."""
+    given = {"output_dir": "o", "resume_from": None, "deepspeed_config_path": None} | told
+    assert spec.command is not None
+    return script_command(spec, plan, **given).arguments[len(spec.command) :]
+
+
+def test_a_switch_goes_together_with_another_and_a_global_batch_counts_all_ranks() -> None:
+    spec = script(knobs=MUSICGEN, command="dora run solver=x", launch="dora")
+    found = {plan.zero_stage: words(spec, plan) for plan in plans(spec, machine()) if plan.layout.dp == 2}
+    assert found == {
+        ZeroStage.NONE: ("dataset.batch_size=32", "fsdp.use=false", "autocast=true"),
+        ZeroStage.GRADIENTS: (
+            *("dataset.batch_size=32", "fsdp.use=true"),
+            *("fsdp.sharding_strategy=shard_grad_op", "autocast=false"),
+        ),
+        ZeroStage.PARAMETERS: (
+            *("dataset.batch_size=32", "fsdp.use=true"),
+            *("fsdp.sharding_strategy=full_shard", "autocast=false"),
+        ),
+    }
+    assert {plan.sharding for plan in plans(spec, machine()) if plan.zero_stage} == {Sharding.FSDP}
+
+
+def test_one_setting_drives_several_knobs_and_a_phase_has_a_batch_of_its_own() -> None:
+    knob = {
+        "flag": "--train-batch",
+        "also": [
+            {"flag": "--collate-batch"},
+            {"flag": "--codec-batch", "phase": "encoding", "default": 8},
+            {"flag": "--eval-batch", "phase": "evaluation", "default": 16},
+        ],
+    }
+    spec = script(knobs={"micro_batch_size": knob}, phases={"encoding": "Encode", "evaluation": "Eval"})
+    plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=4)
+    train = ("--train-batch", "4", "--collate-batch", "4")
+    assert words(spec, plan) == (*train, "--codec-batch", "8", "--eval-batch", "16")
+    lowered = replace(plan, phase_batch_sizes=(("encoding", 2),))
+    assert words(spec, lowered) == (*train, "--codec-batch", "2", "--eval-batch", "16")
+    assert [str(change) for change in changes(plan, lowered)] == ["encoding_batch_size - -> 2"]
+
+
+def test_a_script_that_multiplies_its_batch_by_its_ranks_is_told_the_share() -> None:
+    knobs = {
+        "micro_batch_size": {"flag": "-bs", "multiplied_by_ranks": True},
+        "devices": {"flag": "-g", "separator": "-"},
+    }
+    spec = script(knobs=knobs, launch="self", global_batch_size=8)
+    (plan,) = plans(spec, machine())
+    assert (plan.micro_batch_size, plan.layout.dp) == (4, 2)
+    assert words(spec, plan, devices=(1, 3)) == ("-bs", "2", "-g", "1-3")
+    with pytest.raises(SpecError):
+        frontier(script(knobs=knobs, launch="self", global_batch_size=6), machine())
+
+
+def test_a_script_that_spawns_its_ranks_stays_on_one_node() -> None:
+    two_nodes = replace(machine(), nodes=2)
+    for launch, most in (("self", 2), ("torchrun", 4)):
+        spec = script(launch=launch, gpus={"min": 1, "max": 4})
+        assert max(plan.world_size for plan in plans(spec, two_nodes)) == most
+
+
+def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
+    spec = script(knobs={"micro_batch_size": {"flag": "-b", "per": "node"}, "ranks": {"flag": "-n", "per": "node"}})
+    plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=3)
+    assert words(spec, plan, devices=(0, 1)) == ("-b", "6", "-n", "2")
+
+
+def test_keys_of_a_config_file_are_told_apart_from_words_of_the_command() -> None:
+    knobs = {"micro_batch_size": {"key": "data.batch_size"}, "output_dir": {"key": "data.out"}}
+    spec = script(knobs=knobs, config={"file": "unet.yaml", "flag": "--config"})
+    plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
+    told = script_command(
+        spec, plan, output_dir="/out", resume_from=None, deepspeed_config_path=None, config_path="/attempt/unet.yaml"
+    )
+    assert told.keys == {"data.batch_size": "16", "data.out": "/out"}
+    assert told.arguments[-2:] == ("--config", "/attempt/unet.yaml")
+
+
+@pytest.mark.parametrize(
+    ("way", "stage", "kind", "said"),
+    [
+        ("fsdp", ZeroStage.NONE, "MULTI_GPU", "bf16"),
+        ("fsdp", ZeroStage.PARAMETERS, "FSDP", "FULL_SHARD"),
+        ("fsdp", ZeroStage.GRADIENTS, "FSDP", "SHARD_GRAD_OP"),
+        ("deepspeed", ZeroStage.OPTIMIZER, "DEEPSPEED", "/attempt/deepspeed.json"),
+    ],
+)
+def test_accelerates_file_says_the_plans_sharding(way: str, stage: ZeroStage, kind: str, said: str) -> None:
+    knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": way}}
+    spec = script(knobs=knobs, launch="accelerate", precision="bf16")
+    plan = next(plan for plan in plans(spec, machine()) if plan.zero_stage is stage)
+    assert words(spec, plan) == ("-b", "16"), "nothing of it stands on the command line"
+    config = accelerate_config(spec.knobs, plan, deepspeed_config_path="/attempt/deepspeed.json")
+    assert config["distributed_type"] == kind
+    assert said in str(config)
+
+
+def test_what_is_sharded_by_fsdp_is_counted_as_fsdp() -> None:
+    profile = {"parameters": 100_000_000, "layers": 10, "activations_per_sample": "4MiB"}
+    told = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"flag": "-z"}}
+    spec = script(knobs=told, profile=profile, precision="bf16")
+    sharded = [one for one in frontier(spec, machine(memory="24GiB")).candidates if one.plan.zero_stage]
+    assert {one.plan.sharding for one in sharded} == {Sharding.FSDP}
+    causes = {cause for one in sharded for cause, _ in one.estimate.by_cause}
+    assert "master weights" not in causes, "FSDP's parameters are its fp32 masters"
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])

@@ -31,7 +31,11 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     ),
     "unknown key, deep": (
         f"{SCRIPT}knobs:\n  micro_batch_size: {{flga: --b, default: 1}}\n",
-        ["job.yaml:5: knobs.micro_batch_size.flga", "flag, switch, env, default, values", "mean 'flag'"],
+        [
+            "job.yaml:5: knobs.micro_batch_size.flga",
+            "flag, switch, override, key, env, accelerate, default, values",
+            "mean 'flag'",
+        ],
     ),
     "unknown key of a decoder": (
         MODEL.replace("vocab_size: 256", "vocab_size: 256, heads: 4"),
@@ -71,6 +75,34 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "no steps": (f"{SCRIPT}training: {{max_steps: 0}}\n", ["job.yaml:4: training.max_steps", "at least 1", "0"]),
     "unclosed quote in a command": (f'{HEAD}command: "x \'y"\n', ["command", "No closing quotation"]),
     "repeated key": (f"{SCRIPT}name: b\n", ["job.yaml:4: name", "a second time", "lines 1 and 4"]),
+    "a knob's key without a file": (
+        f"{SCRIPT}knobs:\n  micro_batch_size: {{key: data.batch_size}}\n",
+        ["job.yaml:5: knobs.micro_batch_size.key", "config: {file: config.yaml}"],
+    ),
+    "a knob of a phase that no log line tells": (
+        f"{SCRIPT}knobs:\n  micro_batch_size: {{flag: -b, also: [{{flag: -e, phase: evaluation, default: 1}}]}}\n",
+        ["knobs.micro_batch_size.also[0].phase", "phases: {evaluation: "],
+    ),
+    "a phase without a number of its own": (
+        f"{SCRIPT}knobs:\n  micro_batch_size: {{flag: -b, also: [{{flag: -e, phase: encoding}}]}}\n",
+        ["knobs.micro_batch_size.also[0]", "needs its own `default`"],
+    ),
+    "accelerate's file without accelerate": (
+        f"{SCRIPT}knobs: {{zero_stage: {{accelerate: fsdp}}}}\n",
+        ["knobs.zero_stage.accelerate", "needs `launch: accelerate`"],
+    ),
+    "a launcher's own words": (
+        SCRIPT.replace("python train.py", "torchrun train.py") + "launch: torchrun\n",
+        ["command", "python script.py", "leave out torchrun's own words"],
+    ),
+    "dora without dora": (f"{SCRIPT}launch: dora\n", ["command", "`dora run`"]),
+    "sharded in two ways": (
+        f"{SCRIPT}knobs: {{zero_stage: {{flag: -z}}, deepspeed_config: {{flag: -d}}}}\n",
+        ["knobs", "in one way"],
+    ),
+    "a counter without a number": (f"{SCRIPT}progress: 'epoch .*'\n", ["progress", "one group"]),
+    "a pattern that is none": (f"{SCRIPT}success: {{log: '('}}\n", ["success.log", "regular expression"]),
+    "a phase that is none": (f"{SCRIPT}phases: {{warmup: x}}\n", ["phases.warmup", "startup, encoding"]),
     "syntax": ("name: [a\nb: c", ["job.yaml:2:2", "not readable as YAML"]),
     "tab": ("a:\n\tb: 1", ["job.yaml:2:1", "not with tabs"]),
     "two documents": (f"{SCRIPT}---\n{SCRIPT}", ["job.yaml:4:1", "single document"]),

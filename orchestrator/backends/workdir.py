@@ -1,0 +1,64 @@
+"""What does a script find in its working directory, and in the config file that says its plan?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from orchestrator.specs.errors import OrchestratorError
+
+
+def rewritten(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
+    """A config file after dotted keys have taken new values, written as YAML reads them; nothing else has another.
+
+    YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its braces; only comments are
+    lost. Raises OrchestratorError where a key leads through a value.
+    """
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is None:
+        root = yaml.MappingNode("tag:yaml.org,2002:map", [])
+    for key, word in keys.items():
+        *sections, last = key.split(".")
+        place = root
+        for section in sections:
+            place = _at(place, section, key) or _put(place, section, yaml.MappingNode("tag:yaml.org,2002:map", []))
+        value = yaml.compose(word, Loader=yaml.SafeLoader) or yaml.ScalarNode("tag:yaml.org,2002:str", word, style="'")
+        if not isinstance(value, yaml.ScalarNode):  # a path may look like a list
+            value = yaml.ScalarNode("tag:yaml.org,2002:str", word, style="'")
+        _at(place, last, key)
+        _put(place, last, value)
+    if is_json:
+        return json.dumps(yaml.safe_load(yaml.serialize(root, Dumper=yaml.SafeDumper)), indent=2)
+    return str(yaml.serialize(root, Dumper=yaml.SafeDumper))
+
+
+def _at(place: yaml.Node, name: str, key: str) -> yaml.Node | None:
+    if not isinstance(place, yaml.MappingNode):
+        raise OrchestratorError(f"knob key {key!r}: there is nothing to set inside a value of the config file")
+    return next((value for word, value in place.value if word.value == name), None)
+
+
+def _put(place: yaml.Node, name: str, value: yaml.Node) -> yaml.Node:
+    assert isinstance(place, yaml.MappingNode), "_at has looked"
+    others = [(word, kept) for word, kept in place.value if word.value != name]
+    place.value = [*others, (yaml.ScalarNode("tag:yaml.org,2002:str", name), value)]
+    return value
+
+
+def link_all_but(source: Path, file: str, at: Path) -> Path:
+    """A folder `at` of links to everything in `source`, but for the one file: where its copy belongs is returned.
+
+    Folders on the way to the file are real ones. Doing it again changes nothing.
+    """
+    *folders, name = Path(file).parts
+    for folder in (*folders, name):
+        at.mkdir(parents=True, exist_ok=True)
+        for entry in source.iterdir():
+            link = at / entry.name
+            if entry.name != folder and not link.is_symlink():
+                link.symlink_to(entry)
+        source, at = source / folder, at / folder
+    return at
