@@ -115,17 +115,23 @@ def byte_ticks(low: float, high: float, most: int) -> list[Tick]:
 
 
 def second_ticks(low: float, high: float, most: int) -> list[Tick]:
-    """At most `most` round values in this span: 1-2-5 times powers of ten, or equal steps where they span little."""
-    unit = max((unit for unit in SECOND_UNITS.values() if 2 * unit <= high), default=1)
-    low, high = low / unit, high / unit
+    """At most `most` round values in this span: round in their own unit, or equal steps where they span little."""
     if high / low >= WIDE_SECONDS:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ladder = (digit * 10.0**power for power in powers for digit in (1, 2, 5))
-        values = [value for value in ladder if low <= value <= high]
-    else:
-        values = _equal_steps(low, high)
-    name = next(name for name in SECOND_UNITS if SECOND_UNITS[name] == unit)
-    return [(unit * value, f"{value:.4g} {name}") for value in _thinned(values, most)]
+        values = [value for value in _round_seconds(low, high) if low <= value <= high]
+        return [(value, _in_unit(value, SECOND_UNITS)) for value in _thinned(values, most)]
+    name = [name for name, unit in SECOND_UNITS.items() if unit == 1 or 2 * unit <= high][-1]
+    unit = SECOND_UNITS[name]
+    return [(unit * value, f"{value:.4g} {name}") for value in _thinned(_equal_steps(low / unit, high / unit), most)]
+
+
+def _round_seconds(low: float, high: float) -> Iterator[float]:
+    """1-2-5 times powers of ten below and above what a clock counts in; 1, 2, 5, 10, 20 of its seconds and minutes."""
+    for power in range(math.floor(math.log10(low)), 0):
+        yield from (digit * 10.0**power for digit in (1, 2, 5))
+    for unit in (SECOND_UNITS["s"], SECOND_UNITS["min"]):
+        yield from (float(digit * unit) for digit in (1, 2, 5, 10, 20))
+    for power in range(math.ceil(math.log10(max(1.0, high / SECOND_UNITS["h"]))) + 1):
+        yield from (digit * 10.0**power * SECOND_UNITS["h"] for digit in (1, 2, 5))
 
 
 def _thinned(values: list[float], most: int) -> list[float]:

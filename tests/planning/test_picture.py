@@ -77,6 +77,9 @@ def test_ticks_are_few_within_the_picture_ascend_and_are_told_apart(picture: Pic
         (0.04, 0.6, ["0.05 s", "0.1 s", "0.2 s", "0.5 s"]),
         (18.9, 20.6, ["19 s", "19.5 s", "20 s", "20.5 s"]),
         (20_000, 50_000, ["6 h", "8 h", "10 h", "12 h"]),
+        (75, 115, ["80 s", "90 s", "100 s", "110 s"]),
+        (4, 500, ["5 s", "10 s", "20 s", "1 min", "2 min", "5 min"]),
+        (900, 40_000, ["20 min", "1 h", "2 h", "5 h", "10 h"]),
     ],
 )
 def test_times_are_said_in_round_numbers_of_their_unit(low: float, high: float, labels: list[str]) -> None:
