@@ -1,4 +1,7 @@
-"""The narrow door between the core and the world. The simulated world stands behind the same one."""
+"""The narrow doors between the core and the world, and between the core and what it must never forget.
+
+The simulated world stands behind the same ones.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.state import Event, Job, Launch, Stop
+from orchestrator.specs.state import Action, Event, Job, Launch, State, Stop
+
+Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
 
 
 class Backend(Protocol):
@@ -26,3 +31,25 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of everything; running attempts go on."""
+
+
+class EventLog(Protocol):
+    """Where everything that happened is kept. Every method may be called from any thread."""
+
+    def load(self) -> tuple[State | None, tuple[Event, ...]]:
+        """The newest snapshot of the state (None: there is none), and the events after it, oldest first."""
+
+    def append(self, decided: Sequence[Decided]) -> None:
+        """Keep events, what was decided, ended jobs, and what the tracker is to be told, all or nothing."""
+
+    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
+        """Keep jobs, each with its end, where they are not kept yet."""
+
+    def snapshot(self, state: State) -> None:
+        """Keep `state`, which every appended event has led to, so that `load` need not fold them again."""
+
+    def job(self, job_id: str) -> Job | None:
+        """A job that has ended and that the state has forgotten."""
+
+    def ended(self, limit: int, before: str | None = None) -> list[Job]:
+        """At most `limit` such jobs, the one that ended last first; with `before`, those that ended before that one."""

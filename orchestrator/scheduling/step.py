@@ -17,6 +17,7 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureK
 from orchestrator.specs.plan import changes
 from orchestrator.specs.state import (
     Action,
+    Archive,
     CancelRequested,
     Event,
     Finished,
@@ -91,17 +92,17 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 
 def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...]]:
-    if event.job_id in state.jobs:
+    if event.order <= state.submitted:
         return state, ()
     job = Job(
         id=event.job_id,
         spec=event.spec,
-        order=len(state.jobs) + 1,
+        order=event.order,
         submitted_at_s=event.at_s,
         fault=event.fault,
         reason="waiting for the cluster to be seen",
     )
-    return _with_job(state, job), (Record(job=job),)
+    return replace(_with_job(state, job), submitted=event.order), (Record(job=job),)
 
 
 def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
@@ -111,7 +112,8 @@ def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tupl
     attempt = _live(job)
     if attempt is None:
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled before it ran")
-        return _with_job(state, job), (Record(job=job),)
+        state, archived = _settled(state, job)
+        return state, (Record(job=job), *archived)
     job = _with_attempt(replace(job, cancelling=True), replace(attempt, status=AttemptStatus.STOPPING))
     return _with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
 
@@ -129,7 +131,7 @@ def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED:
         return state, ()
-    return _with_job(state, _with_attempt(job, replace(attempt, released=True))), ()
+    return _settled(state, _with_attempt(job, replace(attempt, released=True)))
 
 
 def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
@@ -203,7 +205,8 @@ def _schedule(state: State) -> tuple[State, tuple[Action, ...]]:
                 status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
                 job = replace(job, status=status, reason=never.reason)
                 actions.append(Record(job=job))
-        state = _with_job(state, job)
+        state, archived = _settled(state, job)
+        actions += archived
     return state, tuple(actions)
 
 
@@ -258,7 +261,14 @@ def _all_released(job: Job) -> bool:
 
 
 def _with_job(state: State, job: Job) -> State:
-    return replace(state, jobs={**state.jobs, job.id: job})
+    return replace(state, jobs=state.jobs.with_job(job))
+
+
+def _settled(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
+    """The state with the job; without it, and the job handed over, once it has ended and given back all devices."""
+    if job.status.ended and _all_released(job):
+        return replace(state, jobs=state.jobs.without(job.id)), (Archive(job=job),)
+    return _with_job(state, job), ()
 
 
 def _with_observations(state: State, observed: Sequence[Observation]) -> State:

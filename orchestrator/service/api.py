@@ -32,6 +32,7 @@ from orchestrator.specs.state import Fault, FaultKind, Job, JobStatus
 
 BODY_BYTES_MAX = 2 * 2**20
 LOG_BYTES_MAX = 2**18  # per answer; the reader asks again from the next offset
+ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in an answer
 WAIT_S_MAX = 10.0  # of a long poll
 NEVER_SEEN = -1  # a version that no state has
 
@@ -105,8 +106,12 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         return {"id": controller.submit(job_from_data(request.spec, "the submitted job"), fault)}
 
     @app.get("/jobs")
-    def jobs() -> dict[str, Any]:
-        return {"jobs": [job_view(job, _beats(service.home, job)) for job in in_order(controller.state)]}
+    def jobs(
+        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
+    ) -> dict[str, Any]:
+        known = dict(controller.state.jobs) if before is None else {}
+        known |= {job.id: job for job in controller.ended(ended, before)}  # asked second: none falls in between
+        return {"jobs": [job_view(job, _beats(service.home, job)) for job in in_order(known.values())]}
 
     @app.get("/jobs/{job_id}")
     def job(
@@ -183,7 +188,7 @@ class _Unknown(ServiceError):
 
 
 def _job(service: Service, job_id: str) -> Job:
-    job = service.controller.state.jobs.get(job_id)
+    job = service.controller.job(job_id)
     if job is None:
         raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
     return job

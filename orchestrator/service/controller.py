@@ -8,13 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from orchestrator.backends.journal import Journal
-from orchestrator.backends.ports import Backend
+from orchestrator.backends.ports import Backend, EventLog
 from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
+    Archive,
     CancelRequested,
     Event,
     Fault,
@@ -24,7 +24,6 @@ from orchestrator.specs.state import (
     NodesSeen,
     Observation,
     Observed,
-    Record,
     State,
     Stop,
     Submitted,
@@ -42,12 +41,15 @@ log = logging.getLogger(__name__)
 class Controller:
     """Owns the state. Only the thread in `run` talks to the backend; everything else may be called from any thread."""
 
-    def __init__(self, journal: Journal, backend: Backend, clock: Callable[[], float]) -> None:
+    def __init__(self, journal: EventLog, backend: Backend, clock: Callable[[], float]) -> None:
         """The state that the journal leads to, with every attempt that holds devices taken up again."""
         snapshot, tail = journal.load()
         state = snapshot or State()
+        ended: list[tuple[Job, float]] = []
         for event in tail:
-            state, _ = step(state, event)
+            state, actions = step(state, event)
+            ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
+        journal.archive(ended)  # a journal that was written before there was an archive
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -67,17 +69,26 @@ class Controller:
         """The newest state: frozen, so that any thread may read it."""
         return self._state
 
+    def job(self, job_id: str) -> Job | None:
+        """The job as it stands, or as it ended."""
+        return self._state.jobs.get(job_id) or self._journal.job(job_id)
+
+    def ended(self, limit: int, before: str | None = None) -> list[Job]:
+        """At most `limit` jobs that the state has forgotten, the one that ended last first; see `Journal.ended`."""
+        return self._journal.ended(limit, before)
+
     def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
         """The id of the new job, which is in the journal by now. Raises ServiceError where it cannot be kept."""
         with self._changed:
-            job_id = f"{spec.name}-{len(self._state.jobs) + 1}"
-            self._apply(Submitted(job_id=job_id, spec=spec, at_s=self._clock(), fault=fault))
+            order = self._state.submitted + 1
+            job_id = f"{spec.name}-{order}"
+            self._apply(Submitted(job_id=job_id, order=order, spec=spec, at_s=self._clock(), fault=fault))
         return job_id
 
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job. Raises ServiceError where there is no such job or where it has ended."""
         with self._changed:
-            job = self._state.jobs.get(job_id)
+            job = self.job(job_id)
             if job is None:
                 raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
             if job.status.ended:
@@ -131,10 +142,10 @@ class Controller:
         """Decide and commit; only what is committed is seen by others, and done."""
         with self._changed:
             state, actions = step(self._state, event)
-            self._journal.append(event, [action for action in actions if isinstance(action, Record)])
+            self._journal.append([(event, actions)])
             self._state = state
             self._version += 1
-            self._pending.extend(action for action in actions if not isinstance(action, Record))
+            self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             log.info("event %s", _line(event))
             self._unsaved_events += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import isfinite
 from typing import Any, TypedDict
@@ -272,16 +272,15 @@ def node_from_view(view: NodeView) -> Node:
     )
 
 
-def in_order(state: State) -> list[Job]:
-    """Jobs as the queue shows them: running, then waiting by priority, then ended, newest last."""
-    running = [job for job in state.jobs.values() if not job.status.ended and job.attempts]
-    waiting = [job for job in state.jobs.values() if not job.status.ended and not job.attempts]
-    ended = [job for job in state.jobs.values() if job.status.ended]
-    return [
-        *sorted(ended, key=lambda job: job.order),
-        *sorted(running, key=lambda job: job.order),
-        *sorted(waiting, key=lambda job: (-job.spec.priority, job.order)),
-    ]
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
+    return sorted(jobs, key=_place)
+
+
+def _place(job: Job) -> tuple[int, int, int]:
+    if job.status.ended:
+        return 0, 0, job.order
+    return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)
 
 
 def _outcome(attempt: Attempt) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from pydantic import InstanceOf
+
 from orchestrator.specs.attempt import Attempt, Evidence, attempt_name
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MomentBytes
 
@@ -94,18 +96,27 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Everything known. Replaced, never changed."""
+    """Everything that a decision may need. Replaced, never changed.
 
-    jobs: Mapping[str, Job] = field(default_factory=dict)
+    A job that has ended and given back all its devices is no part of it any more: see Archive.
+    """
+
+    jobs: InstanceOf[Jobs] = field(default_factory=Jobs)
+    submitted: int = 0  # jobs ever submitted: the order of the newest
     nodes: tuple[Node, ...] = ()  # alive
     declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
     at_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.jobs, Jobs):  # any mapping is welcome
+            object.__setattr__(self, "jobs", Jobs(self.jobs.values()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
     job_id: str
+    order: int  # among all submissions ever: 1, 2, 3 ...
     spec: JobSpec
     at_s: float
     fault: Fault | None = None
@@ -209,4 +220,11 @@ class Record:
     attempt: Attempt | None = None
 
 
-Action = Launch | Stop | Record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """The job has ended, its devices are free, and the state has forgotten it: keep how it stands, for good."""
+
+    job: Job
+
+
+Action = Launch | Stop | Record | Archive

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from hypothesis import strategies as st
 
 from orchestrator.backends import journal as journal_module
 from orchestrator.backends.journal import SCHEMA, Journal
+from orchestrator.backends.simulated import SimulatedBackend
+from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
@@ -39,7 +42,18 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.state import Event, Finished, Job, Record, State, Woke
+from orchestrator.specs.state import (
+    Archive,
+    Event,
+    Finished,
+    Job,
+    JobStatus,
+    Record,
+    State,
+    Submitted,
+    Woke,
+)
+from tests.scheduling.world import CLUSTERS
 
 DEVICE = DeviceSpec(
     name="tiny",
@@ -142,7 +156,8 @@ jobs = st.builds(
 )
 states = st.builds(
     State,
-    jobs=st.dictionaries(st.text(), jobs, max_size=2),
+    jobs=st.lists(jobs, max_size=2, unique_by=lambda job: job.id).map(lambda jobs: {job.id: job for job in jobs}),
+    submitted=...,
     nodes=st.lists(build(Node), max_size=2).map(tuple),
     observations=...,
     at_s=...,
@@ -167,7 +182,7 @@ def test_every_event_record_and_state_comes_back_equal(
     journal: Journal, event: Event, job: Job, attempt: Attempt | None, state: State
 ) -> None:
     record = Record(job=job, attempt=attempt)
-    journal.append(event, [record])
+    journal.append([(event, [record])])
     *_, last = journal.events()
     ((row, kept),) = journal.pending(10)
     journal.delivered([row])
@@ -181,7 +196,7 @@ def test_every_event_record_and_state_comes_back_equal(
 
 def test_a_loss_that_is_not_a_number_stays_one(journal: Journal) -> None:
     event = Finished(job_id="a", number=1, at_s=float("nan"), evidence=Evidence())
-    journal.append(event, ())
+    journal.append([(event, ())])
     (kept,) = journal.events()
     assert kept.at_s != kept.at_s
 
@@ -189,7 +204,7 @@ def test_a_loss_that_is_not_a_number_stays_one(journal: Journal) -> None:
 def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Journal) -> None:
     assert journal.load() == (None, ())
     for at_s in range(4):
-        journal.append(Woke(at_s=at_s), ())
+        journal.append([(Woke(at_s=at_s), ())])
         if at_s < 3:
             journal.snapshot(State(at_s=at_s))
             journal.snapshot(State(at_s=at_s + 0.5))
@@ -199,29 +214,79 @@ def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Jo
 
 def test_snapshots_are_bounded(journal: Journal) -> None:
     for at_s in range(9):
-        journal.append(Woke(at_s=at_s), ())
+        journal.append([(Woke(at_s=at_s), ())])
         journal.snapshot(State(at_s=at_s))
     with closing(sqlite3.connect(journal.path)) as other:
-        assert other.execute("SELECT count(*) FROM snapshots").fetchone() == (2,)
+        assert other.execute("SELECT count(*) FROM snapshots").fetchone() == (1,)
+
+
+def job(number: int, **fields: object) -> Job:
+    return Job(**{"id": f"j-{number}", "spec": SCRIPT, "order": number, "submitted_at_s": number, **fields})
+
+
+def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(journal: Journal) -> None:
+    state = State(jobs={str(number): job(number) for number in range(1000)})
+    journal.append([(Woke(at_s=0), ())])
+    journal.snapshot(state)
+    with closing(sqlite3.connect(journal.path)) as other:
+        other.execute("CREATE TABLE written (id TEXT)")
+        for change in ("INSERT", "UPDATE"):
+            other.execute(
+                f"CREATE TRIGGER {change}_seen AFTER {change} ON live BEGIN INSERT INTO written VALUES (new.id); END"
+            )
+        other.commit()
+        changed = state.jobs.with_job(job(7, reason="waits")).without("j-9").with_job(job(1000))
+        journal.snapshot(replace(state, jobs=changed))
+        assert other.execute("SELECT id FROM written ORDER BY id").fetchall() == [("j-1000",), ("j-7",)]
+    assert journal.load()[0] == replace(state, jobs=changed)
+
+
+def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal: Journal) -> None:
+    ended = [job(number, status=JobStatus.SUCCEEDED) for number in (3, 1, 2, 5, 4)]
+    journal.append([(Woke(at_s=one.order), [Archive(job=one)]) for one in ended])
+    assert journal.job("j-2") == ended[2]
+    assert journal.job("j-9") is None
+    assert journal.ended(2) == [ended[4], ended[3]]
+    assert journal.ended(2, before="j-5") == [ended[2], ended[1]]
+    assert journal.ended(2, before="j-3") == []
+    with pytest.raises(ServiceError, match="UNIQUE"):
+        journal.append([(Woke(at_s=9), [Archive(job=ended[0])])])
+    assert len(list(journal.events())) == 5, "the event of a refused archive was kept"
+
+
+def test_a_journal_of_schema_0001_is_brought_up_to_date_with_its_jobs_where_they_belong(tmp_path: Path) -> None:
+    """The file is what commit b62ba28 wrote: two jobs ended before its snapshot, one after it, two live."""
+    with closing(sqlite3.connect(tmp_path / "journal.db")) as old:
+        old.executescript(Path(__file__).with_name("journal_0001.sql").read_text())
+    for _ in range(2):  # and stays so
+        backend = SimulatedBackend(CLUSTERS[1], seed=0, hazards={}, repeat_chance=0.0)
+        with closing(Journal(url(tmp_path))) as journal:
+            controller = Controller(journal, backend, lambda: 30.0)
+            assert list(controller.state.jobs) == ["runs-3", "wide-5"]
+            assert [job.id for job in controller.ended(9)] == ["ends-4", "giant-2", "done-1"]
+            assert controller.job("done-1").last.evidence.heartbeats[0].steps_done == 9
+            assert [record.job.id for _, record in journal.pending(9)] == ["ends-4", "wide-5"]
+            assert [e.order for e in journal.events() if isinstance(e, Submitted)] == [1, 2, 3, 4, 5]
+            assert controller.state.submitted == 5
 
 
 def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journal: Journal) -> None:
     records = [Record(job=Job(id=str(number), spec=SCRIPT, order=number, submitted_at_s=0)) for number in range(5)]
-    journal.append(Woke(at_s=0), records[:2])
-    journal.append(Woke(at_s=1), records[2:])
+    journal.append([(Woke(at_s=0), records[:2])])
+    journal.append([(Woke(at_s=1), records[2:])])
     first = journal.pending(3)
     assert [record for _, record in first] == records[:3]
     journal.delivered([row for row, _ in first])
     assert [record for _, record in journal.pending(99)] == records[3:]
     journal.delivered([row for row, _ in journal.pending(99)])
-    journal.append(Woke(at_s=2), records[:1])
+    journal.append([(Woke(at_s=2), records[:1])])
     assert journal.pending(99)[0][0] > 5, "a row's number was given twice"
 
 
 def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "PAGE", 3)
     for at_s in range(7):
-        journal.append(Woke(at_s=at_s), ())
+        journal.append([(Woke(at_s=at_s), ())])
     assert [event.at_s for event in journal.events()] == list(range(7))
 
 
@@ -229,14 +294,14 @@ def test_a_closed_journal_refuses_instead_of_writing_beside_its_next_owner(tmp_p
     first = Journal(url(tmp_path))
     first.close()
     with pytest.raises(ServiceError, match="closed"):
-        first.append(Woke(at_s=1), ())
+        first.append([(Woke(at_s=1), ())])
 
 
 def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
     def append(thread: int) -> None:
         for number in range(20):
             at_s = 100 * thread + number
-            journal.append(Woke(at_s=at_s), [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))])
+            journal.append([(Woke(at_s=at_s), [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))])])
 
     threads = [threading.Thread(target=append, args=(thread,)) for thread in range(4)]
     for thread in threads:
@@ -255,7 +320,7 @@ def test_a_second_opener_is_told_who_has_the_journal(journal: Journal) -> None:
 
 def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) -> None:
     with closing(Journal(url(tmp_path))) as first:
-        first.append(Woke(at_s=1), ())
+        first.append([(Woke(at_s=1), ())])
     began = time.monotonic()
     with closing(Journal(url(tmp_path))) as again:
         took_s = time.monotonic() - began
@@ -266,7 +331,7 @@ def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) ->
 
 @pytest.mark.parametrize("table", ["events", "snapshots", "outbox"])
 def test_a_row_that_cannot_be_read_names_file_row_and_remedy(journal: Journal, table: str) -> None:
-    journal.append(Woke(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])
+    journal.append([(Woke(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])])
     journal.snapshot(State())
     with closing(sqlite3.connect(journal.path)) as other, other:
         other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
@@ -368,5 +433,5 @@ def test_placements_keep_their_order(journal: Journal) -> None:
         step_s=0.1,
         launched_at_s=0.0,
     )
-    journal.append(Woke(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])
+    journal.append([(Woke(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])])
     assert journal.pending(1)[0][1].attempt.placement == placement

@@ -154,7 +154,7 @@ def tracking(journal: Journal, server: MlflowServer, state: Callable[[], State] 
 
 
 def say(journal: Journal, job: Job) -> None:
-    journal.append(Woke(at_s=0), [Record(job=job, attempt=job.last)])
+    journal.append([(Woke(at_s=0), [Record(job=job, attempt=job.last)])])
 
 
 def runs(server: MlflowServer, job_id: str) -> dict[str, object]:

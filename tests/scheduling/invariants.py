@@ -14,6 +14,7 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import Retries
 from orchestrator.specs.state import (
     Action,
+    Archive,
     CancelRequested,
     Event,
     Job,
@@ -24,6 +25,7 @@ from orchestrator.specs.state import (
     Stop,
     Woke,
 )
+from tests.scheduling.world import whole
 
 # Said once more, on purpose: which budget pays for which failure. What is not here is never tried again.
 BUDGET_OF = {
@@ -40,20 +42,22 @@ OUT_OF_MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 
 @dataclass(frozen=True)
 class Transition:
-    before: State
+    before: State  # with every job that was archived, as in `after`
     event: Event
     after: State
     actions: tuple[Action, ...]
+    state: State  # as `step` left it
 
 
-def history(events: Iterable[Event], state: State | None = None) -> list[Transition]:
+def history(events: Iterable[Event]) -> list[Transition]:
     """Every transition that `step` makes of the events."""
     transitions = []
-    state = state or State()
+    state, archived = State(), dict[str, Job]()
     for event in events:
-        after, actions = core.step(state, event)
-        transitions.append(Transition(state, event, after, actions))
-        state = after
+        before = whole(state, archived)
+        state, actions = core.step(state, event)
+        archived |= {action.job.id: action.job for action in _of(Archive, actions)}
+        transitions.append(Transition(before, event, whole(state, archived), actions, state))
     return transitions
 
 
@@ -240,6 +244,19 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
                 yield f"{job.id} was given up after {kinds[-1]} with retries.{budget} left"
 
 
+def _archived_for_good(t: Transition) -> Iterator[str]:
+    """A job is handed to the archive once, when it has ended and given everything back, and the state forgets it."""
+    handed = [archive.job for archive in _of(Archive, t.actions)]
+    for job in handed:
+        if not job.status.ended or not all(attempt.released for attempt in job.attempts):
+            yield f"{job.id} was archived although it is {job.status} or holds devices"
+        if job.id in t.state.jobs:
+            yield f"{job.id} was archived and is still remembered"
+    for job in t.state.jobs.values():
+        if job.status.ended and all(attempt.released for attempt in job.attempts):
+            yield f"{job.id} has ended and released everything, and is still remembered"
+
+
 def _waking_ends(t: Transition) -> Iterator[str]:
     wake_s = core.wake_at_s(t.after)
     if wake_s is not None and wake_s <= t.after.at_s:
@@ -261,6 +278,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _status_agrees,
     _everything_is_recorded,
     _budgets_are_used,
+    _archived_for_good,
     _waking_ends,
 )
 

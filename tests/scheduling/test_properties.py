@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.state import (
+    Archive,
     CancelRequested,
     Event,
     Fault,
     FaultKind,
     Finished,
+    Job,
     JobStatus,
     NodesSeen,
     Released,
@@ -32,7 +35,7 @@ from orchestrator.specs.state import (
     Submitted,
     Woke,
 )
-from tests.scheduling.invariants import history, violations
+from tests.scheduling.invariants import Transition, history, violations
 from tests.scheduling.world import (
     CALM,
     CLUSTERS,
@@ -129,7 +132,8 @@ def test_every_law_holds_on_the_real_journal(seed: int, tmp_path: Path, monkeypa
             controller = Controller(journal, backend, backend.now)
             assert controller.state == before
     transitions = history(journal.events())
-    assert transitions[-1].after == controller.state
+    assert transitions[-1].state == controller.state
+    assert [job.id for job in journal.ended(99)] == [job.id for job in reversed(archived(transitions))]
     assert violations(transitions, backend.processes, complete=True) == []
     journal.close()
 
@@ -174,6 +178,10 @@ def test_a_rehearsed_failure_happens_once_and_is_survived(kind: FaultKind) -> No
     assert [attempt.failure is None for attempt in job.attempts] == [False, True]
 
 
+def archived(transitions: Sequence[Transition]) -> list[Job]:
+    return [action.job for t in transitions for action in t.actions if isinstance(action, Archive)]
+
+
 def random_evidence(draw: random.Random, state: State, job_id: str, number: int) -> Evidence:
     """What a random ending leaves of this attempt, or nearly nothing where there is no such attempt."""
     job = state.jobs.get(job_id)
@@ -212,7 +220,8 @@ def random_event(draw: random.Random, state: State) -> Event:
         job_id, number = f"job-{draw.randint(1, 6)}", draw.randint(0, 3)
     kind = draw.choice((Submitted, CancelRequested, NodesSeen, Started, Finished, Finished, Released, Released, Woke))
     if kind is Submitted:
-        return Submitted(job_id=job_id, spec=random_job(draw, 4), at_s=at_s)
+        order = draw.randint(1, state.submitted + 1)  # one that was told before, or the next
+        return Submitted(job_id=f"job-{order}", order=order, spec=random_job(draw, 4), at_s=at_s)
     if kind is NodesSeen:
         nodes = idle_nodes(draw.choice(CLUSTERS[2:]))
         seen = tuple(
@@ -249,9 +258,9 @@ def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:
     journal, scenario = MemoryJournal(), random_scenario(random.Random(seed))
     play(scenario, journal, backend_of(scenario))
     for transition in history(journal.kept):
-        again, actions = step(transition.after, transition.event)
+        again, actions = step(transition.state, transition.event)
         assert actions == ()
-        assert without_reasons(again) == without_reasons(transition.after)
+        assert without_reasons(again) == without_reasons(transition.state)
 
 
 def without_reasons(state: State) -> State:
@@ -264,7 +273,7 @@ def test_a_job_waits_for_the_only_node_that_can_hold_it(ran_before: bool) -> Non
     nodes = idle_nodes(CLUSTERS[3])
     without_big = tuple(node for node in nodes if node.name != "big")
     spec = script("wide", profile={"parameters": 40_000_000, "activations_per_sample": "100MiB"})
-    submitted = Submitted(job_id="wide-1", spec=spec, at_s=1.0)
+    submitted = Submitted(job_id="wide-1", order=1, spec=spec, at_s=1.0)
     events: list[Event] = [NodesSeen(nodes=nodes, declared=nodes, at_s=0.0)]
     if ran_before:
         lost = Evidence(nodes_lost=("big",))

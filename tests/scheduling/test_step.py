@@ -18,6 +18,7 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import (
     Action,
+    Archive,
     CancelRequested,
     Event,
     Finished,
@@ -35,21 +36,24 @@ from orchestrator.specs.state import (
     Woke,
 )
 from tests.scheduling.factories import DEVICE, MIB, decoder_spec, node, observation, script_spec
+from tests.scheduling.world import whole
 
 NODES = NodesSeen(nodes=(node(),), at_s=0.0)
 
 
 def run(*events: Event, state: State | None = None) -> tuple[State, list[Action]]:
-    """The state after all events, and the actions of the last."""
+    """The state after all events, with every job that it has forgotten, and the actions of the last."""
     state = state or State()
     actions: tuple[Action, ...] = ()
+    archived: dict[str, Job] = {}
     for event in events:
         state, actions = step(state, event)
-    return state, list(actions)
+        archived |= {action.job.id: action.job for action in actions if isinstance(action, Archive)}
+    return whole(state, archived), [action for action in actions if not isinstance(action, Archive)]
 
 
 def submitted(spec: JobSpec | None = None, job_id: str = "lm-1", at_s: float = 1.0) -> Submitted:
-    return Submitted(job_id=job_id, spec=spec or decoder_spec(), at_s=at_s)
+    return Submitted(job_id=job_id, order=int(job_id.rpartition("-")[2]), spec=spec or decoder_spec(), at_s=at_s)
 
 
 def launches(actions: list[Action]) -> list[Attempt]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Event, Fault, FaultKind, Launch, Record, State
+from orchestrator.specs.state import Action, Archive, Event, Fault, FaultKind, Job, Launch, Record, State
 
 TURNS_MAX = 20_000
 EVENTS_MAX = 1000  # several times what a night of twelve jobs has
@@ -24,10 +24,11 @@ class Killed(BaseException):
 
 @dataclass
 class MemoryJournal:
-    """The journal's three calls in memory; `kill_at` names appends around which the service dies."""
+    """The controller's journal in memory; `kill_before` and `kill_after` name events around which the service dies."""
 
     kept: list[Event] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    archived: dict[str, Job] = field(default_factory=dict)  # in the order of their ends
     newest: tuple[State, int] | None = None
     kill_before: set[int] = field(default_factory=set)
     kill_after: set[int] = field(default_factory=set)
@@ -38,15 +39,29 @@ class MemoryJournal:
         state, count = self.newest
         return state, tuple(self.kept[count:])
 
-    def append(self, event: Event, records: Sequence[Record]) -> None:
-        if len(self.kept) in self.kill_before:
-            self.kill_before.remove(len(self.kept))
+    def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+        rows = range(len(self.kept), len(self.kept) + len(decided))
+        if killed := self.kill_before.intersection(rows):
+            self.kill_before -= killed
             raise Killed
-        assert len(self.kept) < EVENTS_MAX, "events beget events"
-        self.kept.append(event)
-        self.records.extend(records)
-        if len(self.kept) - 1 in self.kill_after:
+        for event, actions in decided:
+            assert len(self.kept) < EVENTS_MAX, "events beget events"
+            self.kept.append(event)
+            self.records += [action for action in actions if isinstance(action, Record)]
+            self.archive([(action.job, event.at_s) for action in actions if isinstance(action, Archive)])
+        if self.kill_after.intersection(rows):
             raise Killed
+
+    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
+        for job, _ in ended:
+            assert self.archived.setdefault(job.id, job) == job, f"{job.id} ended twice"
+
+    def job(self, job_id: str) -> Job | None:
+        return self.archived.get(job_id)
+
+    def ended(self, limit: int, before: str | None = None) -> list[Job]:
+        jobs = list(self.archived.values())[::-1]
+        return jobs[[job.id for job in jobs].index(before) + 1 if before else 0 :][:limit]
 
     def snapshot(self, state: State) -> None:
         self.newest = (state, len(self.kept))
@@ -216,7 +231,10 @@ def backend_of(scenario: Scenario) -> MortalBackend:
 
 
 def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) -> State:
-    """The state once every job has ended and released its devices; after each death of the service a new one begins."""
+    """The state once every job has ended and released its devices, with all jobs in it that it has forgotten.
+
+    After each death of the service a new one begins.
+    """
     errands = sorted(
         [(at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
         + [(at_s, 1, index) for at_s, index in scenario.cancels]
@@ -228,7 +246,7 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
                 run_errand(controller, scenario, *errands[0][1:])
                 errands.pop(0)
             if not errands and settled(controller.state):
-                return controller.state
+                return whole(controller.state, journal.archived)
             controller.turn(errands[0][0] - backend.now() if errands else HOUR_S)
         except Killed:
             backend.close()
@@ -241,12 +259,17 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
 
 def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int) -> None:
     """Submit or cancel, unless a service that died in the middle had committed it already."""
-    jobs = list(controller.state.jobs)
-    if kind == 0 and len(jobs) <= index:
-        _, spec, fault = scenario.jobs[index]
-        controller.submit(spec, fault)
-    elif kind == 1 and index < len(jobs) and not controller.state.jobs[jobs[index]].status.ended:
-        controller.cancel(jobs[index])
+    _, spec, fault = scenario.jobs[index]
+    job_id = f"{spec.name}-{index + 1}"
+    if kind == 0 and controller.state.submitted <= index:
+        assert controller.submit(spec, fault) == job_id
+    elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
+        controller.cancel(job_id)
+
+
+def whole(state: State, archived: Mapping[str, Job]) -> State:
+    """The state with the jobs that it has forgotten."""
+    return replace(state, jobs={**archived, **state.jobs})
 
 
 def settled(state: State) -> bool:

@@ -63,9 +63,10 @@ class World:
         assert answer.status_code == 200, answer.text
         return str(answer.json()["id"])
 
-    def turn_until(self, status: str) -> None:
+    def turn_until(self, status: str, count: int = 1) -> None:
         for _ in range(2000):
-            if any(job.status == status for job in self.controller.state.jobs.values()):
+            jobs = (*self.controller.state.jobs.values(), *self.controller.ended(99))
+            if sum(job.status == status for job in jobs) >= count:
                 return
             self.controller.turn(10.0)
         raise AssertionError(f"no job became {status}")
@@ -149,6 +150,28 @@ def test_nothing_is_stored_of_a_refused_job(world: World, body: dict[str, Any], 
     assert said in answer.json()["error"]
     assert list(world.journal.events()) == before
     assert world.client.get("/jobs").json() == {"jobs": []}
+
+
+def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
+    ids = [world.submit() for _ in range(5)]
+    world.turn_until("succeeded", 5)
+    for _ in range(2000):
+        if not world.controller.state.jobs:
+            break
+        world.controller.turn(10.0)
+    waiting = world.submit()
+
+    def listed(query: str) -> list[str]:
+        return [job["id"] for job in world.client.get(f"/jobs?{query}").json()["jobs"]]
+
+    assert listed("ended=9") == [*ids, waiting]
+    newest = [job.id for job in world.controller.ended(9)]
+    assert sorted(newest) == ids
+    assert listed("ended=2") == [*sorted(newest[:2]), waiting]
+    assert listed(f"ended=2&before={newest[1]}") == sorted(newest[2:4])
+    assert world.client.get(f"/jobs/{ids[0]}").json()["job"]["status"] == "succeeded"
+    assert world.client.get("/jobs?ended=1001").status_code == 422
+    assert world.submit() == "lm-7", "an id was given twice"
 
 
 def test_a_body_has_a_length_and_a_bound(world: World) -> None:

@@ -15,7 +15,7 @@ from orchestrator.service import controller as service
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Event, Job, JobStatus, Launch, NodesSeen, Stop, Submitted
+from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, Stop, Submitted
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
 
 
@@ -81,8 +81,8 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
 
 def test_nothing_happens_that_the_journal_did_not_keep() -> None:
     class FullDisk(MemoryJournal):
-        def append(self, event: Event, _records: object) -> None:
-            if isinstance(event, Submitted):
+        def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+            if any(isinstance(event, Submitted) for event, _ in decided):
                 raise ServiceError("no space left")
 
     backend = Spy()
@@ -101,7 +101,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
     controller = Controller(journal, backend, backend.now)
     job_id = controller.submit(script("lm"))
     turn_until(controller, lambda: settled(controller.state))
-    assert controller.state.jobs[job_id].status is JobStatus.SUCCEEDED
+    assert controller.job(job_id).status is JobStatus.SUCCEEDED
     assert backend.asked == ["launch lm-1-1", "adopt lm-1-1 launching"]
     assert [record.job.status for _, record in journal.pending(100)] == [
         JobStatus.QUEUED,
@@ -117,7 +117,7 @@ def test_a_job_that_cannot_fit_is_refused_and_never_launched(journal: Journal) -
     controller.turn(1.0)
     job_id = controller.submit(too_large("giant"))
     controller.turn(1.0)
-    assert controller.state.jobs[job_id].status is JobStatus.REFUSED
+    assert controller.job(job_id).status is JobStatus.REFUSED
     assert backend.asked == []
 
 
@@ -141,7 +141,7 @@ def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
         controller.cancel("lm-1")
     job_id = controller.submit(script("lm"))
     controller.cancel(job_id)
-    assert controller.state.jobs[job_id].status is JobStatus.CANCELLED
+    assert controller.job(job_id).status is JobStatus.CANCELLED
     with pytest.raises(ServiceError, match="lm-1 has ended already: cancelled"):
         controller.cancel(job_id)
 
@@ -154,7 +154,7 @@ def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal)
     controller.cancel(job_id)
     turn_until(controller, lambda: settled(controller.state))
     assert backend.asked[-1] == "stop lm-1-1"
-    assert controller.state.jobs[job_id].status is JobStatus.CANCELLED
+    assert controller.job(job_id).status is JobStatus.CANCELLED
 
 
 def test_a_new_service_takes_up_every_attempt_that_holds_devices(journal: Journal) -> None:
@@ -177,7 +177,10 @@ def test_a_new_service_takes_up_every_attempt_that_holds_devices(journal: Journa
     assert controller.state == before
     assert backend.asked == [f"adopt {stopped}-1 stopping", f"stop {stopped}-1", f"adopt {running}-1 running"]
     turn_until(controller, lambda: settled(controller.state))
-    assert [job.status for job in controller.state.jobs.values()] == [JobStatus.CANCELLED, JobStatus.SUCCEEDED]
+    assert [controller.job(job_id).status for job_id in (stopped, running)] == [
+        JobStatus.CANCELLED,
+        JobStatus.SUCCEEDED,
+    ]
     assert list(backend.processes) == [f"{stopped}-1", f"{running}-1"]
 
 
@@ -203,7 +206,7 @@ def test_a_launch_that_raises_is_an_end_that_the_start_up_budget_pays_for(
     job_id = controller.submit(script("lm"))
     backend.refusals = 1
     turn_until(controller, lambda: settled(controller.state))
-    job = controller.state.jobs[job_id]
+    job = controller.job(job_id)
     assert job.status is JobStatus.SUCCEEDED
     refused, second = (attempt.failure for attempt in job.attempts)
     assert second is None
@@ -226,12 +229,12 @@ def test_an_attempt_that_cannot_be_taken_up_again_is_not_started_beside_itself(j
     backend.close()
     backend.refusals = 1
     controller = Controller(journal, backend, backend.now)
-    assert controller.state.jobs[job_id].status is JobStatus.QUEUED
+    assert controller.job(job_id).status is JobStatus.QUEUED
     turn_until(controller, lambda: settled(controller.state))
     first, second = backend.processes.values()
     assert first.released_at_s is not None
     assert first.released_at_s <= second.launched_at_s
-    assert controller.state.jobs[job_id].status is JobStatus.SUCCEEDED
+    assert controller.job(job_id).status is JobStatus.SUCCEEDED
 
 
 def test_a_backend_that_fails_to_listen_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +285,7 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
         stop.set()
         loop.join(10)
     assert sorted(answers) == sorted(f"lm-{number}" for number in range(1, 21))
-    assert {job.status for job in controller.state.jobs.values()} == {JobStatus.SUCCEEDED}
+    assert [job.status for job in controller.ended(99)] == [JobStatus.SUCCEEDED] * 20
     assert backend.threads == {loop.ident}, "only the loop talks to the backend"
 
 
