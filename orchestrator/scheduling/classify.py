@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
-from orchestrator.scheduling.signatures import Cause, Match, last_traceback, read_log
-from orchestrator.specs.attempt import Attempt, Evidence, Failure, FailureKind, OomReport, RankEnd
+from orchestrator.scheduling.phases import GUARD_PHASES
+from orchestrator.scheduling.signatures import SUSPECTS, last_traceback, read_log
+from orchestrator.specs.attempt import (
+    Attempt,
+    Cause,
+    Evidence,
+    Failure,
+    FailureKind,
+    Finding,
+    OomReport,
+    Phase,
+    RankEnd,
+)
 from orchestrator.specs.run import STALE_EXIT_CODE
 from orchestrator.specs.state import Job
 from orchestrator.specs.units import format_bytes, format_seconds
@@ -27,38 +39,24 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
         return None
     if evidence.stopped and job.cancelling:
         return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")
+    command = job.spec.command or ()
     if evidence.ooms:
-        return _device_oom(attempt, evidence)
+        report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
+        return _device_oom(attempt, report, _finding_of(evidence, report, command))
     if evidence.nodes_lost:
         lost = ", ".join(evidence.nodes_lost)
         return Failure(kind=FailureKind.NODE_LOST, reason=f"lost contact with {lost} while it ran")
     if evidence.hung_for_s is not None:
-        return Failure(
-            kind=FailureKind.HUNG,
-            reason=f"no training step for {format_seconds(evidence.hung_for_s)}",
-            excerpt=_tail(_suspects(evidence)[0].log_tail if evidence.ranks else ""),
-        )
+        return _stood_still(attempt, evidence, command, capacity_bytes)
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
-    return _from_ranks(job, attempt, evidence, capacity_bytes)
+    return _from_ranks(attempt, evidence, command, capacity_bytes)
 
 
-def _device_oom(attempt: Attempt, evidence: Evidence) -> Failure:
-    report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
-    needed = needed_bytes(report)
-    asked = "an unknown amount" if report.requested_bytes is None else format_bytes(report.requested_bytes)
-    facts = (
-        f"rank {report.rank} ran out of device memory after step {report.step} ({report.phase}): "
-        f"asked for {asked} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
-    )
-    if report.foreign_bytes and needed <= attempt.correction * attempt.estimate.allocated_bytes:
-        return Failure(
-            kind=FailureKind.CROWDED,
-            rank=report.rank,
-            reason=f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes",
-            excerpt=_tail(report.message),
-        )
-    return Failure(kind=FailureKind.DEVICE_OOM, rank=report.rank, reason=facts, excerpt=_tail(report.message))
+def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
+    """What ranks that ran out of device memory had and asked for: by the guard, or else as their logs say it."""
+    told = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
+    return evidence.ooms or tuple(report for report in told if report is not None)
 
 
 def needed_bytes(report: OomReport) -> int:
@@ -67,58 +65,128 @@ def needed_bytes(report: OomReport) -> int:
     return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes + 1)
 
 
-def _from_ranks(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure:
-    """The cause that exit codes and logs name; survivors' complaints count only when nothing else is said."""
+def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
+    phase = _phase(report, finding)
+    asked = "an unknown amount" if report.requested_bytes is None else format_bytes(report.requested_bytes)
+    facts = (
+        f"rank {report.rank} ran out of device memory after step {report.step} ({_where(report, phase)}): "
+        f"asked for {asked} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
+    )
+    kind = FailureKind.DEVICE_OOM
+    if report.foreign_bytes and needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes:
+        kind, facts = (
+            FailureKind.CROWDED,
+            f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes",
+        )
+    return Failure(kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=_tail(report.message))
+
+
+def _phase(report: OomReport, finding: Finding | None) -> Phase | None:
+    """The guard sees optimizers and backward passes; of what runs forward, the traceback or the log knows more."""
+    if report.phase in GUARD_PHASES:
+        return GUARD_PHASES[report.phase]
+    if finding is not None and finding.phase is not None:
+        return finding.phase
+    return {"startup": Phase.STARTUP, "forward": Phase.TRAINING}.get(report.phase)
+
+
+def _where(report: OomReport, phase: Phase | None) -> str:
+    """In the guard's word where it says more: forward or backward."""
+    return report.phase if phase in (None, Phase.TRAINING) and report.phase else phase or "in an unknown phase"
+
+
+def _finding_of(evidence: Evidence, report: OomReport, command: tuple[str, ...]) -> Finding | None:
+    """The line of a log that tells of the same."""
+    for end in evidence.ranks:
+        for finding in _findings(end, command)[:1]:
+            if finding.cause is Cause.DEVICE_OOM and report.rank in (end.rank, finding.rank):
+                return finding
+    return None
+
+
+def _stood_still(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
+    """It hung, unless a rank had named the cause before and gone on (others then wait for it for ever)."""
+    still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
+    for end in _suspects(evidence):
+        finding = next(iter(_findings(end, command)), None)
+        if finding is not None and finding.cause is not Cause.SECONDARY and finding.cause not in SUSPECTS:
+            failure = _from_finding(attempt, evidence, end, finding, capacity_bytes)
+            if failure is not None:
+                return replace(failure, reason=f"{failure.reason}; then {still}")
+    tail = _suspects(evidence)[0].log_tail if evidence.ranks else ""
+    return Failure(kind=FailureKind.HUNG, reason=still, excerpt=_tail(tail))
+
+
+def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
+    """The cause that logs and exit codes name; survivors' complaints count only when nothing else is said."""
     suspects = _suspects(evidence)
-    command = job.spec.command or ()
     for end in suspects:
         if end.exit_code == STALE_EXIT_CODE:
             return Failure(kind=FailureKind.PREEMPTED, rank=end.rank, reason="a newer attempt had taken its place")
+        finding = next(iter(_findings(_in_own_words(evidence, end), command)), None)
         failure = (
-            _from_report(evidence, end)
-            or _from_text(attempt, evidence, end, command, capacity_bytes)
+            _from_finding(attempt, evidence, end, finding, capacity_bytes)
+            or _from_report(evidence, end)
             or _from_signal(evidence, end)
         )
         if failure:
             return failure
-        if end.exit_code and not _complains_of_others(evidence, end, command):
+        if end.exit_code and (finding is None or finding.cause is not Cause.SECONDARY):
             return _user_error(evidence, end)
     if all(end.exit_code for end in suspects):
         return Failure(kind=FailureKind.NODE_LOST, reason="its ranks only complain about each other")
     return _user_error(evidence, suspects[0])
 
 
+def _findings(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:
+    """Of the whole log where it was read, else of its end."""
+    return end.findings or read_log(end.log_tail, command)
+
+
+def _in_own_words(evidence: Evidence, end: RankEnd) -> RankEnd:
+    """The end with the exception that the guard reported, where its log names nothing."""
+    report = next((report for report in evidence.errors if report.rank == end.rank), None)
+    return end if report is None or end.findings else replace(end, log_tail=report.traceback)
+
+
 def _from_report(evidence: Evidence, end: RankEnd) -> Failure | None:
-    """A Python exception that the guard reported, unless its text names a cause of another class."""
+    """A Python exception that the guard reported, of the program's own unless its text names survivors' complaints."""
     for report in evidence.errors:
-        if report.rank == end.rank and read_log(report.traceback) is None:
+        if report.rank == end.rank and not read_log(report.traceback):
             return Failure(
                 kind=FailureKind.USER_ERROR,
                 rank=end.rank,
+                phase=GUARD_PHASES.get(report.phase),
                 reason=f"{report.type} in {report.phase} after step {report.step}",
                 excerpt=_tail(report.traceback),
             )
     return None
 
 
-def _from_text(
-    attempt: Attempt, evidence: Evidence, end: RankEnd, command: tuple[str, ...], capacity_bytes: int | None
+def _from_finding(
+    attempt: Attempt, evidence: Evidence, end: RankEnd, finding: Finding | None, capacity_bytes: int | None
 ) -> Failure | None:
-    text = _own_words(evidence, end)
-    match = read_log(text, command)
-    if match is None:
+    kind = None if finding is None else _kind(end, finding, evidence, attempt, capacity_bytes)
+    if finding is None or kind is None:
         return None
-    kind = _kind(match, evidence, attempt, capacity_bytes)
-    if kind is None:
-        return None
-    return Failure(kind=kind, rank=end.rank, reason=match.line[:400], excerpt=_tail(last_traceback(text)))
+    if kind is FailureKind.DEVICE_OOM and finding.oom is not None:
+        return _device_oom(attempt, finding.oom, finding)
+    return Failure(
+        kind=kind,
+        rank=end.rank if finding.rank is None else finding.rank,
+        phase=finding.phase,
+        reason=finding.line,
+        excerpt=_tail(finding.excerpt),
+    )
 
 
-def _kind(match: Match, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None) -> FailureKind | None:
+def _kind(
+    end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
+) -> FailureKind | None:
     peak = max((beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes)
     nearly_full = capacity_bytes is not None and peak >= NEARLY_FULL * capacity_bytes
     kinds = {
-        Cause.NOT_OOM: FailureKind.USER_ERROR,
+        Cause.NOT_OOM: FailureKind.HUNG if _waited_in_vain(end) else FailureKind.USER_ERROR,
         Cause.HANG: FailureKind.HUNG,
         Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
         Cause.DEVICE_OOM_SUSPECT: FailureKind.DEVICE_OOM if nearly_full else FailureKind.USER_ERROR,
@@ -128,23 +196,31 @@ def _kind(match: Match, evidence: Evidence, attempt: Attempt, capacity_bytes: in
         Cause.DISK_FULL: FailureKind.DISK_FULL,
         Cause.SECONDARY: None,
     }
-    return kinds[match.cause]
+    return kinds[finding.cause]
+
+
+def _waited_in_vain(end: RankEnd) -> bool:
+    """Whether ranks had lost step with each other: a collective timed out."""
+    return any(finding.cause is Cause.SECONDARY and "timeout" in finding.line for finding in end.findings)
 
 
 def _from_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
-    if end.exit_code is None or end.exit_code >= 0:
+    """What the signal says that ended the process, or the first rank that its launcher saw fail."""
+    rank, code = end.rank, end.exit_code
+    if code == 1 and end.root_rank is not None and end.root_exit_code is not None:
+        rank, code = end.root_rank, end.root_exit_code
+    if code is None or code >= 0:
         return None
-    number = -end.exit_code
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    if number == signal.SIGKILL and evidence.host_oom_kills:
-        kind, reason = FailureKind.HOST_OOM, f"rank {end.rank} was killed by the kernel for memory"
-    elif number in FROM_OUTSIDE:
-        kind, reason = FailureKind.PREEMPTED, f"rank {end.rank} was ended from outside by {name}"
-    elif number == signal.SIGBUS:
-        kind, reason = FailureKind.HOST_OOM, f"rank {end.rank} ended by SIGBUS: shared memory"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    if code == -signal.SIGKILL and evidence.host_oom_kills:
+        kind, reason = FailureKind.HOST_OOM, f"rank {rank} was killed by the kernel for memory"
+    elif -code in FROM_OUTSIDE:
+        kind, reason = FailureKind.PREEMPTED, f"rank {rank} was ended from outside by {name}"
+    elif code == -signal.SIGBUS:
+        kind, reason = FailureKind.HOST_OOM, f"rank {rank} ended by SIGBUS: shared memory"
     else:
-        kind, reason = FailureKind.USER_ERROR, f"rank {end.rank} crashed by {name}"
-    return Failure(kind=kind, rank=end.rank, reason=reason, excerpt=_tail(end.log_tail))
+        kind, reason = FailureKind.USER_ERROR, f"rank {rank} crashed by {name}"
+    return Failure(kind=kind, rank=rank, reason=reason, excerpt=_tail(end.log_tail))
 
 
 def _user_error(evidence: Evidence, end: RankEnd) -> Failure:
@@ -173,16 +249,6 @@ def _suspects(evidence: Evidence) -> list[RankEnd]:
         )
 
     return sorted(evidence.ranks, key=doubt)
-
-
-def _complains_of_others(evidence: Evidence, end: RankEnd, command: tuple[str, ...]) -> bool:
-    match = read_log(_own_words(evidence, end), command)
-    return match is not None and match.cause is Cause.SECONDARY
-
-
-def _own_words(evidence: Evidence, end: RankEnd) -> str:
-    """The exception that the guard reported, or the end of the log where it reported none."""
-    return next((report.traceback for report in evidence.errors if report.rank == end.rank), end.log_tail)
 
 
 def _tail(text: str) -> str:

@@ -35,6 +35,31 @@ class FailureKind(StrEnum):
     CANCELLED = "cancelled"  # the user asked for the end
 
 
+class Cause(StrEnum):
+    """What a line of a log says, before other evidence confirms or denies it."""
+
+    NOT_OOM = "not_oom"  # looks like memory and is not
+    HANG = "hang"
+    DEVICE_OOM = "gpu_oom"
+    DEVICE_OOM_SUSPECT = "gpu_oom_suspect"  # only if the device was nearly full
+    SHARED_MEMORY = "shm"
+    HOST_OOM = "host_oom"
+    HOST_OOM_SUSPECT = "host_oom_suspect"  # only if a kernel counter rose
+    DISK_FULL = "disk_full"
+    SECONDARY = "secondary"  # a survivor's complaint: look at the other ranks
+
+
+class Phase(StrEnum):
+    """Where a program stood: which of its settings can change what it needs there."""
+
+    STARTUP = "startup"  # imports, data, weights onto the device
+    ENCODING = "encoding"  # data made ready by a model, before training
+    TRAINING = "training"  # forward and backward
+    OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
+    CHECKPOINTING = "checkpointing"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What the evidence means, in a sentence, with the lines that show it."""
@@ -42,6 +67,7 @@ class Failure:
     kind: FailureKind
     reason: str
     rank: int | None = None
+    phase: Phase | None = None  # None where nothing tells
     excerpt: str = ""
 
 
@@ -87,12 +113,32 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A line of a log that names a cause."""
+
+    cause: Cause
+    line: str
+    rank: int | None = None  # that wrote it, where a log of several tells
+    log: str = ""  # name of its file
+    offset: int = 0  # of the line in its file, in bytes
+    phase: Phase | None = None
+    excerpt: str = ""  # the traceback that it ends
+    oom: OomReport | None = None  # what it says in bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How one rank's process ended: exit code, or minus the signal number; None if nobody could tell."""
+    """How one rank's process ended: exit code, or minus the signal number; None if nobody could tell.
+
+    Where the process was a launcher (torchrun), `root_rank` is the rank that it saw fail first, with its exit code.
+    """
 
     rank: int
     exit_code: int | None
     log_tail: str = ""
+    findings: tuple[Finding, ...] = ()  # of its whole log: the one that counts, then others as they came
+    root_rank: int | None = None
+    root_exit_code: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

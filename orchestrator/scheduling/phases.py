@@ -1,0 +1,85 @@
+"""Where did a program stand when it failed? From the frames of its traceback, or from what it said of its progress."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from orchestrator.specs.attempt import Phase
+
+GUARD_PHASES = {"backward": Phase.TRAINING, "optimizer": Phase.OPTIMIZER}  # "startup" and "forward" may be anything
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One entry of a Python traceback."""
+
+    file: str
+    function: str
+    source: str = ""
+
+
+# (phase, file, function): the innermost frame that fits a row decides; rows are tried in order. Names of torch.optim,
+# transformers/trainer.py, lightning's hooks, accelerate/optimizer.py, deepspeed/runtime and the five seed trainers.
+# `forward` and `encode` decide nothing: they run in encoding, training and evaluation alike.
+_FRAMES = tuple(
+    (phase, re.compile(file), re.compile(rf"(?:{function})\Z"))
+    for phase, file, function in (
+        (Phase.OPTIMIZER, r"[/\\]optim(?:izers?)?[/\\]|optimizer|grad_scaler|zero[/\\]stage", r"\w*step|_init_group"),
+        (Phase.CHECKPOINTING, r"", r"(?!.*(?:eval|_for_backward))(?:\w+_)?_?save(?:_\w+)?"),
+        (Phase.STARTUP, r"torch[/\\]serialization\.py", r"_?load"),
+        (
+            Phase.STARTUP,
+            r"",
+            r"from_pretrained|_?load_(?:state_dict|checkpoints?|model)|_load_pretrained_model|restore",
+        ),
+        (
+            Phase.TRAINING,
+            r"",
+            r"closure|_?train(?:ing)?_step|train_and_evaluate|train_one_epoch|train_epoch|\w*backward",
+        ),
+        (Phase.EVALUATION, r"", r"_?evaluate|evaluation_(?:loop|step)|eval_(?:loop|step|epoch)|run_evaluation"),
+        (Phase.EVALUATION, r"", r"_?validate|(?:run_|log_)?validation(?:_\w+)?|val(?:id)?_(?:step|epoch|one_epoch)"),
+        (Phase.EVALUATION, r"", r"predict|predict_step|prediction_(?:loop|step)|test_step|generate_step"),
+    )
+)
+_SOURCES = (  # statements of a script's own loop
+    (Phase.OPTIMIZER, re.compile(r"\boptim\w*\.step\(|\bscaler\.step\(")),
+    (Phase.TRAINING, re.compile(r"\.backward\(|\.training_step\(")),
+    (Phase.CHECKPOINTING, re.compile(r"\btorch\.save\(")),
+)
+
+
+def phase_of_frames(frames: Iterable[Frame]) -> Phase | None:
+    """The phase that the innermost telling frame names; None where none tells."""
+    for frame in reversed(tuple(frames)):
+        for phase, file, function in _FRAMES:
+            if function.match(frame.function) and file.search(frame.file):
+                return phase
+        for phase, source in _SOURCES:
+            if source.search(frame.source):
+                return phase
+    return None
+
+
+class Markers:
+    """Follows a program's own words from phase to phase: the last line that fits a pattern names the phase."""
+
+    def __init__(self, patterns: Mapping[Phase, str]) -> None:
+        self._patterns = [(phase, re.compile(pattern)) for phase, pattern in patterns.items()]
+        self.phase: Phase | None = Phase.STARTUP if patterns else None
+
+    def read(self, line: str) -> None:
+        """Take note of a line."""
+        for phase, pattern in self._patterns:
+            if pattern.search(line):
+                self.phase = phase
+
+
+def phase_of(patterns: Mapping[Phase, str], lines: Iterable[str]) -> Phase | None:
+    """The phase that a program is in after these lines; STARTUP before any marker, None where it has none."""
+    markers = Markers(patterns)
+    for line in lines:
+        markers.read(line)
+    return markers.phase

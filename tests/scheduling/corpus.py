@@ -1,0 +1,18 @@
+"""The corpus of failures: lines that people reported, and lines of programs that run well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_HERE = Path(__file__).parent / "failures"
+REPORTED: list[dict[str, Any]] = yaml.safe_load((_HERE / "reported.yaml").read_text())
+ORDINARY: list[dict[str, str]] = yaml.safe_load((_HERE / "ordinary.yaml").read_text())
+REAL_LOGS = Path(__file__).parents[3] / "shared" / "reference" / "failures"  # whole logs, optional
+
+
+def names() -> list[str]:
+    """Of the reported failures, each once."""
+    return [f"{number}-{one['from'].partition(',')[0]}" for number, one in enumerate(REPORTED)]

@@ -1,0 +1,70 @@
+"""Where a program stood: by the frames of real tracebacks, else by its own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.scheduling.phases import Frame, phase_of, phase_of_frames
+from orchestrator.scheduling.signatures import LogScan, read_log
+from orchestrator.specs.attempt import Phase
+from tests.scheduling.corpus import REPORTED
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+TRACED = [one for one in REPORTED if "phase" in one]
+PARLER = {  # huggingface/parler-tts training/run_parler_tts_training.py
+    Phase.ENCODING: r"\*\*\* Encode target audio with encodec",
+    Phase.TRAINING: r"\*\*\*\*\* Running training",
+    Phase.EVALUATION: r"Evaluating - ",
+}
+
+
+@pytest.mark.parametrize("reported", TRACED, ids=[one["from"] for one in TRACED])
+def test_tells_the_phase_of_a_reported_traceback(reported: dict[str, Any]) -> None:
+    text = reported["text"]
+    if reported["cause"] == "user_error":  # reported without its last line
+        last = text.splitlines()[-1]
+        text += f"\n{last[: last.index(']') + 3] if last.startswith('[rank') else ''}{OOM}"
+    assert read_log(text)[0].phase == reported["phase"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "phase"),
+    [
+        (
+            [("train.py", "main"), ("transformers/trainer.py", "train"), ("transformers/trainer.py", "training_step")],
+            "t",
+        ),
+        ([("trainer.py", "training_step"), ("torch/utils/checkpoint.py", "checkpoint"), ("m.py", "forward")], "t"),
+        ([("lightning/core/optimizer.py", "step"), ("torch/optim/adam.py", "step"), ("l.py", "training_step")], "t"),
+        ([("deepspeed/runtime/engine.py", "step"), ("deepspeed/runtime/zero/stage3.py", "step")], "o"),
+        ([("trainer.py", "_maybe_log_save_evaluate"), ("trainer.py", "evaluate"), ("m.py", "forward")], "e"),
+        ([("trainer.py", "_maybe_log_save_evaluate"), ("trainer.py", "_save_checkpoint"), ("m.py", "state_dict")], "c"),
+        ([("train.py", "main"), ("transformers/modeling_utils.py", "from_pretrained"), ("m.py", "to")], "s"),
+        ([("train.py", "main"), ("model.py", "forward")], None),
+    ],
+)
+def test_the_innermost_telling_frame_decides(frames: list[tuple[str, str]], phase: str | None) -> None:
+    letters = {
+        "t": Phase.TRAINING,
+        "o": Phase.OPTIMIZER,
+        "e": Phase.EVALUATION,
+        "c": Phase.CHECKPOINTING,
+        "s": "startup",
+    }
+    assert phase_of_frames(Frame(file, function) for file, function in frames) == (letters[phase] if phase else None)
+
+
+def test_a_programs_own_words_tell_its_phase() -> None:
+    words = ["loading", "*** Encode target audio with encodec ***", "***** Running training *****", "Evaluating - x"]
+    told = [phase_of(PARLER, words[:count]) for count in range(1, 5)]
+    assert told == [Phase.STARTUP, Phase.ENCODING, Phase.TRAINING, Phase.EVALUATION]
+    assert phase_of({}, words) is None
+
+
+def test_frames_know_more_than_the_programs_words() -> None:
+    scan = LogScan(markers=PARLER)
+    for line in ("***** Running training *****", '  File ".../torch/optim/adamw.py", line 1, in step', "    f(", OOM):
+        scan.feed(line)
+    assert scan.findings[0].phase is Phase.OPTIMIZER
