@@ -267,6 +267,53 @@ def estimate(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="What is submitted when: a published trace (CSV), or a list (YAML).")
+    ],
+    cluster: Cluster = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The same one gives the same run.")] = 0,
+    noise: Annotated[
+        float, typer.Option("--noise", min=0.0, max=2.0, help="How wrong told lengths are: sigma of their logarithm.")
+    ] = 0.0,
+    oom: Annotated[
+        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first plan runs out of memory.")
+    ] = 0.0,
+    node_loss: Annotated[
+        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts that take down a node.")
+    ] = 0.0,
+    launch_cost: Annotated[
+        float | None, typer.Option("--launch-cost", min=0.0, metavar="SECONDS", help="Instead of the cluster file's.")
+    ] = None,
+    gantt: Annotated[Path | None, typer.Option("--gantt", metavar="FILE", help="Draw who ran where (PNG).")] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Play a trace on a cluster, with the queue and the decisions of the service, in simulated time."""
+    from orchestrator.backends.traces import misjudged, read_trace
+    from orchestrator.service import gantt as drawing
+    from orchestrator.service.intake import read_cluster, read_job
+    from orchestrator.service.simulate import Trouble
+    from orchestrator.service.simulate import simulate as play
+    from orchestrator.service.tables import simulated_table
+
+    home = home.expanduser()
+    hardware = read_cluster(cluster)
+    if launch_cost is not None:
+        hardware = hardware.model_copy(update={"launch_cost": launch_cost})
+    told = misjudged(read_trace(trace, lambda file: read_job(file, (), home)), noise, seed)
+    run = play(told, hardware, seed=seed, trouble=Trouble(oom_chance=oom, node_loss_chance=node_loss))
+    if gantt is not None:
+        drawing.figure(f"{told.name} on {hardware.name}", run.outcomes, hardware).savefig(gantt)
+    if as_json:
+        print(json.dumps(run.report, indent=2))
+        return
+    console = _console(to_stderr=False)
+    console.print(simulated_table(run))
+    console.print(drawing.picture(run.outcomes, hardware), highlight=False, markup=False)
+
+
+@app.command()
 def calibrate(
     tracking_uri: Annotated[str, typer.Option("--from-mlflow", metavar="URI", help="MLflow that knows the outcomes.")],
     experiment: Annotated[str, typer.Option("--experiment", help="Its experiment.")] = "orchestrator",
@@ -329,8 +376,10 @@ def _hardware(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequenc
 
     home = home.expanduser()
     if cluster is not None or not _is_up(home):
+        from orchestrator.service.rates import known
+
         kept = home / "cluster.yaml"
-        return idle_nodes(read_cluster(cluster or (kept if kept.exists() else None))), ()
+        return idle_nodes(known(read_cluster(cluster or (kept if kept.exists() else None)), home)), ()
     from orchestrator.service.views import node_from_view, observations_from_view
 
     live = _cluster_of(home)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
+from orchestrator.service.simulate import Simulated, quantile
 from orchestrator.service.views import (
     AttemptView,
     EstimateView,
@@ -322,3 +324,36 @@ def _why(job: JobView) -> str:
 
 def _clock(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+
+
+def simulated_table(run: Simulated) -> Table:
+    """A simulated run in numbers, and what its decisions took on this machine."""
+    report, taken_s = run.report, sorted(run.decisions_s)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    rows = [
+        ("jobs finished", f"{report['finished']} of {report['jobs']}"),
+        (
+            "completion",
+            f"mean {format_seconds(report['mean_completion_s'])}, "
+            f"median {format_seconds(report['median_completion_s'])}, "
+            f"99 % within {format_seconds(report['p99_completion_s'])}",
+        ),
+        ("makespan", format_seconds(report["makespan_s"])),
+        (
+            "slowdown against alone",
+            f"99 % below {report['p99_slowdown']:.1f}, worst {report['worst_slowdown']:.1f}",
+        ),
+        ("devices", f"{report['devices']}, busy {100 * report['utilisation']:.0f} % of the time"),
+        ("GPU-hours", f"{report['gpu_hours']:.1f}"),
+        ("restarts", f"{report['restarts']}"),
+        (
+            "decisions",
+            f"{len(taken_s)}, mean {1e3 * fmean(taken_s):.2f} ms, 99 % within {1e3 * quantile(taken_s, 0.99):.2f} ms, "
+            f"slowest {1e3 * taken_s[-1]:.1f} ms",
+        ),
+    ]
+    if report["deadlines"]:
+        rows.insert(4, ("deadlines met", f"{report['deadlines_met']} of {report['deadlines']}"))
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

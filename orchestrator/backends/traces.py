@@ -1,0 +1,267 @@
+"""What was submitted when, in traces that others published and in our own lists: every format becomes one Trace."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import cache
+from math import isfinite, lcm
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.simulated_nature import stream
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+
+Row = Mapping[str, str]
+Shape = tuple[int, ...]  # devices on each node, most first
+
+# Seconds per step of n devices are n ** -SCALING of those of one where a trace tells one number only: the median over
+# the six models of AlibabaPAI/reconfigurable-dl-scheduler that were measured on one and on eight devices of a node
+# (0.52 to 0.92; tests/backends/test_traces.py computes it from the tables).
+SCALING = 0.71
+DEVICES_MAX = 64  # of the numbers that SCALING offers a job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One job: when it comes, what is told of it, and what is true."""
+
+    at_s: float
+    spec: JobSpec
+    deadline_s: float | None = None  # on the same clock
+    rigid_devices: int | None = None  # what its user asked for; None: the most that it can use
+    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where they were measured for a placement
+    step_factor: float = 1.0  # true / told seconds per step, on every other placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Arrivals in the order of their times, the first at 0."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+
+
+def read_trace(path: Path, read_job: Callable[[Path], JobSpec]) -> Trace:
+    """The trace in a file; its format is known by its columns. `read_job` reads the files that our own lists name.
+
+    Raises SpecError where no format has these columns, or where a row says something impossible.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        return _sorted(path.stem, list(_own_list(path, read_job)))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            columns = set(rows.fieldnames or ())
+            read = next((read for wanted, read in FORMATS if wanted <= columns), None)
+            if read is None:
+                known = "; ".join(", ".join(sorted(wanted)) for wanted, _ in FORMATS)
+                raise SpecError(
+                    "no known trace has these columns", source=str(path), got=", ".join(sorted(columns)), allowed=known
+                )
+            return _sorted(path.stem, list(read(path, _numbered(path, rows))))
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(path)) from None
+    except UnicodeDecodeError:
+        raise SpecError("the file is not UTF-8 text", source=str(path)) from None
+
+
+def misjudged(trace: Trace, sigma: float, seed: int) -> Trace:
+    """The same truth, told wrongly: each job's times are off by a factor whose logarithm has deviation `sigma`."""
+    if not sigma:
+        return trace
+    draw = stream(seed, "misjudged")
+    return replace(trace, arrivals=tuple(_misjudged(one, draw.lognormvariate(0.0, sigma)) for one in trace.arrivals))
+
+
+def _misjudged(arrival: Arrival, factor: float) -> Arrival:
+    told = tuple((count, factor * step_s) for count, step_s in arrival.spec.speeds)
+    spec = arrival.spec.model_copy(update={"speeds": told})
+    return replace(arrival, spec=spec, step_factor=arrival.step_factor / factor)
+
+
+def shaken(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
+    """Another day like this one: arrivals moved by up to `arrival_s`, lengths by up to a share of `length`.
+
+    Deadlines move with their jobs (Tsafrir, Ouaknine and Feitelson, IPDPS 2007: one trace alone proves nothing).
+    """
+    draw = stream(seed, "shaken")
+    moved = []
+    for one in trace.arrivals:
+        by_s = max(draw.uniform(-arrival_s, arrival_s), -one.at_s)
+        steps = max(1, round((one.spec.steps or 1) * draw.uniform(1 - length, 1 + length)))
+        spec = one.spec.model_copy(update={"steps": steps})
+        deadline_s = None if one.deadline_s is None else one.deadline_s + by_s
+        moved.append(replace(one, at_s=one.at_s + by_s, spec=spec, deadline_s=deadline_s))
+    return _sorted(trace.name, moved)
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
+
+
+def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """AlibabaPAI/reconfigurable-dl-scheduler: steps of an application whose speeds were measured for every plan.
+
+    The best plan of each number of devices is told; what it takes on another placement is true where it was measured.
+    """
+    speeds = cache(lambda application: _measured(path.parent.parent / "throughput" / f"{application}.csv"))
+    for where, row in rows:
+        shapes = speeds(row["application"])
+        best: dict[int, float] = {}
+        for shape, step_s in shapes.items():
+            best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
+        yield Arrival(
+            at_s=_number(where, row, "submission_time"),
+            spec=_told(row["name"], best, _whole(where, row, "steps"), family=row["application"]),
+            rigid_devices=_whole(where, row, "num_gpus"),
+            shapes=tuple(shapes.items()),
+        )
+
+
+def _measured(path: Path) -> dict[Shape, float]:
+    """Seconds per step of the fastest plan on each placement (its digits are devices per node)."""
+    fastest: dict[Shape, float] = {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("nobody measured this application", source=str(path)) from None
+    for where, row in _numbered(path, csv.DictReader(text.splitlines())):
+        shape = tuple(sorted((int(digit) for digit in row["placement"]), reverse=True))
+        step_s = _number(where, row, "iter_time")
+        if step_s > 0:  # 0: it did not run
+            fastest[shape] = min(step_s, fastest.get(shape, step_s))
+    return fastest
+
+
+def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """microsoft/elasticflow-traces: steps, what they took on the devices asked for, and when they have to be done."""
+    for where, row in rows:
+        asked, steps = _whole(where, row, "num_gpu"), _whole(where, row, "num_iteration")
+        yield Arrival(
+            at_s=_number(where, row, "submission_time"),
+            spec=_told(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
+            deadline_s=_number(where, row, "deadline"),
+            rigid_devices=asked,
+        )
+
+
+def _scaled(asked: int, step_s: float) -> dict[int, float]:
+    """Seconds per step of every power of two, and of the number asked for."""
+    counts = {2**power for power in range(DEVICES_MAX.bit_length())} | {asked}
+    return {count: step_s * (asked / count) ** SCALING for count in counts if count <= max(asked, DEVICES_MAX)}
+
+
+def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """msr-fiddle/philly-traces: what a job took on the one number of devices that is known; steps of a second."""
+    for where, row in rows:
+        devices = _whole(where, row, "num_gpus")
+        steps = max(1, round(_number(where, row, "duration")))
+        try:
+            at = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
+        except ValueError:
+            raise SpecError("not a time", source=where, path="timestamp", got=row["timestamp"]) from None
+        yield Arrival(at_s=at.timestamp(), spec=_like(_second_steps(devices), steps), rigid_devices=devices)
+
+
+@cache
+def _second_steps(devices: int) -> JobSpec:
+    return _told("philly", {devices: 1.0}, 1)
+
+
+def _like(spec: JobSpec, steps: int) -> JobSpec:
+    return spec.model_copy(update={"steps": steps})  # tens of thousands of them: not read again
+
+
+FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], Iterator[Arrival]]]] = (
+    ({"name", "submission_time", "application", "num_gpus", "steps"}, _plans),
+    ({"submission_time", "num_iteration", "model_name", "deadline", "num_gpu", "duration"}, _deadlines),
+    ({"timestamp", "duration", "num_gpus"}, _philly),
+)
+
+
+def _own_list(path: Path, read_job: Callable[[Path], JobSpec]) -> Iterator[Arrival]:
+    """`jobs: [{at: 10min, file: job.yaml}, ...]`: files relative to the list."""
+    from orchestrator.specs.parse import read_document
+    from orchestrator.specs.units import parse_seconds
+
+    try:
+        said: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), str(path)).data
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(path)) from None
+    entries = said.get("jobs")
+    if set(said) != {"jobs"} or not isinstance(entries, list) or not entries:
+        raise SpecError(
+            "not a list of jobs", source=str(path), got=", ".join(said), allowed="jobs: [{at: 10min, file: job.yaml}]"
+        )
+    for index, entry in enumerate(entries):
+        where = f"jobs.{index}"
+        if not isinstance(entry, dict) or set(entry) != {"at", "file"}:
+            raise SpecError("an entry says `at` and `file`", source=str(path), path=where, got=entry)
+        try:
+            at_s = parse_seconds(entry["at"])
+        except ValueError as error:
+            raise SpecError(str(error), source=str(path), path=f"{where}.at", got=entry["at"]) from None
+        yield Arrival(at_s=at_s, spec=read_job(path.parent / str(entry["file"])))
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def _told(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
+    """A script whose speeds are known; its global batch can be cut over every number of devices."""
+    return JobSpec.model_validate(
+        {
+            "name": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-")[:40] or "job",
+            "family": family,
+            "command": ("python", "train.py"),
+            "global_batch_size": lcm(*step_s),
+            "steps": steps,
+            "speeds": {str(count): f"{Decimal(repr(each)):f}s" for count, each in step_s.items()},
+        }
+    )
+
+
+def _sorted(name: str, arrivals: list[Arrival]) -> Trace:
+    """The arrivals by time, counted from the first."""
+    if not arrivals:
+        raise SpecError("the trace has no job", source=name)
+    arrivals.sort(key=lambda one: one.at_s)
+    begin_s = arrivals[0].at_s
+    return Trace(
+        name=name,
+        arrivals=tuple(
+            replace(
+                one,
+                at_s=one.at_s - begin_s,
+                deadline_s=None if one.deadline_s is None else one.deadline_s - begin_s,
+            )
+            for one in arrivals
+        ),
+    )
+
+
+def _numbered(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, Row]]:
+    for row in rows:
+        yield f"{path}:{rows.line_num}", row
+
+
+def _number(where: str, row: Row, column: str) -> float:
+    try:
+        number = float(row[column])
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not isfinite(number) or number < 0:
+        raise SpecError("not a number of seconds", source=where, path=column, got=row[column], allowed="0 or more")
+    return number
+
+
+def _whole(where: str, row: Row, column: str) -> int:
+    text = (row[column] or "").strip()
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError("not a number of things", source=where, path=column, got=row[column], allowed="1 or more")
+    return int(text)

@@ -1,0 +1,156 @@
+"""Every trace format becomes the same thing: who comes when, what is told of it, what is true."""
+
+from __future__ import annotations
+
+import re
+from math import log
+from pathlib import Path
+from statistics import median, pstdev
+
+import pytest
+
+from orchestrator.backends.traces import SCALING, Arrival, Trace, _measured, misjudged, read_trace, shaken
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+
+SHARED = Path(__file__).parents[3] / "shared" / "traces"
+PHILLY = """\
+timestamp,duration,num_gpus,gpu_time,cluster
+2017-10-09 07:01:55,66.0,1,66.0,11cb48
+2017-10-09 06:01:55,2951.4,8,23611.2,6214e9
+"""
+DEADLINES = """\
+job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration
+965d,1932025,100,resnet50,1933904,256,4,200
+"""
+PLANS = """\
+name,submission_time,duration,application,num_gpus,num_cpus,bandwidth,exec_plan,steps,is_sla
+vit-0,60,3163.09,vit,2,16,0,zero-dp,1000,0
+"""
+THROUGHPUT = """\
+exec_plan,placement,iter_time,forward
+ga,1,0.2,0
+zero-dp,2,0.15,0
+ga,2,0.12,0
+ga,11,0.16,0
+ga,8,0,0
+"""
+
+
+def no_files(path: Path) -> JobSpec:
+    raise AssertionError(f"{path} was read")
+
+
+def read(path: Path, text: str) -> Trace:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return read_trace(path, no_files)
+
+
+def test_philly_jobs_take_what_they_took_on_the_devices_that_they_had(tmp_path: Path) -> None:
+    trace = read(tmp_path / "philly.csv", PHILLY)
+    assert trace.name == "philly"
+    wide, short = trace.arrivals
+    assert (wide.at_s, short.at_s) == (0.0, 3600.0), "in the order of their times, the first at 0"
+    assert (wide.spec.steps, wide.spec.speeds, wide.rigid_devices) == (2951, ((8, 1.0),), 8)
+    assert (short.spec.steps, short.spec.speeds, short.spec.gpus.max) == (66, ((1, 1.0),), 1)
+
+
+def test_deadlines_move_to_the_clock_of_the_trace_and_speeds_scale_from_the_one_that_is_known(tmp_path: Path) -> None:
+    (job,) = read(tmp_path / "cluster01.csv", DEADLINES).arrivals
+    assert (job.at_s, job.deadline_s, job.rigid_devices) == (0.0, 1933904 - 1932025, 4)
+    speeds = dict(job.spec.speeds)
+    assert speeds[4] == pytest.approx(2.0)
+    assert speeds[8] == pytest.approx(2.0 / 2**SCALING)
+    assert sorted(speeds) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_plans_tell_the_best_of_each_number_of_devices_and_know_other_placements(tmp_path: Path) -> None:
+    throughput = tmp_path / "throughput" / "vit.csv"
+    throughput.parent.mkdir()
+    throughput.write_text(THROUGHPUT)
+    (job,) = read(tmp_path / "workloads" / "base.csv", PLANS).arrivals
+    assert job.spec.speeds == ((1, 0.2), (2, 0.12))
+    assert dict(job.shapes) == {(1,): 0.2, (2,): 0.12, (1, 1): 0.16}, "a time of 0 did not run"
+    assert (job.spec.steps, job.rigid_devices, job.spec.family) == (1000, 2, "vit")
+
+
+def test_a_list_names_job_files_and_their_times(tmp_path: Path) -> None:
+    night = tmp_path / "night.yaml"
+    night.write_text("jobs:\n  - {at: 10min, file: b.yaml}\n  - {at: 0s, file: jobs/a.yaml}\n")
+    asked: list[Path] = []
+
+    def read_job(path: Path) -> JobSpec:
+        asked.append(path)
+        return JobSpec(name=path.stem, command="python x.py", global_batch_size=1)
+
+    trace = read_trace(night, read_job)
+    assert [(one.at_s, one.spec.name) for one in trace.arrivals] == [(0.0, "a"), (600.0, "b")]
+    assert asked == [tmp_path / "b.yaml", tmp_path / "jobs" / "a.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "a,b\n1,2\n", "no known trace has these columns"),
+        ("a.csv", PHILLY.replace("66.0", "soon"), "a.csv:2: duration: not a number of seconds"),
+        ("a.csv", PHILLY.replace("66.0,1", "66.0,0"), "num_gpus: not a number of things"),
+        ("a.csv", PHILLY.replace("2017-10-09 07", "Monday"), "timestamp: not a time"),
+        ("a.csv", "timestamp,duration,num_gpus\n", "the trace has no job"),
+        ("a.csv", PLANS, "nobody measured this application"),
+        ("a.yaml", "jobs: []\n", "not a list of jobs"),
+        ("a.yaml", "jobs: [{at: 3, file: x}]\n", "expected a duration"),
+        ("a.yaml", "jobs: [{file: x}]\n", "an entry says `at` and `file`"),
+    ],
+)
+def test_a_bad_trace_is_one_clear_error(tmp_path: Path, name: str, text: str, said: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(said)):
+        read(tmp_path / name, text)
+
+
+def test_a_misjudged_trace_is_told_wrongly_and_stays_as_long(tmp_path: Path) -> None:
+    row = PHILLY.splitlines()[1]
+    true = read(tmp_path / "philly.csv", "\n".join((PHILLY.splitlines()[0], *[row] * 2000)))
+    told = misjudged(true, 0.5, seed=3)
+    factors = [one.spec.speeds[0][1] for one in told.arrivals]
+    assert all(
+        factor * one.step_factor == pytest.approx(1.0) for factor, one in zip(factors, told.arrivals, strict=True)
+    )
+    assert pstdev(map(log, factors)) == pytest.approx(0.5, rel=0.05)
+    assert misjudged(true, 0.5, seed=3) == told != misjudged(true, 0.5, seed=4)
+    assert misjudged(true, 0.0, seed=3) == true
+
+
+def test_a_shaken_trace_is_another_day_of_the_same_kind(tmp_path: Path) -> None:
+    (job,) = read(tmp_path / "cluster01.csv", DEADLINES).arrivals
+    day = Trace(name="day", arrivals=tuple(_at(job, at_s) for at_s in range(0, 100_000, 500)))
+    other = shaken(day, 1, arrival_s=60.0, length=0.05)
+    assert other == shaken(day, 1, arrival_s=60.0, length=0.05) != shaken(day, 2, arrival_s=60.0, length=0.05)
+    assert [one.at_s for one in other.arrivals] == sorted(one.at_s for one in other.arrivals)
+    for before, after in zip(day.arrivals, other.arrivals, strict=True):
+        assert abs(after.at_s - before.at_s) <= 120.0
+        assert 95 <= (after.spec.steps or 0) <= 105
+        assert after.deadline_s == pytest.approx(after.at_s + 1879), "a deadline moves with its job"
+
+
+def _at(job: Arrival, at_s: float) -> Arrival:
+    return Arrival(at_s=at_s, spec=job.spec, deadline_s=at_s + 1879)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published traces are not on this machine")
+def test_scaling_is_the_median_of_what_was_measured_in_one_node() -> None:
+    exponents = []
+    for path in sorted((SHARED / "plans" / "throughput").glob("*.csv")):
+        times = _measured(path)
+        if (1,) in times and (8,) in times:
+            exponents.append(log(times[1,] / times[8,]) / log(8))
+    assert len(exponents) == 6
+    assert median(exponents) == pytest.approx(SCALING, abs=0.005)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published traces are not on this machine")
+def test_the_published_traces_are_read_whole() -> None:
+    base = read_trace(SHARED / "plans" / "workloads" / "base.csv", no_files)
+    assert len(base.arrivals) == 406
+    assert all(one.rigid_devices in dict(one.spec.speeds) for one in base.arrivals)
+    assert len(read_trace(SHARED / "deadlines" / "cluster01.csv", no_files).arrivals) == 1595

@@ -1,0 +1,232 @@
+"""Laws of the simulated world, whatever the queue decides, and of what is reported about it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.simulated_process import Process
+from orchestrator.backends.traces import Arrival, Trace, misjudged
+from orchestrator.cli import main
+from orchestrator.service.gantt import figure, picture
+from orchestrator.service.simulate import Outcome, Simulated, Trouble, quantile, simulate
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.job import JobSpec
+from tests.bench import peers
+
+LAUNCH_COST_S = 30.0
+CLUSTER = ClusterSpec(
+    name="three-nodes",
+    nodes=[NodeSpec(name="node", count=3, devices=4, device="a100-80gb", host_memory="1TiB")],
+    launch_cost=f"{LAUNCH_COST_S}s",
+)
+STORM = Trouble(oom_chance=0.2, node_loss_chance=0.1)
+
+
+def job(name: str, steps: int, speeds: dict[int, float], **said: object) -> JobSpec:
+    told = {str(count): f"{each}s" for count, each in speeds.items()}
+    return JobSpec(name=name, command="python x.py", global_batch_size=4, steps=steps, speeds=told, **said)
+
+
+def day(seed: int, jobs: int = 40) -> Trace:
+    """Jobs of one to four devices within an hour or two."""
+    draw = random.Random(seed)
+    arrivals = []
+    for index in range(jobs):
+        alone_s = draw.uniform(0.5, 4.0)
+        speeds = {count: alone_s / count**0.8 for count in (1, 2, 4) if count <= draw.choice((1, 2, 4, 4))}
+        spec = job(f"job{index}", draw.randint(10, 2000), speeds)
+        arrivals.append(Arrival(at_s=index * draw.uniform(0, 200), spec=spec, rigid_devices=max(speeds)))
+    arrivals.sort(key=lambda one: one.at_s)
+    first_s = arrivals[0].at_s
+    return Trace(name=f"day{seed}", arrivals=tuple(replace(one, at_s=one.at_s - first_s) for one in arrivals))
+
+
+def attempts(outcomes: Iterable[Outcome]) -> list[Process]:
+    return [process for one in outcomes for process in one.attempts]
+
+
+def breaches(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
+    """Every law of the world that a run broke."""
+    found = []
+    held: dict[tuple[str, int], list[tuple[float, float, str]]] = {}
+    for arrival, one in zip(trace.arrivals, outcomes, strict=True):
+        done = 0
+        for process in one.attempts:
+            name = process.attempt.name
+            assert process.ended_at_s is not None
+            if process.launched_at_s < arrival.at_s:
+                found.append(f"{name} ran before it was submitted")
+            if process.first_step != done:
+                found.append(f"{name} began at step {process.first_step}, its checkpoint is at {done}")
+            if process.evidence is not None:
+                done = max(done, process.evidence.checkpoint_step or 0)
+            for device in process.devices:
+                held.setdefault(device, []).append((process.launched_at_s, process.ended_at_s, name))
+            if process.started_at_s is not None:
+                launch_s, ran_s = (
+                    process.started_at_s - process.launched_at_s,
+                    process.ended_at_s - process.started_at_s,
+                )
+                if launch_s != pytest.approx(CLUSTER.launch_cost):
+                    found.append(f"{name} was launched in {launch_s} s")
+                needed_s = (process.last_step - process.first_step) * process.step_s
+                if process.ending is None and ran_s != pytest.approx(needed_s, abs=1e-3):
+                    found.append(f"{name} trained {ran_s} s instead of {needed_s} s")
+    for device, spans in held.items():
+        spans.sort()
+        found += [
+            f"{device} is held by {before[2]} and {after[2]}"
+            for before, after in pairwise(spans)
+            if after[0] < before[1] - 1e-6
+        ]
+    return found
+
+
+@pytest.mark.parametrize("trouble", [Trouble(), STORM], ids=["calm", "storm"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_laws_of_the_world_hold_under_the_production_queue(seed: int, trouble: Trouble) -> None:
+    trace = day(seed)
+    run = simulate(trace, CLUSTER, seed=seed, trouble=trouble)
+    assert breaches(trace, run.outcomes) == []
+    assert run.report["finished"] == len(trace.arrivals) or trouble is STORM
+    if trouble is STORM:
+        endings = {process.ending for process in attempts(run.outcomes)}
+        assert {FailureKind.DEVICE_OOM, FailureKind.NODE_LOST} <= endings, "the storm left nobody out"
+
+
+@pytest.mark.parametrize("peer", [peers.FIFO, peers.EASY, peers.SJF, peers.LAS], ids=lambda peer: peer.name)
+def test_the_laws_of_the_world_hold_under_every_peer(peer: peers.Peer) -> None:
+    trace = day(7)
+    outcomes = peers.play(peer, trace, CLUSTER, seed=7)
+    assert breaches(trace, outcomes) == []
+    assert all(one.ended_at_s is not None for one in outcomes)
+    widths = [process.attempt.plan.world_size for process in attempts(outcomes)]
+    assert peer.preempts or widths == [one.rigid_devices for one in trace.arrivals]
+
+
+def test_a_preempted_job_goes_on_from_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiresias takes the devices of a long job for a short one, and gives them back."""
+    monkeypatch.setattr(peers, "DEMOTED_S", 600.0)
+    long = Arrival(at_s=0.0, spec=job("long", 2000, {4: 1.0}), rigid_devices=4)
+    short = Arrival(at_s=1000.0, spec=job("short", 100, {4: 1.0}), rigid_devices=4)
+    one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
+    trace = Trace(name="two", arrivals=(long, short))
+    first, second = peers.play(peers.LAS, trace, one_node, seed=0)
+    assert [process.ending for process in first.attempts] == [FailureKind.CANCELLED, None]
+    before, after = first.attempts
+    assert after.first_step == pytest.approx(1000 - LAUNCH_COST_S, abs=peers.ROUND_S)
+    assert before.ended_at_s == second.attempts[0].launched_at_s
+    assert first.ended_at_s == pytest.approx(2000 + 100 + 3 * LAUNCH_COST_S, abs=peers.ROUND_S)
+
+
+def test_wrong_estimates_change_what_is_told_and_not_what_is_true() -> None:
+    trace = Trace(name="one", arrivals=(Arrival(at_s=0.0, spec=job("a", 1000, {1: 2.0})),))
+    told = misjudged(trace, 0.5, seed=1)
+    assert told.arrivals[0].spec.speeds != trace.arrivals[0].spec.speeds
+    for one in (trace, told):
+        (outcome,) = simulate(one, CLUSTER, seed=0).outcomes
+        assert outcome.completion_s == pytest.approx(2000 + LAUNCH_COST_S)
+        assert outcome.slowdown == pytest.approx(1.0)
+
+
+def test_a_placement_that_was_measured_takes_what_was_measured() -> None:
+    """Two devices on two nodes are slower than told: here no node has two."""
+    spread = ClusterSpec(
+        name="spread", nodes=[NodeSpec(name="n", count=2, devices=1, device="a100-80gb", host_memory="1TiB")]
+    )
+    arrival = Arrival(at_s=0.0, spec=job("a", 100, {2: 1.0}), shapes=(((2,), 1.0), ((1, 1), 3.0)))
+    (outcome,) = simulate(Trace(name="one", arrivals=(arrival,)), spread, seed=0).outcomes
+    assert outcome.completion_s == pytest.approx(300.0 + spread.launch_cost)
+
+
+def test_a_job_that_no_node_can_hold_is_counted_as_not_finished() -> None:
+    trace = Trace(
+        name="wide",
+        arrivals=(
+            Arrival(at_s=0.0, spec=job("wide", 10, {64: 1.0}), deadline_s=1e6),
+            Arrival(at_s=0.0, spec=job("narrow", 10, {1: 1.0}), deadline_s=1e6),
+        ),
+    )
+    report = simulate(trace, CLUSTER, seed=0).report
+    assert (report["jobs"], report["finished"]) == (2, 1)
+    assert (report["deadlines"], report["deadlines_met"]) == (2, 1)
+
+
+def test_the_report_counts_what_happened() -> None:
+    """Two jobs of all devices, one after the other."""
+    spec = job("a", 100, {4: 1.0})
+    one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
+    arrivals = (
+        Arrival(at_s=0.0, spec=spec, deadline_s=150.0),
+        Arrival(at_s=10.0, spec=spec, deadline_s=150.0),
+    )
+    report = simulate(Trace(name="two", arrivals=arrivals), one_node, seed=0).report
+    assert report["makespan_s"] == pytest.approx(260.0)
+    assert report["mean_completion_s"] == pytest.approx((130 + 250) / 2)
+    assert report["p99_completion_s"] == pytest.approx(250.0)
+    assert report["worst_slowdown"] == pytest.approx(250 / 130)
+    assert report["gpu_hours"] == pytest.approx(4 * 260 / 3600)
+    assert report["utilisation"] == pytest.approx(1.0)
+    assert report["deadlines_met"] == 1
+    assert report["restarts"] == 0
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> None:
+    def told(run: Simulated) -> str:
+        return json.dumps([run.report, [(p.attempt.name, p.launched_at_s, p.devices) for p in attempts(run.outcomes)]])
+
+    def play(seed: int) -> str:
+        return told(simulate(misjudged(day(5), 0.5, seed), CLUSTER, seed=seed, trouble=STORM))
+
+    assert play(1) == play(1) != play(2)
+
+
+def test_quantiles_are_values_that_were_seen() -> None:
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.99) == 4.0
+    assert quantile([7.0], 0.0) == 7.0
+
+
+def test_the_pictures_show_every_node_and_every_device(tmp_path: Path) -> None:
+    run = simulate(day(1), CLUSTER, seed=0)
+    drawn = picture(run.outcomes, CLUSTER)
+    assert [line.split()[0] for line in drawn.splitlines()[:4]] == ["node0", "node1", "node2", "waiting"]
+    assert "█" in drawn
+    figure("a day", run.outcomes, CLUSTER).savefig(tmp_path / "day.png")
+    assert (tmp_path / "day.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "name: job\ncommand: python x.py\nglobal_batch_size: 4\nsteps: 100\nspeeds: {1: 2s, 2: 1.2s}\n"
+    )
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "night.yaml").write_text("jobs:\n- {at: 0s, file: job.yaml}\n- {at: 1min, file: job.yaml}\n")
+    (tmp_path / "cluster.yaml").write_text(
+        "name: two\nnodes: [{name: n, devices: 2, device: a100-80gb, host_memory: 64GiB}]\n"
+    )
+    asked = ["simulate", str(tmp_path / "night.yaml"), "--cluster", str(tmp_path / "cluster.yaml"), "--seed", "3"]
+    answers = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main([*asked, "--launch-cost", "10", "--json", "--gantt", str(tmp_path / "gantt.png")])
+        assert ended.value.code == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    report = json.loads(answers[0])
+    assert (report["trace"], report["cluster"], report["seed"], report["finished"]) == ("night", "two", 3, 2)
+    assert (tmp_path / "gantt.png").exists()
+    with pytest.raises(SystemExit) as ended:
+        main(asked)
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "2 of 2" in said
+    assert "decisions" in said
