@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -20,6 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
 
+# gloo's thread holds what a collective worked on until it gets the interpreter once more after the collective is done,
+# which a busy main thread gives away after 5 ms only (sys.getswitchinterval).
+LET_GO_S = 0.0002  # at each new peak: some hundred in a training's first step, none later
+LET_GO_TRIES = 25  # before an out-of-memory error, each ten times as long
+
 
 class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which CPU storages are device memory: `live_bytes` of them, never more than `capacity_bytes`.
@@ -27,7 +34,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The operation that crosses the capacity raises torch.OutOfMemoryError. Counted is what operations of the entering
     thread return (the backward pass on CPU runs in the calling thread); scratch inside a kernel and what other threads
     or forked children make is not, nor what is made within `host_memory()`. Storages made elsewhere count from the
-    first operation that returns a view of them. Enter it once and before the model is built.
+    first operation that returns a view of them. What only gloo's thread holds on to, for a moment after a collective is
+    done, is waited for. Enter it once and before the model is built.
     """
 
     supports_higher_order_operators = True
@@ -73,7 +81,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     added = self._count_parts(out)
         elif out is not None:
             added = sum(self._count_tensor(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        if added > 0 and self.live_bytes > self.capacity_bytes:
+        if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
             out = storage = args = kwargs = None  # type: ignore[assignment]  # the traceback keeps nothing alive
             raise self._out_of_memory(added)
         return out
@@ -119,10 +127,23 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 0
         self.live_bytes = live = self.live_bytes + size - known
         if live > self.recent_peak_bytes and live <= self.capacity_bytes:
-            self.recent_peak_bytes = live
-            if live > self.peak_bytes:
-                self.peak_bytes = live
+            if live > self.peak_bytes and _in_gang():
+                time.sleep(LET_GO_S)
+            self._note_peak()
         return size - known
+
+    def _note_peak(self) -> None:
+        self.recent_peak_bytes = max(self.recent_peak_bytes, self.live_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _is_full(self) -> bool:
+        """Whether more is held than the device has, also when everybody has let go of what is done with."""
+        for _ in range(LET_GO_TRIES if _in_gang() else 0):
+            time.sleep(10 * LET_GO_S)
+            if self.live_bytes <= self.capacity_bytes:
+                self._note_peak()
+                return False
+        return True
 
     def _count_tensor(self, tensor: torch.Tensor) -> int:
         if not tensor.is_cpu:
@@ -144,14 +165,14 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == "cpu":
             added = self._count(storage)
-            if added > 0 and self.live_bytes > self.capacity_bytes:
+            if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
                 raise self._out_of_memory(added)
 
     def _count_parameter(self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None) -> None:
         """Parameters read from a file come from outside; those of a wrapper were counted when it was made."""
         if parameter is not None and not is_traceable_wrapper_subclass(parameter):
             added = self._count_tensor(parameter)
-            if added > 0 and self.live_bytes > self.capacity_bytes:
+            if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
                 raise self._out_of_memory(added)
 
     def _forget(self, death: _Death) -> None:
@@ -189,6 +210,10 @@ def host_memory() -> Iterator[None]:
         yield
     finally:
         device.host = False
+
+
+def _in_gang() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _amount(count: int) -> str:

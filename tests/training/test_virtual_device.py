@@ -1,5 +1,7 @@
 import os
 import socket
+import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -120,6 +122,33 @@ def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_beh
         assert oom_report.out_of_memory(caught.value) is caught.value
         rest = torch.zeros(128 * KIB)  # and going on works, up to the last byte
         assert device.live_bytes == device.peak_bytes == kept.nbytes + rest.nbytes == MIB
+
+
+@pytest.mark.parametrize("capacity_bytes", [96 * KIB, MIB], ids=["full", "roomy"])
+def test_in_a_gang_what_another_thread_is_about_to_let_go_is_no_need(capacity_bytes: int) -> None:
+    """As gloo's thread, which holds a finished collective's buffers until it gets the interpreter once more."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # who wants the interpreter waits until it is given away
+    try:
+        assert min(_peak_beside_a_thread(capacity_bytes) for _ in range(10)) == 64 * KIB
+    finally:
+        sys.setswitchinterval(interval_s)
+        dist.destroy_process_group()
+
+
+def _peak_beside_a_thread(capacity_bytes: int) -> int:
+    finished = threading.Lock()
+    finished.acquire()
+    with VirtualDevice(capacity_bytes) as device:
+        held = [torch.zeros(16 * KIB)]
+        thread = threading.Thread(target=lambda: finished.acquire() and held.clear())
+        thread.start()
+        finished.release()
+        torch.zeros(16 * KIB)
+        peak_bytes = device.peak_bytes
+        thread.join()
+    return peak_bytes
 
 
 def test_recent_peak_starts_again_from_what_is_live() -> None:
