@@ -1,21 +1,38 @@
-"""What is left of an attempt? Evidence from the files of its folder."""
+"""What is left of an attempt? Evidence from the files of its folder, and from what its ranks wrote elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.backends.launcher import write_durably
-from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, Heartbeat, OomReport, RankEnd
+from orchestrator.scheduling.signatures import FINDINGS_MAX, LogScan
+from orchestrator.specs.attempt import (
+    Attempt,
+    Cause,
+    ErrorReport,
+    Evidence,
+    Finding,
+    Heartbeat,
+    OomReport,
+    Phase,
+    RankEnd,
+)
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.training import oom_report
 from orchestrator.training.checkpoint_folder import latest_complete, step_of
 
 LOG_TAIL_BYTES = 64 * 1024
+CHUNK_BYTES = 2**20
+WORKERS_MAX = 1024  # logs of dora's ranks that are read
+WORKER_DIED = re.compile(r"Executor: Worker (\d+) died")
+LINE_BYTES_MAX = 16 * 1024  # of a line that are read: no cause stands further from its beginning
 REPORT_BYTES_MAX = 4 * 2**20  # written inside the user's process: never trusted with our memory
 
 Report = TypeVar("Report")
@@ -58,14 +75,12 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
     ranks = range(world_size)
     checkpoint = latest_complete(jobs.checkpoints)
     began = any(folder.log(rank).exists() for rank in ranks)
+    beats = heartbeats(folder, world_size)
     return Evidence(
-        ranks=tuple(
-            RankEnd(rank=rank, exit_code=read_exit_code(folder, rank), log_tail=log_tail(folder.log(rank)))
-            for rank in (ranks if began else ())
-        ),
+        ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (ranks if began else ())),
         ooms=_reports(OomReport, folder.oom, ranks),
         errors=_reports(ErrorReport, folder.error, ranks),
-        heartbeats=heartbeats(folder, world_size),
+        heartbeats=beats,
         nodes_lost=ending.nodes_lost,
         first_ended_rank=ending.first_ended_rank,
         host_oom_kills=ending.host_oom_kills,
@@ -75,6 +90,82 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         missing_artifacts=_missing_artifacts(spec, jobs),
         checkpoint_step=None if checkpoint is None else step_of(checkpoint),
     )
+
+
+def _end_of(spec: JobSpec, attempt: Attempt, jobs: JobFolder, rank: int, beats: tuple[Heartbeat, ...]) -> RankEnd:
+    folder = jobs.attempt(attempt.number)
+    scan = scan_log(spec, folder.log(rank))
+    findings = scan.findings
+    if rank == 0 and spec.launch == "dora":
+        findings = _with_workers(spec, attempt, jobs, findings)
+    return RankEnd(
+        rank=rank,
+        exit_code=read_exit_code(folder, rank),
+        log_tail=log_tail(folder.log(rank)),
+        findings=tuple(_in_bytes(finding, rank, beats) for finding in findings[:FINDINGS_MAX]),
+        root_rank=scan.root_rank,
+        root_exit_code=scan.root_exit_code,
+    )
+
+
+def scan_log(spec: JobSpec, path: Path) -> LogScan:
+    """What the whole log names as causes, however long it is; nothing where there is none."""
+    markers = {Phase(phase): pattern for phase, pattern in spec.phases}
+    scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
+    for offset, line in _lines(path):
+        scan.feed(line, offset)
+    return scan
+
+
+def _with_workers(
+    spec: JobSpec, attempt: Attempt, jobs: JobFolder, findings: tuple[Finding, ...]
+) -> tuple[Finding, ...]:
+    """With what the ranks say that dora (dora/executor.py) lets write to files of their own; the first to die first."""
+    died = next((int(match[1]) for one in findings if (match := WORKER_DIED.search(one.line))), 0)
+    found = [replace(finding, rank=0) for finding in findings]
+    for path in sorted(jobs.output.rglob("worker_*.log"))[:WORKERS_MAX]:
+        rank = path.stem.removeprefix("worker_")
+        if rank.isdecimal() and path.stat().st_mtime >= attempt.launched_at_s:  # not an earlier attempt's
+            found += [replace(finding, rank=int(rank)) for finding in scan_log(spec, path).findings]
+    return tuple(sorted(found, key=lambda one: (one.cause is Cause.SECONDARY, one.rank != died)))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(offset, line) of a log. A carriage return ends a line too: progress bars write nothing else for hours."""
+    try:
+        with path.open("rb") as log:
+            begin, rest, dropped = 0, b"", 0
+            while chunk := log.read(CHUNK_BYTES):
+                *whole, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+                for line in whole:
+                    yield begin, line[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
+                    begin += len(line) + 1 + dropped
+                    dropped = 0
+                if len(rest) > CHUNK_BYTES:  # a line without end
+                    dropped += len(rest) - LINE_BYTES_MAX
+                    rest = rest[:LINE_BYTES_MAX]
+            yield begin, rest[:LINE_BYTES_MAX].decode("utf-8", errors="replace")
+    except OSError:
+        return
+
+
+def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
+    """The finding with what it says of device memory: all that is known of a child process without a guard."""
+    live, capacity = oom_report.allocated_bytes(finding.line), oom_report.capacity_bytes(finding.line)
+    if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
+        return finding
+    rank = rank if finding.rank is None else finding.rank
+    report = OomReport(
+        rank=rank,
+        step=next((beat.step for beat in beats if beat.rank == rank), 0),
+        phase=finding.phase or "",
+        requested_bytes=oom_report.requested_bytes(finding.line),
+        live_bytes=live,
+        capacity_bytes=capacity,
+        foreign_bytes=oom_report.foreign_bytes(finding.line),
+        message=finding.line,
+    )
+    return replace(finding, oom=report)
 
 
 def heartbeats(folder: AttemptFolder, world_size: int) -> tuple[Heartbeat, ...]:

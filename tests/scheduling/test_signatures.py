@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.scheduling.signatures import CALM_LINES, RULES, LogScan, is_telling, last_traceback, read_log
+from orchestrator.scheduling.signatures import (
+    CALM_LINES,
+    NEEDLES,
+    RULES,
+    TELLING,
+    LogScan,
+    is_telling,
+    last_traceback,
+    read_log,
+)
 from orchestrator.specs.attempt import Cause, Finding, Phase
 from tests.scheduling.corpus import ORDINARY, REAL_LOGS, REPORTED, names
 
@@ -64,7 +73,9 @@ def test_every_rule_was_seen_at_work() -> None:
 
 def test_no_line_with_a_cause_is_dismissed_unread() -> None:
     lines = [line for one in REPORTED for line in one["text"].splitlines()]
-    assert not [line for line in lines if any(rule.search(line) for _, rule in RULES) and not is_telling(line)]
+    for needle, (_, rule) in zip(NEEDLES, RULES, strict=True):
+        assert any(telling in needle for telling in TELLING), needle
+        assert all(needle in line and is_telling(line) for line in lines if rule.search(line)), needle
 
 
 @pytest.mark.skipif(not REAL_LOGS.is_dir(), reason="the corpus of real failure logs is not beside this checkout")

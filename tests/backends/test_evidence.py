@@ -1,0 +1,125 @@
+"""Evidence from the files of an attempt: whole logs, worker logs, and what their lines say in bytes."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.backends.evidence import CHUNK_BYTES, Ending, collect, scan_log
+from orchestrator.scheduling.classify import classify, needed_bytes, oom_reports
+from orchestrator.specs.attempt import Cause, Evidence, FailureKind, Phase
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import JobFolder
+from orchestrator.training import oom_report
+from tests.scheduling.corpus import REPORTED
+from tests.scheduling.factories import MIB, attempt, job, script_spec
+
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of"
+    " which 1.00 GiB is free. Process 12 has 20.00 GiB memory in use. Including non-PyTorch memory, this process has"
+    " 2.64 GiB memory in use. Of the allocated memory 2.00 GiB is allocated by PyTorch, and 140.00 MiB is reserved by"
+    " PyTorch but unallocated."
+)
+UNITS = {"B": 1, "bytes": 1, "MiB": 2**20, "GiB": 2**30}
+
+
+def in_bytes(said: str) -> int:
+    amount, unit = said.split()
+    return round(float(amount) * UNITS[unit])
+
+
+def left_behind(home: Path, log: str, spec: JobSpec | None = None) -> Evidence:
+    jobs = JobFolder(home, "lm-1")
+    folder = jobs.attempt(1)
+    folder.path.mkdir(parents=True)
+    folder.log(0).write_text(log)
+    folder.exit_code(0).write_text("1")
+    return collect(spec or script_spec(), attempt(), jobs, Ending())
+
+
+def test_a_cause_far_from_the_end_of_a_log_is_found(tmp_path: Path) -> None:
+    frames = '  File "a.py", line 1, in f\n    f()\n' * 10_000  # 360 KB of one traceback: the tail holds nothing else
+    evidence = left_behind(tmp_path, f"step 1\n{OOM}\n{frames}RuntimeError: step failed\n")
+    finding = evidence.ranks[0].findings[0]
+    assert (finding.cause, finding.log, finding.offset) == (Cause.DEVICE_OOM, "rank0.log", len("step 1\n"))
+    assert OOM not in evidence.ranks[0].log_tail
+
+
+def test_offsets_hold_over_progress_bars_and_endless_lines(tmp_path: Path) -> None:
+    before = b"\r1%|#\r" * 1000 + b"x" * (3 * CHUNK_BYTES) + "\n⠋\n".encode() + b"\xff\n"
+    (tmp_path / "log").write_bytes(before + OOM.encode() + b"\r\n")
+    assert scan_log(script_spec(), tmp_path / "log").findings[0].offset == len(before)
+
+
+def test_a_log_of_any_size_is_read_in_bounded_memory(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        for number in range(4_000):
+            log.write(f"[rank{number % 8}]: step {number} loss {'1.23 ' * 2000}\r")  # 40 MB in all
+        log.write(OOM)
+    tracemalloc.start()
+    findings = scan_log(script_spec(), tmp_path / "log").findings
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert findings[0].cause is Cause.DEVICE_OOM
+    assert peak < 8 * CHUNK_BYTES
+
+
+def test_a_missing_log_names_nothing(tmp_path: Path) -> None:
+    assert scan_log(script_spec(), tmp_path / "none").findings == ()
+
+
+def test_the_programs_own_words_tell_the_phase(tmp_path: Path) -> None:
+    spec = script_spec(phases={"encoding": r"\*\*\* Encode target audio", "training": "Running training"})
+    evidence = left_behind(tmp_path, f"*** Encode target audio with encodec ***\n{OOM}\n", spec)
+    assert evidence.ranks[0].findings[0].phase is Phase.ENCODING
+
+
+def test_trap_5_ranks_of_musicgen_that_write_elsewhere_are_heard(tmp_path: Path) -> None:
+    workers = JobFolder(tmp_path, "lm-1").output / "xps" / "2addf911"
+    workers.mkdir(parents=True)
+    (workers / "worker_1.log").write_text("MemoryError\n")
+    (workers / "worker_3.log").write_text(f"{OOM}\n")
+    executor = "Executor: Worker 3 died, killing all workers\n"
+    evidence = left_behind(tmp_path, executor, script_spec(launch="dora", command="dora run -d solver=musicgen"))
+    first = evidence.ranks[0].findings[0]
+    assert (first.cause, first.rank, first.log) == (Cause.DEVICE_OOM, 3, "worker_3.log")
+    assert not any(one.log.startswith("worker") for one in left_behind(tmp_path / "2", executor).ranks[0].findings)
+
+
+@pytest.mark.parametrize(
+    "reported", [one for one in REPORTED if "requested" in one], ids=lambda one: f"{one['from']}-{one['requested']}"
+)
+def test_a_message_is_understood_in_bytes(reported: dict[str, Any]) -> None:
+    told = {
+        "requested": oom_report.requested_bytes,
+        "capacity": oom_report.capacity_bytes,
+        "free": oom_report.free_bytes,
+        "allocated": oom_report.allocated_bytes,
+        "unallocated": oom_report.unallocated_bytes,
+        "foreign": oom_report.foreign_bytes,
+    }
+    for name, read in told.items():
+        if name in reported:
+            count = read(reported["text"])
+            assert count == pytest.approx(in_bytes(reported[name]), abs=MIB), name
+
+
+def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
+    """As the guard would have told it: what the message says becomes the attempt's account."""
+    evidence = left_behind(tmp_path, OOM)
+    (report,) = oom_reports(evidence)
+    assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
+    assert report.capacity_bytes == in_bytes("23.64 GiB")
+    assert needed_bytes(report) == 4 * 2**30
+
+
+def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:
+    evidence = left_behind(tmp_path, OOM)
+    for predicted, kind in ((5 * 2**30, FailureKind.CROWDED), (3 * 2**30, FailureKind.DEVICE_OOM)):
+        failure = classify(job(script_spec()), attempt(allocated_bytes=predicted), evidence)
+        assert failure is not None
+        assert failure.kind is kind
+        assert "2.00 GiB" in failure.reason
