@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.memory.calibration import corrected_allocated_bytes, lasting
-from orchestrator.scheduling.classify import needed_bytes
+from orchestrator.scheduling.classify import needed_bytes, oom_reports
+from orchestrator.scheduling.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.profile import Source
 from orchestrator.specs.state import Job, Observation
@@ -39,14 +40,16 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
 def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     """Allocated peak of the worst rank; where it ran out of memory, what it needed at least.
 
-    None where nothing was measured, or only what was made to fail.
+    None where nothing was measured, or only what was made to fail, or where memory ran out outside training.
     """
-    evidence = attempt.evidence
+    evidence, failure = attempt.evidence, attempt.failure
     if evidence is None or any(report.injected for report in evidence.ooms):
+        return None
+    if failure is not None and ran_out(attempt) and failure.phase in OUTSIDE_TRAINING:
         return None
     peaks = [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
     if ran_out(attempt):
-        peaks += [needed_bytes(report) for report in evidence.ooms] or [_burst_bytes(attempt, capacity_bytes)]
+        peaks += [needed_bytes(report) for report in oom_reports(evidence)] or [_burst_bytes(attempt, capacity_bytes)]
     return max(peaks, default=None)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from orchestrator.specs.attempt import Phase
 
+OUTSIDE_TRAINING = (Phase.ENCODING, Phase.EVALUATION)  # what they need says nothing of what a training step needs
 GUARD_PHASES = {"backward": Phase.TRAINING, "optimizer": Phase.OPTIMIZER}  # "startup" and "forward" may be anything
 
 

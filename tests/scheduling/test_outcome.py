@@ -1,0 +1,58 @@
+"""What the end of an attempt teaches of its predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.scheduling.outcome import measured_bytes, observe
+from orchestrator.specs.attempt import (
+    Attempt,
+    Cause,
+    Evidence,
+    Failure,
+    FailureKind,
+    Finding,
+    Heartbeat,
+    OomReport,
+    Phase,
+    RankEnd,
+)
+from tests.scheduling.factories import MIB, attempt, job, script_spec
+
+BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=90 * MIB, phase="forward", at_s=1.0)
+TOLD = OomReport(
+    rank=0,
+    step=5,
+    phase="",
+    requested_bytes=50 * MIB,
+    live_bytes=240 * MIB,
+    capacity_bytes=256 * MIB,
+    message="CUDA ...",
+)
+
+
+def ended(phase: Phase | None, told: OomReport | None = TOLD) -> Attempt:
+    finding = Finding(cause=Cause.DEVICE_OOM, line="CUDA out of memory", phase=phase, oom=told)
+    return replace(
+        attempt(),
+        ended_at_s=9.0,
+        evidence=Evidence(ranks=(RankEnd(rank=0, exit_code=1, findings=(finding,)),), heartbeats=(BEAT,)),
+        failure=Failure(kind=FailureKind.DEVICE_OOM, reason="", phase=phase),
+    )
+
+
+def test_a_message_without_a_guards_report_is_an_observation() -> None:
+    seen = observe(job(script_spec()), ended(Phase.TRAINING), 256 * MIB)
+    assert seen is not None
+    assert (seen.measured_bytes, seen.ran_out) == (290 * MIB, True)
+
+
+def test_a_message_without_numbers_is_more_than_the_device_leaves() -> None:
+    assert measured_bytes(ended(Phase.TRAINING, told=None), 256 * MIB) == 256 * MIB + 1
+
+
+@pytest.mark.parametrize("phase", [Phase.ENCODING, Phase.EVALUATION])
+def test_trap_15_what_evaluation_needs_teaches_nothing_of_training(phase: Phase) -> None:
+    assert observe(job(script_spec()), ended(phase), 256 * MIB) is None
