@@ -1,0 +1,116 @@
+"""What a restart changes depends on where memory ran out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.planning.frontier import Candidate
+from orchestrator.scheduling.degrade import answered_by_phase, answering, bytes_per_parameter, phase_batch_sizes
+from orchestrator.specs.attempt import Attempt, Failure, FailureKind, Phase
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Degradation,
+    Engine,
+    Offload,
+    Optimizer,
+    ParallelLayout,
+    Plan,
+    ZeroStage,
+)
+from tests.scheduling.factories import attempt, estimate, script_spec
+
+DDP = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=1)
+PARLER = script_spec(
+    phases={"encoding": "Encode target audio", "evaluation": "Evaluating - "},
+    knobs={
+        "micro_batch_size": {
+            "flag": "--per_device_train_batch_size",
+            "also": [
+                {"flag": "--audio_encoder_per_device_batch_size", "phase": "encoding", "default": 8},
+                {"flag": "--per_device_eval_batch_size", "phase": "evaluation", "default": 1},
+            ],
+        }
+    },
+)
+
+
+def candidate(plan: Plan) -> Candidate:
+    return Candidate(plan=plan, estimate=estimate(), step_s=1.0, degradation=Degradation.EXACT)
+
+
+def burst(plan: Plan, phase: Phase | None, kind: FailureKind = FailureKind.DEVICE_OOM) -> Attempt:
+    return replace(attempt(), plan=plan, failure=Failure(kind=kind, reason="", phase=phase))
+
+
+SHARDED = replace(DDP, zero_stage=ZeroStage.PARAMETERS)
+OFFLOADED = replace(DDP, zero_stage=ZeroStage.OPTIMIZER, offload=Offload.OPTIMIZER)
+EIGHT_BIT = replace(DDP, optimizer=Optimizer.ADAMW_8BIT)
+CHECKPOINTED = replace(DDP, activation_checkpointing=ActivationCheckpointing.FULL)
+MENU = [candidate(plan) for plan in (DDP, CHECKPOINTED, SHARDED, OFFLOADED, EIGHT_BIT)]
+
+
+def test_trap_16_in_the_optimizer_step_only_sharding_offload_and_8_bit_help() -> None:
+    left = [one.plan for one in answering(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)]
+    assert left == [SHARDED, OFFLOADED, EIGHT_BIT]
+
+
+def test_trap_16_a_smaller_batch_is_no_answer_at_micro_batch_1() -> None:
+    assert answering(script_spec(), [burst(DDP, Phase.OPTIMIZER)], [candidate(DDP), candidate(CHECKPOINTED)]) == []
+
+
+def test_a_smaller_batch_is_the_last_resort_in_the_optimizer_step() -> None:
+    wide, narrow = replace(DDP, micro_batch_size=4), [candidate(replace(DDP, micro_batch_size=2))]
+    assert answering(script_spec(), [burst(wide, Phase.OPTIMIZER)], narrow) == narrow
+    assert answering(script_spec(), [burst(wide, Phase.OPTIMIZER)], [*narrow, candidate(SHARDED)])[0].plan == SHARDED
+
+
+@pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.STARTUP, Phase.CHECKPOINTING, None])
+def test_elsewhere_every_plan_may_help(phase: Phase | None) -> None:
+    assert answering(script_spec(), [burst(DDP, phase)], MENU) == MENU
+
+
+def test_the_hosts_memory_is_not_the_optimizers() -> None:
+    assert answering(script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU) == MENU
+
+
+def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing_else() -> None:
+    once = burst(DDP, Phase.ENCODING)
+    again = burst(replace(DDP, phase_batch_sizes=(("encoding", 4),)), Phase.ENCODING)
+    assert phase_batch_sizes(PARLER, [once]) == (("encoding", 4),)
+    assert phase_batch_sizes(PARLER, [once, again]) == (("encoding", 2),)
+    answer = answering(PARLER, [once], MENU)
+    assert [replace(one.plan, phase_batch_sizes=()) for one in answer] == [one.plan for one in MENU]
+    assert {one.plan.phase_batch_sizes for one in answer} == {(("encoding", 4),)}
+
+
+def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
+    assert answered_by_phase(PARLER, burst(DDP, Phase.ENCODING)) is Phase.ENCODING
+    assert answered_by_phase(PARLER, burst(DDP, Phase.EVALUATION)) is None
+    assert answered_by_phase(script_spec(), burst(DDP, Phase.EVALUATION)) is None
+    assert answering(PARLER, [burst(DDP, Phase.EVALUATION)], MENU) == MENU
+
+
+@pytest.mark.parametrize(
+    ("plan", "held"),
+    [
+        (DDP, 16.0),
+        (replace(DDP, zero_stage=ZeroStage.OPTIMIZER), 10.0),
+        (replace(DDP, zero_stage=ZeroStage.GRADIENTS), 7.0),
+        (SHARDED, 4.0),
+        (OFFLOADED, 8.0),
+        (EIGHT_BIT, 10.0),
+        (
+            Plan(
+                engine=Engine.TORCH,
+                layout=ParallelLayout(tp=2, pp=2),
+                micro_batch_size=1,
+                gradient_accumulation_steps=2,
+            ),
+            4,
+        ),
+    ],
+)
+def test_what_a_device_holds_of_a_parameter(plan: Plan, held: float) -> None:
+    assert bytes_per_parameter(plan) == held
