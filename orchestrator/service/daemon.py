@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from orchestrator.service.api import Service, create_app
 from orchestrator.service.controller import Controller
 from orchestrator.service.intake import read_cluster
 from orchestrator.service.lifecycle import prepare, write_service_file
+from orchestrator.service.rates import measured
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError
 
@@ -60,11 +62,13 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     prepare(home)
     cluster = read_cluster(_if_there(home / "cluster.yaml"))
     with ExitStack() as stack:
+        rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
         journal = stack.enter_context(closing(Journal(f"sqlite:///{home / 'journal.sqlite'}")))
         mlflow = MlflowServer(home)
         stack.callback(_end_world, home, mlflow, down)
         mlflow.ensure_running()
-        backend = stack.enter_context(closing(RayBackend(home, cluster, _ray_address(home, cluster))))
+        address = _ray_address(home, cluster)
+        backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # whoever asks first sees the nodes
         tracker = MlflowTracker(journal, mlflow.uri, home, lambda: controller.state)
@@ -85,7 +89,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             tracking_uri=mlflow.uri,
             shut_down=shut_down,
         )
-        with _served(create_app(service)) as port:
+        with served(create_app(service)) as port:
             write_service_file(home, port)
             log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
             controller.run(stop)
@@ -125,7 +129,7 @@ def _keep_tracking(controller: Controller, tracker: MlflowTracker, mlflow: Mlflo
 
 
 @contextmanager
-def _served(app: FastAPI) -> Iterator[int]:
+def served(app: FastAPI) -> Iterator[int]:
     """The application on a free port of the loopback, in a thread of its own."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

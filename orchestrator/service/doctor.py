@@ -17,6 +17,8 @@ from rich.text import Text
 
 from orchestrator.service.client import is_up
 from orchestrator.service.intake import read_cluster
+from orchestrator.service.rates import rates_of
+from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.units import format_bytes
 
 OK, WARN, BAD = "ok", "warn", "bad"
@@ -54,6 +56,7 @@ def findings(home: Path) -> list[Finding]:
         ("nvml", _nvml),
         ("cuda", _cuda),
         ("compiler", _compiler),
+        ("cpu ranks", lambda: _cpu_ranks(home)),
         ("nvme", lambda: _nvme(home)),
         ("host memory", _host_memory),
         ("shm", lambda: _space("shm", Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
@@ -133,10 +136,26 @@ def _compiler() -> Finding:
     return Finding(subject="compiler", verdict=WARN, found=found, to_do=to_do)
 
 
+def _cpu_ranks(home: Path) -> Finding | None:
+    """What this home's virtual devices were measured to reach; None where it has none."""
+    rates = rates_of(_cluster(home), home)
+    if rates is None:
+        return None
+    found = (
+        f"{rates.fp32_flops / 1e9:.0f} GFLOP/s in fp32, {rates.bf16_flops / 1e9:.0f} in bf16, "
+        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory, {rates.link_bandwidth / 1e9:.1f} GB/s between two"
+    )
+    return Finding(subject="cpu ranks", verdict=OK, found=found)
+
+
+def _cluster(home: Path) -> ClusterSpec:
+    kept = home / "cluster.yaml"
+    return read_cluster(kept if kept.exists() else None)
+
+
 def _nvme(home: Path) -> Finding | None:
     """Whether plans can offload to files; None where no device of this home's cluster names a folder for them."""
-    kept = home / "cluster.yaml"
-    devices = [node.device for node in read_cluster(kept).nodes] if kept.exists() else []
+    devices = [node.device for node in _cluster(home).nodes]
     folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
     if not folders:
         return None

@@ -1,0 +1,78 @@
+"""How fast is a CPU rank on this machine? Products, memory and messages between two ranks, measured in a second.
+
+    python -m orchestrator.training.rates THREADS
+
+prints the rates as JSON. Everything is counted in processor time, the best of some repetitions: what else runs on the
+machine now is no property of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+REPETITIONS = 5
+SIDE = 384  # of the matrices: larger than a core's caches of the first level, as the layers of small models are
+COPIED = 16 * 2**20  # bytes: no cache of a core holds them twice
+SENT = 8 * 2**20  # bytes: so many that starting the message does not count
+LIMIT_S = 20  # after which a rank that waits for the other one ends
+
+
+def main(threads: int) -> None:
+    """Two ranks, which a fork makes of this process before it has any threads; the first one prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        second = os.fork()
+        rank = 0 if second else 1
+        try:
+            rates = _rates(threads, rank, Path(folder))
+        except BaseException:
+            if rank:
+                os._exit(1)
+            raise
+        if rank:
+            os._exit(0)  # gloo may abort on its way out
+        _, status = os.waitpid(second, 0)
+        if status:
+            sys.exit("the second rank failed")
+        print(json.dumps(rates), flush=True)
+        os._exit(0)
+
+
+def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
+    """FLOP/s and bytes/s of this rank; both ranks measure at once, as those of a job compute."""
+    signal.alarm(LIMIT_S)
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    message = torch.ones(SENT // 4)
+    fp32, bf16 = (torch.ones(SIDE, SIDE, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    source, target = torch.ones(COPIED // 4), torch.ones(COPIED // 4)
+    operations = 2.0 * SIDE**3 * threads
+    return {
+        "fp32_flops": operations / _best_s(lambda: fp32 @ fp32),
+        "bf16_flops": operations / _best_s(lambda: bf16 @ bf16),
+        "memory_bandwidth": 2.0 * COPIED * threads / _best_s(lambda: target.copy_(source)),
+        "link_bandwidth": SENT / _best_s(lambda: dist.all_reduce(message)),  # between two, as many bytes go each way
+    }
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """Processor seconds of all threads, the least of some repetitions after one that warms up."""
+    taken_s = []
+    for _ in range(REPETITIONS + 1):
+        began_s = time.process_time()
+        work()
+        taken_s.append(time.process_time() - began_s)
+    return min(taken_s[1:])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
