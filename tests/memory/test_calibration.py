@@ -251,7 +251,8 @@ def test_a_job_is_held_to_its_own_failure() -> None:
 def test_outcomes_of_other_devices_families_and_older_torches_do_not_count() -> None:
     far = observation(correction=3.0)
     for changed in ({"device": "b"}, {"family": "g"}):
-        assert learned([replace(far, **changed)]) == UNMEASURED
+        for other in (far, observation(correction=3.0, ran_out=True), observation(step_ratio=2.0)):
+            assert learned([replace(other, **changed)]) == UNMEASURED
     newer = observation(number=2, at_s=2.0, torch_version="2.12")
     assert learned([far, newer]).correction == 1.0
     assert learned([far, replace(newer, torch_version="")]).correction == pytest.approx(3.0)
