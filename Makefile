@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-long lint bench bench-memory bench-cost clean
+.PHONY: demo test test-long lint bench bench-memory bench-cost bench-scheduler clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ bench-memory: $(READY)
 
 bench-cost: $(READY)
 	$(BIN)/python -m tests.bench cost
+
+bench-scheduler: $(READY)
+	$(BIN)/python -m tests.bench scheduler
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

@@ -117,7 +117,7 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
             best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
-            spec=_told(row["name"], best, _whole(where, row, "steps"), family=row["application"]),
+            spec=told(row["name"], best, _whole(where, row, "steps"), family=row["application"]),
             rigid_devices=_whole(where, row, "num_gpus"),
             shapes=tuple(shapes.items()),
         )
@@ -144,7 +144,7 @@ def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         asked, steps = _whole(where, row, "num_gpu"), _whole(where, row, "num_iteration")
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
-            spec=_told(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
+            spec=told(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
             deadline_s=_number(where, row, "deadline"),
             rigid_devices=asked,
         )
@@ -170,7 +170,7 @@ def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
 
 @cache
 def _second_steps(devices: int) -> JobSpec:
-    return _told("philly", {devices: 1.0}, 1)
+    return told("philly", {devices: 1.0}, 1)
 
 
 def _like(spec: JobSpec, steps: int) -> JobSpec:
@@ -212,7 +212,7 @@ def _own_list(path: Path, read_job: Callable[[Path], JobSpec]) -> Iterator[Arriv
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _told(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
+def told(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
     """A script whose speeds are known; its global batch can be cut over every number of devices."""
     return JobSpec.model_validate(
         {

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tests.bench.figure import Figure
 
-NAMES = ("plan", "memory", "published", "cost", "engines", "checkpoint", "guard", "launch", "recovery")
+NAMES = ("plan", "memory", "published", "cost", "engines", "checkpoint", "guard", "launch", "recovery", "scheduler")
 FOLDER = Path(".bench")
 
 
