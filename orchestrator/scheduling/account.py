@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, fits, needed_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.groups import Group, groups_of
-from orchestrator.scheduling.match import learned, measured_peaks
+from orchestrator.scheduling.menu import learned, measured_peaks
 from orchestrator.scheduling.outcome import ran_out
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError

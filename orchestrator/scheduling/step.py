@@ -11,7 +11,9 @@ from dataclasses import replace
 from orchestrator.memory.calibration import remembered
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.classify import classify
-from orchestrator.scheduling.match import Chosen, NeverFits, Wait, choose
+from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, decide, price_of
+from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.menu import NeverFits
 from orchestrator.scheduling.outcome import observe
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.plan import changes
@@ -56,16 +58,23 @@ AT_ONCE = (*REFUTING, FailureKind.PREEMPTED)  # waiting would change nothing
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state after `event`, and what to do about it. Late, repeated and unknown events change nothing."""
-    state = replace(state, at_s=max(state.at_s, event.at_s))
-    state, told = _absorb(state, event)
-    state, begun = _schedule(state)
+    before = replace(state, at_s=max(state.at_s, event.at_s))
+    desk = _take_desk(state)
+    desk.state = before
+    state, told = _absorb(before, event)
+    desk = _told(desk, before, state, event)
+    state, begun = _schedule(state, desk)
+    _keep_desk(desk, state)
     return state, (*told, *begun)
 
 
 def wake_at_s(state: State) -> float | None:
     """When the next back-off ends; None where nothing waits for a time."""
-    times = [job.not_before_s for job in _waiting(state) if job.not_before_s > state.at_s]
-    return min(times, default=None)
+    for desk in _DESKS:
+        if desk.state is state:
+            return desk.wake_at_s(state.at_s)
+    queued = (job.not_before_s for job in state.jobs.values() if job.status is JobStatus.QUEUED)
+    return min((time_s for time_s in queued if time_s > state.at_s), default=None)
 
 
 # 1. absorb the fact
@@ -175,39 +184,101 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
 
 # 2. order the waiting
 
+# The desk of the newest state, which nobody else has while `step` works at it. It says nothing that the state does not
+# say, only faster: tests make a new one for every event and see the same.
+_DESKS: list[Desk] = []
 
-def _waiting(state: State) -> list[Job]:
-    """Queued jobs, by priority and then by submission."""
-    queued = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED]
-    return sorted(queued, key=lambda job: (-job.spec.priority, job.order))
+
+def _take_desk(state: State) -> Desk:
+    try:
+        desk = _DESKS.pop()
+    except IndexError:
+        return Desk(state)
+    return desk if desk.state is state else Desk(state)
+
+
+def _keep_desk(desk: Desk, state: State) -> None:
+    desk.state = state
+    _DESKS[:] = [desk]
+
+
+def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
+    """The desk after the event."""
+    desk.state = after
+    if after.observations is not before.observations:
+        desk.observe(before.observations, after)
+    match event:
+        case NodesSeen():
+            desk = desk.see(after)
+        case Observed():
+            desk.is_stale = True
+        case Woke():
+            pass
+        case _:
+            known, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
+            if known is not now:
+                desk.learn(known, now)
+            if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: nobody waits for these
+                desk.is_stale = True
+    desk.wake(after.at_s)
+    return desk
 
 
 # 3. plan and place
 
 
-def _schedule(state: State) -> tuple[State, tuple[Action, ...]]:
-    """Start waiting jobs in order. A job that waits for devices keeps those behind it from taking them."""
-    actions: list[Action] = []
-    if not state.nodes:
+def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+    """Start whom to start. Whoever is ahead has its devices promised, so that nobody behind delays it.
+
+    A job that comes takes what is open; when devices come free, or other things are known, all is promised anew.
+    """
+    if not state.nodes or not (desk.is_stale or desk.arrived):
         return state, ()
-    taken_by_order: set[str] = set()  # names of nodes that a job further ahead is waiting for
-    for job in _waiting(state):
-        if job.not_before_s > state.at_s or not _all_released(job):
-            continue
-        match choose(state, job, frozenset(taken_by_order)):
-            case Chosen() as chosen:
-                job, attempt = _begin(state, job, chosen)
-                actions += (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
-            case Wait() as wait:
-                taken_by_order |= wait.nodes
-                job = replace(job, reason=wait.reason)
-            case NeverFits() as never:
-                status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
-                job = replace(job, status=status, reason=never.reason)
-                actions.append(Record(job=job))
-        state, archived = _settled(state, job)
-        actions += archived
+    actions: list[Action] = []
+    unheard = {waiting.job.id: waiting for waiting in desk.arrived}
+    if desk.is_stale:
+        desk.forget_promises()
+        state = replace(state, reservations=())
+    price = price_of(desk)
+    for waiting in desk.in_order() if desk.is_stale else tuple(desk.arrived):
+        if not desk.idle:
+            break
+        outcome = decide(state, desk, waiting, price, may_reserve=len(state.reservations) < RESERVATIONS_MAX)
+        if outcome is not None:
+            unheard.pop(waiting.job.id, None)
+            state, done = _answered(state, desk, waiting, outcome)
+            actions += done
+    for waiting in unheard.values():
+        state, done = _answered(state, desk, waiting, admitted(state, desk, waiting))
+        actions += done
+    desk.is_stale, desk.arrived = False, []
     return state, tuple(actions)
+
+
+def _answered(
+    state: State, desk: Desk, waiting: Waiting, outcome: Chosen | Wait | NeverFits
+) -> tuple[State, tuple[Action, ...]]:
+    """The state after what was decided of a waiting job."""
+    job = waiting.job
+    actions: tuple[Action, ...] = ()
+    match outcome:
+        case Chosen() as chosen:
+            job, attempt = _begin(state, job, chosen)
+            actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
+        case Wait() as wait:
+            if wait.reservation is not None:
+                desk.promise((wait.reservation,))
+                state = replace(state, reservations=(*state.reservations, wait.reservation))
+            if wait.reason == job.reason:
+                return state, ()
+            job = replace(job, reason=wait.reason)
+        case NeverFits() as never:
+            status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
+            job = replace(job, status=status, reason=never.reason)
+            actions = (Record(job=job),)
+    desk.learn(waiting.job, job)
+    state, archived = _settled(state, job)
+    return state, (*actions, *archived)
 
 
 def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:

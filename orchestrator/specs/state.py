@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import InstanceOf
 
-from orchestrator.specs.attempt import Attempt, Evidence, attempt_name
+from orchestrator.specs.attempt import Attempt, Evidence, Placement, attempt_name
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.jobs import Jobs
@@ -95,6 +95,16 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Devices that are promised to a waiting job, for as long as it is expected to need them."""
+
+    job_id: str
+    start_s: float
+    end_s: float
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Everything that a decision may need. Replaced, never changed.
 
@@ -106,6 +116,7 @@ class State:
     nodes: tuple[Node, ...] = ()  # alive
     declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
+    reservations: tuple[Reservation, ...] = ()  # as of the last decision, first come first
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -193,9 +193,9 @@ def _only_cancelled_jobs_are_stopped(t: Transition) -> Iterator[str]:
 
 
 def _order(t: Transition) -> Iterator[str]:
-    """Nobody starts past an equal job that was ahead and could start as well."""
+    """The higher priority starts first, and nobody past an equal job that was ahead and could start as well."""
     launches = list(_of(Launch, t.actions))
-    places = [(-launch.job.spec.priority, launch.job.order) for launch in launches]
+    places = [-launch.job.spec.priority for launch in launches]
     if places != sorted(places):
         yield f"jobs start out of order: {[launch.job.id for launch in launches]}"
     for launch in launches:

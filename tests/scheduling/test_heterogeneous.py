@@ -10,13 +10,13 @@ from orchestrator.memory.calibration import UNMEASURED
 from orchestrator.planning.frontier import needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.groups import groups_of
-from orchestrator.scheduling.match import Chosen, NeverFits, choose
+from orchestrator.scheduling.step import step
 from orchestrator.service.forecast import forecast
+from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import parse_cluster
-from orchestrator.specs.state import State
-from tests.scheduling.factories import job
+from orchestrator.specs.state import JobStatus, Launch, Record, State, Submitted
 
 GIB = 2**30
 MIXED = """
@@ -45,10 +45,11 @@ def decoder(hidden: int, gpus: object, precision: str = "bf16") -> JobSpec:
     return JobSpec.model_validate(said)
 
 
-def chosen(spec: JobSpec, nodes: tuple[Node, ...]) -> Chosen:
-    found = choose(State(nodes=nodes), job(spec), frozenset())
-    assert isinstance(found, Chosen), found
-    return found
+def started(spec: JobSpec, nodes: tuple[Node, ...]) -> Attempt:
+    """The attempt that an idle cluster makes of the job."""
+    _, actions = step(State(nodes=nodes), Submitted(job_id="lm-1", order=1, spec=spec, at_s=0.0))
+    (launch,) = (action for action in actions if isinstance(action, Launch))
+    return launch.attempt
 
 
 def with_free(nodes: tuple[Node, ...], name: str, free_gib: tuple[int, ...]) -> tuple[Node, ...]:
@@ -71,18 +72,23 @@ def test_every_kind_of_device_has_a_frontier_of_its_own() -> None:
 
 def test_a_job_takes_the_kind_that_is_free_with_a_plan_made_for_it() -> None:
     spec = decoder(2048, {"min": 1, "max": 8})
-    assert chosen(spec, mixed()).device == "a100-80gb"
+    assert started(spec, mixed()).device == "a100-80gb"
     busy = with_free(mixed(), "large", (1,) * 8)
-    found = chosen(spec, busy)
-    assert (found.device, found.candidate.plan.world_size) == ("rtx4090-24gb", 2)
-    assert needed_bytes(found.candidate, UNMEASURED) <= 24 * GIB
+    found = started(spec, busy)
+    assert (found.device, found.plan.world_size) == ("rtx4090-24gb", 2)
+    assert found.needed_bytes is not None
+    assert found.needed_bytes <= 24 * GIB
 
 
 def test_what_the_small_kind_can_never_hold_goes_to_the_large_one_or_nowhere() -> None:
     seven = decoder(5120, {"min": 2, "max": 8})
-    assert chosen(seven, mixed()).device == "a100-80gb"
+    assert started(seven, mixed()).device == "a100-80gb"
     small_alone = State(nodes=tuple(node for node in mixed() if node.name == "small"))
-    assert isinstance(choose(small_alone, job(decoder(16384, 2)), frozenset()), NeverFits)
+    _, actions = step(small_alone, Submitted(job_id="lm-1", order=1, spec=decoder(16384, 2), at_s=0.0))
+    assert [action.job.status for action in actions if isinstance(action, Record)] == [
+        JobStatus.QUEUED,
+        JobStatus.REFUSED,
+    ]
 
 
 @pytest.mark.parametrize("gpus", [1, {"min": 1, "max": 8}])
@@ -90,8 +96,9 @@ def test_a_device_with_little_free_memory_is_not_counted_as_whole(gpus: object) 
     """Six of the eight are nearly full: what is placed fits what is free on each of its devices."""
     nodes = with_free(mixed(), "large", (1, 1, 1, 60, 1, 1, 30, 1))
     nodes = tuple(node for node in nodes if node.name == "large")
-    found = chosen(decoder(2048, gpus), nodes)
-    needed = needed_bytes(found.candidate, UNMEASURED)
+    found = started(decoder(2048, gpus), nodes)
+    needed = found.needed_bytes
+    assert needed is not None
     (part,) = found.placement
     assert set(part.devices) <= {3, 6}
     assert all(nodes[0].free_bytes[index] >= needed for index in part.devices)
@@ -110,4 +117,4 @@ def test_a_kind_that_cannot_run_a_job_does_not_hide_the_kinds_that_can() -> None
     nodes = mixed(MIXED.replace("rtx4090-24gb", "v100-32gb"))
     spec = decoder(2048, {"min": 1, "max": 8})
     assert forecast(spec, nodes)["device"] == "a100-80gb"
-    assert chosen(spec, nodes).device == "a100-80gb"
+    assert started(spec, nodes).device == "a100-80gb"

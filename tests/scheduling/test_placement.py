@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.placement import place
+from orchestrator.scheduling.availability import Pool, shape_of
+from orchestrator.scheduling.groups import groups_of
 from orchestrator.specs.attempt import NodeDevices, Placement
-from orchestrator.specs.cluster import Node
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from tests.scheduling.factories import node
 
 
-def cluster(free: dict[str, list[int]]) -> tuple[list[Node], dict[str, list[int]]]:
-    return [node(name, devices=8) for name in free], free
+def pool(idle: dict[str, list[int]]) -> Pool:
+    """Nodes of eight devices of which only these are idle."""
+    (group,) = groups_of([node(name, devices=8) for name in idle])
+    made = Pool(group)
+    for name, devices in idle.items():
+        made.occupy(name, [device for device in range(8) if device not in devices], until_s=100.0)
+    return made
 
 
 ROWS: list[tuple[str, int, dict[str, list[int]], dict[str, tuple[int, ...]] | None]] = [
@@ -28,7 +34,23 @@ ROWS: list[tuple[str, int, dict[str, list[int]], dict[str, tuple[int, ...]] | No
 
 @pytest.mark.parametrize(("count", "free", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
 def test_places(count: int, free: dict[str, list[int]], expected: dict[str, tuple[int, ...]] | None) -> None:
-    nodes, free = cluster(free)
-    placement = place(count, nodes, lambda node, index: index in free[node.name])
+    plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=count), micro_batch_size=1)
+    shape = shape_of(plan, 8, len(free))
+    assert shape is not None or expected is None
+    placement = pool(free).place(shape, 10.0, 0) if shape is not None else None
     wanted: Placement | None = expected and tuple(NodeDevices(node=n, devices=d) for n, d in expected.items())
     assert placement == wanted
+
+
+def test_tensor_parallel_ranks_stay_inside_a_node() -> None:
+    """Four ranks in two pairs: three idle devices here and three there hold a pair each, whatever else is idle."""
+    plan = Plan(
+        engine=Engine.TORCH, layout=ParallelLayout(pp=2, tp=2), micro_batch_size=1, gradient_accumulation_steps=2
+    )
+    shape = shape_of(plan, 8, 4)
+    assert shape is not None
+    assert pool({"a": [0, 1, 2], "b": [1, 2, 3]}).place(shape, 10.0, 0) == (
+        NodeDevices(node="a", devices=(0, 1)),
+        NodeDevices(node="b", devices=(1, 2)),
+    )
+    assert pool({"a": [0, 1, 2], "b": [1], "c": [1]}).place(shape, 10.0, 0) is None

@@ -297,7 +297,7 @@ def test_priority_goes_before_submission() -> None:
 def test_no_job_behind_takes_the_devices_that_one_ahead_waits_for() -> None:
     one = submitted(decoder_spec(gpus=1), job_id="one-1")
     gang = submitted(decoder_spec(gpus=2), job_id="gang-2")
-    later = submitted(decoder_spec(gpus=1), job_id="later-3")
+    later = submitted(decoder_spec(gpus=1, training={"max_steps": 2000}), job_id="later-3")
     state, actions = run(NODES, one, gang, later)
     assert launches(actions) == []
     assert "2 free" in state.jobs["gang-2"].reason

@@ -1,0 +1,294 @@
+"""When are how many devices free, and where? Each device's future as attempts, reservations and maintenance fill it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nlargest
+from math import inf
+
+from orchestrator.scheduling.groups import Group
+from orchestrator.specs.attempt import NodeDevices, Placement
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.plan import Engine, Plan
+
+IDLE = -inf  # the time since which a device that nobody holds is free
+OVERDUE_S = 60.0  # what runs beyond its expected end is expected to end this much later
+SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would rather wait than talk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """So many devices, of which every node gives the same number: the first of `shares` that can be had."""
+
+    devices: int
+    shares: tuple[int, ...]  # devices of each node, fewest nodes first
+
+
+@lru_cache(maxsize=4096)
+def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
+    """How a plan's ranks may lie on the nodes of a group; None where they cannot.
+
+    Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node, but for those of
+    a script, which cuts its work in a way of its own.
+    """
+    devices = plan.world_size
+    inside = 1 if plan.engine is Engine.SCRIPT else plan.layout.tp
+    shares = [
+        share
+        for share in range(min(devices, devices_per_node), 0, -1)
+        if devices % share == 0 and share % inside == 0 and devices // share <= nodes
+    ]
+    fewest_nodes = -(-devices // devices_per_node)
+    tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[:1]
+    return Shape(devices=devices, shares=tuple(tight)) if tight else None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """From when on so many devices of each of these nodes are free together."""
+
+    start_s: float
+    share: int
+    nodes: tuple[int, ...]  # numbers in the pool
+
+
+class Pool:
+    """The future of a group of equal nodes.
+
+    Beyond what runs and what is reserved every device is free for good, so that a device's future is the end of what
+    runs on it, and the times for which it is promised. What is asked is answered for all nodes at once from sorted
+    lists, which each change keeps up to date.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.names = [node.name for node in group.nodes]
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.devices_per_node = group.hardware.devices_per_node
+        self.launch_cost_s = max(node.launch_cost_s for node in group.nodes)
+        count = len(self.names)
+        self._until_s = [[IDLE] * self.devices_per_node for _ in range(count)]
+        self._idle = [self.devices_per_node] * count
+        self._by_idle: list[list[int]] = [[] for _ in range(self.devices_per_node + 1)]
+        self._by_idle[self.devices_per_node] = list(range(count))
+        self.idle = count * self.devices_per_node
+        self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
+        self._when: dict[int, tuple[list[float], list[tuple[float, int]]]] = {}  # by share: of each node, and sorted
+        self._open_until_s: dict[Shape, float] = {}
+        self._free_bytes = [node.free_bytes for node in group.nodes]
+        self._room_bytes: int | None = None
+
+    # what is
+
+    @property
+    def room_bytes(self) -> int:
+        """What every device offers to an attempt of ours once the others of ours are gone."""
+        if self._room_bytes is None:
+            self._room_bytes = min(
+                self.room_of(number, device)
+                for number in range(len(self.names))
+                for device in range(self.devices_per_node)
+            )
+        return self._room_bytes
+
+    def room_of(self, number: int, device: int) -> int:
+        """What one device offers: our own attempt leaves nothing behind when it ends."""
+        if self._until_s[number][device] != IDLE:
+            return self.group.hardware.device.memory
+        return self._free_bytes[number][device]
+
+    def free_bytes(self, name: str, device: int) -> int:
+        """What one device has free as last seen."""
+        return self._free_bytes[self.numbers[name]][device]
+
+    # what changes
+
+    def see(self, nodes: Sequence[Node]) -> None:
+        """The same nodes, with other bytes free."""
+        self._free_bytes = [node.free_bytes for node in nodes]
+        self._room_bytes = None
+
+    def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
+        """These devices are held, by what is expected to end at `until_s`."""
+        self._set(name, devices, until_s)
+
+    def vacate(self, name: str, devices: Iterable[int]) -> None:
+        """These devices are idle."""
+        self._set(name, devices, IDLE)
+
+    def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float) -> None:
+        """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to."""
+        number = self.numbers.get(name)
+        if number is not None:
+            self._promised.setdefault(number, []).append((start_s, end_s, devices))
+            self._changed(number)
+
+    def forget_promises(self) -> None:
+        """All that is reserved, and all maintenance."""
+        for number in [*self._promised]:
+            del self._promised[number]
+            self._changed(number)
+
+    # what can be
+
+    def open_until_s(self, shape: Shape) -> float:
+        """Until when something of this shape could run if it started now; minus infinity: it cannot start."""
+        if self.idle < shape.devices:
+            return -inf
+        if shape not in self._open_until_s:
+            shares = shape.shares
+            self._open_until_s[shape] = max(self._shares_open_until_s(shape.devices // one, one) for one in shares)
+        return self._open_until_s[shape]
+
+    def place(self, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
+        """Devices for a start now and until `end_s`, each with `least_bytes` free; None where there are too few.
+
+        A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible.
+        """
+        crowded = least_bytes > self.room_bytes
+        for share in shape.shares:
+            wanted = shape.devices // share
+            found: list[tuple[int, tuple[int, ...]]] = []
+            for idle in range(share, self.devices_per_node + 1):
+                for number in self._by_idle[idle]:
+                    devices = self._usable(number, end_s, least_bytes if crowded else 0)
+                    if len(devices) >= share:
+                        found.append((number, devices[:share]))
+                        if len(found) == wanted:
+                            return tuple(NodeDevices(node=self.names[n], devices=chosen) for n, chosen in sorted(found))
+        return None
+
+    def could_hold(self, shape: Shape, least_bytes: int) -> bool:
+        """Whether there are enough devices with so much memory once our own attempts are gone."""
+        if least_bytes <= self.room_bytes:
+            return True
+        roomy = [
+            sum(self.room_of(number, device) >= least_bytes for device in range(self.devices_per_node))
+            for number in range(len(self.names))
+        ]
+        return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
+
+    def earliest(self, shape: Shape, now_s: float, least_bytes: int) -> Slot | None:
+        """The first time from which on so many devices are free for good, after all that is promised."""
+        best: Slot | None = None
+        for share in shape.shares:
+            wanted = shape.devices // share
+            order = self._order_of(share, least_bytes)[:wanted]
+            if len(order) < wanted:
+                continue
+            start_s = max(order[-1][0], now_s)
+            if start_s == now_s and any(self._idle[number] < share for _, number in order):
+                start_s = now_s + OVERDUE_S
+            if best is None or start_s < best.start_s:
+                best = Slot(start_s, share, tuple(number for _, number in order))
+        return best
+
+    def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
+        """Those devices of a slot's nodes that are free first."""
+        placement = []
+        for number in slot.nodes:
+            free_s = self._free_from(number)
+            able = (d for d in range(self.devices_per_node) if self._is_roomy(number, d, least_bytes))
+            first = sorted(able, key=lambda device: (free_s[device], device))[: slot.share]
+            placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
+        return tuple(placement)
+
+    # how it is kept
+
+    def _set(self, name: str, devices: Iterable[int], until_s: float) -> None:
+        number = self.numbers.get(name)
+        if number is None:
+            return  # a node that is gone
+        until, idle = self._until_s[number], self._idle[number]
+        for device in devices:
+            if device < len(until):
+                self._idle[number] += (until_s == IDLE) - (until[device] == IDLE)
+                until[device] = until_s
+        if self._idle[number] != idle:
+            line = self._by_idle[idle]
+            del line[bisect_left(line, number)]
+            insort(self._by_idle[self._idle[number]], number)
+            self.idle += self._idle[number] - idle
+        self._room_bytes = None
+        self._changed(number)
+
+    def _changed(self, number: int) -> None:
+        self._open_until_s.clear()
+        if not self._when:
+            return
+        free_s = sorted(self._free_from(number))
+        for share, (by_node, order) in self._when.items():
+            old_s, new_s = by_node[number], free_s[share - 1]
+            if old_s != new_s:
+                del order[bisect_left(order, (old_s, number))]
+                insort(order, (new_s, number))
+                by_node[number] = new_s
+
+    def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
+        """Since when so many devices of each node are free for good, first things first; without nodes that cannot."""
+        if least_bytes > self.room_bytes:
+            return sorted(
+                (free_s[share - 1], number)
+                for number in range(len(self.names))
+                if len(free_s := self._roomy_from(number, least_bytes)) >= share
+            )
+        if share not in self._when:
+            by_node = [sorted(self._free_from(number))[share - 1] for number in range(len(self.names))]
+            self._when[share] = (by_node, sorted((free_s, number) for number, free_s in enumerate(by_node)))
+        return self._when[share][1]
+
+    def _roomy_from(self, number: int, least_bytes: int) -> list[float]:
+        free_s = self._free_from(number)
+        return sorted(s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes))
+
+    def _is_roomy(self, number: int, device: int, least_bytes: int) -> bool:
+        return least_bytes <= self.room_bytes or self.room_of(number, device) >= least_bytes
+
+    def _free_from(self, number: int) -> list[float]:
+        """When each device of a node is free for good."""
+        promised = self._promised.get(number)
+        if not promised:
+            return self._until_s[number]
+        free_s = self._until_s[number][:]
+        for _, end_s, devices in promised:
+            for device in devices:
+                free_s[device] = max(free_s[device], end_s)
+        return free_s
+
+    def _next_promise_s(self, number: int) -> list[float]:
+        """When each device of a node is promised next."""
+        next_s = [inf] * self.devices_per_node
+        for start_s, _, devices in self._promised.get(number, ()):
+            for device in devices:
+                next_s[device] = min(next_s[device], start_s)
+        return next_s
+
+    def _shares_open_until_s(self, nodes: int, share: int) -> float:
+        """Until when `share` idle devices of each of so many nodes stay unpromised."""
+        promised_s, unpromised = [], 0
+        for idle in range(share, self.devices_per_node + 1):
+            for number in self._by_idle[idle]:
+                if number not in self._promised:
+                    unpromised += 1
+                    if unpromised == nodes:
+                        return inf
+                else:
+                    both = zip(self._next_promise_s(number), self._until_s[number], strict=True)
+                    promised_s.append(sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share])
+        missing = nodes - unpromised
+        return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
+
+    def _usable(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
+        """Idle devices of a node that are not promised before `end_s`, with so much memory free."""
+        until = self._until_s[number]
+        if number not in self._promised and not least_bytes:
+            return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)
+        next_s = self._next_promise_s(number)
+        return tuple(
+            device
+            for device, until_s in enumerate(until)
+            if until_s == IDLE and next_s[device] >= end_s and self._free_bytes[number][device] >= least_bytes
+        )

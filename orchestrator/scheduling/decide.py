@@ -1,0 +1,187 @@
+"""What shall a waiting job do: start now, and as what; wait for devices that are promised to it; or wait unpromised?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from orchestrator.memory.calibration import is_known
+from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
+from orchestrator.scheduling.availability import Pool, Slot
+from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.groups import groups_of
+from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measured_peaks, menu
+from orchestrator.specs.attempt import Placement
+from orchestrator.specs.state import Job, Reservation, State
+
+RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break
+# Seconds that a job would wait to save a device-second, for each job per device of the cluster: an hour of the whole
+# cluster keeps every other job waiting for that hour.
+PRICE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Start this plan there, now."""
+
+    candidate: Candidate
+    placement: Placement
+    device: str
+    correction: float  # on the activations, as learned by now
+    needed_bytes: int | None  # None: its peak was measured before
+    fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Something fits, but not now; `reservation` keeps it from being overtaken."""
+
+    reason: str
+    reservation: Reservation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """One way to run, and what it costs to begin with it now."""
+
+    cost_s: float
+    pool: Pool
+    entry: Entry
+
+
+def price_of(desk: Desk) -> float:
+    """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
+    return PRICE * (len(desk.waiting) + len(desk.running)) / max(1, desk.devices)
+
+
+def decide(
+    state: State, desk: Desk, waiting: Waiting, price: float, *, may_reserve: bool
+) -> Chosen | Wait | NeverFits | None:
+    """What the job shall do now; None: wait as before.
+
+    Of all numbers of devices the one that is best by its end and its price, now or when so many come free.
+    """
+    menus = desk.menus_of(waiting)
+    offers, now = _offers(menus, price, state.at_s)
+    if not offers:
+        return _without_offers(state, waiting.job, menus)
+    later = None
+    if now is not offers[0] and (may_reserve or now is not None):
+        later = _soonest(offers, state.at_s)
+    if later is not None and (now is None or later[0] < now.cost_s):
+        return _reserved(waiting.job, later[1], later[2]) if may_reserve else None
+    return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
+
+
+def expected(now_s: float, desk: Desk, waiting: Waiting, price: float) -> Reservation | None:
+    """What the job would run as, and from when to when; None where it must wait for what has no time."""
+    offers, now = _offers(desk.menus_of(waiting), price, now_s)
+    later = _soonest(offers, now_s) if offers and now is not offers[0] else None
+    if now is not None and (later is None or now.cost_s <= later[0]):
+        end_s = now_s + now.entry.seconds
+        placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
+        assert placement is not None, waiting.job.id
+        return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
+    return None if later is None else _reserved(waiting.job, later[1], later[2]).reservation
+
+
+def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
+    """Why a job that cannot start now waits, or that it can never start."""
+    menus = desk.menus_of(waiting)
+    offers = [(pool, entry) for pool, one in menus if isinstance(one, Menu) for entry in _entries(pool, one)]
+    if not offers:
+        return _without_offers(state, waiting.job, menus)
+    pool, entry = min(offers, key=lambda offer: offer[1].seconds)
+    return Wait(reason=_waits_for(pool, entry))
+
+
+def _offers(
+    menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float, now_s: float
+) -> tuple[list[_Offer], _Offer | None]:
+    """All that the job could run as, the best first, were it free; and the best of what is."""
+    offers = [
+        _Offer(entry.seconds + price * entry.device_seconds, pool, entry)
+        for pool, one in menus
+        if isinstance(one, Menu)
+        for entry in _entries(pool, one)
+    ]
+    offers.sort(key=attrgetter("cost_s"))
+    return offers, next((one for one in offers if _can_start(one.pool, one.entry, now_s)), None)
+
+
+def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
+    """The menu; where others hold memory, what could be had of it."""
+    if one.most_bytes <= pool.room_bytes:
+        return one.entries
+    return one.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
+
+
+def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
+    end_s = now_s + entry.seconds
+    if end_s > pool.open_until_s(entry.shape):
+        return False
+    return entry.least_bytes <= pool.room_bytes or pool.place(entry.shape, end_s, entry.least_bytes) is not None
+
+
+def _soonest(offers: Sequence[_Offer], now_s: float) -> tuple[float, _Offer, Slot] | None:
+    """The best of what can be had later, with its cost."""
+    found: tuple[float, _Offer, Slot] | None = None
+    for offer in offers:
+        if found is not None and offer.cost_s >= found[0]:
+            continue
+        slot = offer.pool.earliest(offer.entry.shape, now_s, offer.entry.least_bytes)
+        if slot is not None:
+            cost_s = slot.start_s - now_s + offer.cost_s
+            if found is None or cost_s < found[0]:
+                found = (cost_s, offer, slot)
+    return found
+
+
+def _reserved(job: Job, offer: _Offer, slot: Slot) -> Wait:
+    reservation = Reservation(
+        job_id=job.id,
+        start_s=slot.start_s,
+        end_s=slot.start_s + offer.entry.seconds,
+        placement=offer.pool.devices_of(slot, offer.entry.least_bytes),
+    )
+    return Wait(reason=_waits_for(offer.pool, offer.entry), reservation=reservation)
+
+
+def _waits_for(pool: Pool, entry: Entry) -> str:
+    return f"waits for {entry.devices} free {pool.group.hardware.device.name}"
+
+
+def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
+    """The plan with what is expected of it on the fullest of its devices."""
+    pool, entry = offer.pool, offer.entry
+    placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
+    assert placement is not None, (job.id, entry)
+    device, candidate = pool.group.hardware.device.name, entry.candidate
+    calibrated = desk.calibrated(job, device)
+    judged = candidate.plan not in measured_peaks(job, device)
+    capacity_bytes = min(pool.free_bytes(part.node, index) for part in placement for index in part.devices)
+    known = judged and is_known(candidate.estimate, calibrated.correction)
+    return Chosen(
+        candidate=candidate,
+        placement=placement,
+        device=device,
+        correction=calibrated.correction,
+        needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+    )
+
+
+def _without_offers(state: State, job: Job, menus: Sequence[tuple[Pool, Menu | NeverFits]]) -> Wait | NeverFits:
+    """Others hold its memory, its nodes are away, or nothing could ever hold it."""
+    for pool, one in menus:
+        if isinstance(one, Menu):
+            device = pool.group.hardware.device.name
+            return Wait(reason=f"waits for memory that other processes hold on {device}")
+    reasons = []
+    for group in groups_of(state.declared or state.nodes):
+        found = menu(job, group, learned(state, job, group.hardware.device.name), 0.0)
+        if isinstance(found, Menu):
+            return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
+        reasons.append(found.reason)
+    return NeverFits(reason="\n".join(reasons))

@@ -1,0 +1,281 @@
+"""What follows from a state, kept up to date with it: free devices, the waiting in their order, what each can run as.
+
+A desk could be made anew from every state; it is carried along because that would cost a look at every job.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from orchestrator.memory.calibration import UNMEASURED, Calibration
+from orchestrator.planning.frontier import Candidate
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.availability import Pool
+from orchestrator.scheduling.groups import Group, groups_of
+from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
+from orchestrator.scheduling.outcome import ran_out
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, State
+
+# A job that needs so many device-seconds at the least is due when the whole cluster could have done them this many
+# times over. Nobody who comes after a job was due goes before it, so that nothing starves; until then the short go
+# before the long.
+PATIENCE = 3.0
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A queued job, and what it could run as on each pool, as far as that was asked."""
+
+    job: Job
+    due_s: float
+    menus: Sequence[tuple[Pool, Menu | NeverFits]] = ()
+    version: int = -1  # of what is known of its family, when the menus were made
+
+    @property
+    def place(self) -> tuple[float, int, str]:
+        """Where it stands among jobs of its priority."""
+        return (self.due_s, self.job.order, self.job.id)
+
+
+class Desk:
+    """Indices of one state. Whoever changes the state tells the desk."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state  # whose indices these are
+        self.pools = [Pool(group) for group in groups_of(state.nodes)]
+        self.devices = sum(pool.group.devices for pool in self.pools)
+        self.waiting: dict[str, Waiting] = {}
+        self.running: dict[str, Job] = {}  # those that hold devices
+        self.arrived: list[Waiting] = []  # since the last decision
+        self.is_stale = False  # devices, nodes or knowledge changed since the last decision
+        self._pool_of = {name: pool for pool in self.pools for name in pool.names}
+        self._lines: dict[int, list[tuple[float, int, str]]] = {}  # by priority
+        self._asleep: list[tuple[float, str]] = []
+        self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
+        self._versions: dict[str, int] = {}  # by family
+        self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
+        for job in state.jobs.values():
+            self.learn(None, job)
+        self.promise(state.reservations)
+        self.arrived.clear()
+        self.is_stale = False
+
+    # what changes
+
+    def learn(self, before: Job | None, after: Job | None) -> None:
+        """A job is no longer what it was (None: it was not, or is not, here)."""
+        held_before, held_after = _held(before), _held(after)
+        if held_before != held_after:
+            for number, attempt in held_before.items():
+                if number not in held_after:
+                    self._vacate(attempt)
+            for number, attempt in held_after.items():
+                if number not in held_before:
+                    assert after is not None
+                    self._occupy(after, attempt)
+        job = after or before
+        assert job is not None
+        if held_after:
+            assert after is not None
+            self.running[job.id] = after
+        else:
+            self.running.pop(job.id, None)
+        waited, waits = before is not None and _waits(before), after is not None and _waits(after)
+        if waited and not waits:
+            self._leave(job.id)
+        elif waits:
+            assert after is not None
+            self._enter(after, is_new=not waited)
+
+    def see(self, state: State) -> Desk:
+        """The nodes are others, or others of their bytes are free."""
+        groups = groups_of(state.nodes)
+        if [(group.hardware, _names(group)) for group in groups] != [
+            (pool.group.hardware, pool.names) for pool in self.pools
+        ]:
+            desk = Desk(state)
+            desk.arrived = [desk.waiting[one.job.id] for one in self.waiting.values()]
+            desk.is_stale = True
+            return desk
+        for pool, group in zip(self.pools, groups, strict=True):
+            pool.see(group.nodes)
+        self.is_stale = True
+        return self
+
+    def observe(self, before: Sequence[Observation], state: State) -> None:
+        """Reality has said more of some families: what they run as, and when they end, is asked anew."""
+        self.state = state
+        changed = {id(seen): seen for seen in before}
+        for seen in state.observations:
+            if changed.pop(id(seen), None) is None:
+                changed[id(seen)] = seen
+        families = {seen.family for seen in changed.values()}
+        for key in [key for key in self._calibrated if key[0] in families]:
+            del self._calibrated[key]
+        for family in families:
+            self._versions[family] = self._versions.get(family, 0) + 1
+        for job in self.running.values():
+            if job.spec.family_name in families:
+                for attempt in _held(job).values():
+                    self._occupy(job, attempt)
+
+    def promise(self, reservations: Iterable[Reservation]) -> None:
+        """Nothing may stand in the way of these."""
+        for one in reservations:
+            for part in one.placement:
+                if (pool := self._pool_of.get(part.node)) is not None:
+                    pool.promise(part.node, part.devices, one.start_s, one.end_s)
+
+    def forget_promises(self) -> None:
+        """All that is reserved is open again."""
+        for pool in self.pools:
+            pool.forget_promises()
+
+    def wake(self, at_s: float) -> None:
+        """Those whose time has come wait for devices again."""
+        while self._asleep and self._asleep[0][0] <= at_s:
+            _, job_id = heappop(self._asleep)
+            waiting = self.waiting.get(job_id)
+            if waiting is not None and waiting.job.not_before_s <= at_s and not self._stands(waiting):
+                insort(self._lines.setdefault(waiting.job.spec.priority, []), waiting.place)
+                self.arrived.append(waiting)
+
+    # what is
+
+    @property
+    def idle(self) -> int:
+        """Devices that nobody holds."""
+        return sum(pool.idle for pool in self.pools)
+
+    def in_order(self) -> Iterator[Waiting]:
+        """Who waits for devices, first things first."""
+        for priority in sorted(self._lines, reverse=True):
+            for _, _, job_id in tuple(self._lines[priority]):
+                yield self.waiting[job_id]
+
+    def wake_at_s(self, at_s: float) -> float | None:
+        """When the next of those who wait for a time need not any more."""
+        times = (not_before_s for not_before_s, job_id in self._asleep if job_id in self.waiting)
+        return min((time_s for time_s in times if time_s > at_s), default=None)
+
+    def menus_of(self, waiting: Waiting) -> Sequence[tuple[Pool, Menu | NeverFits]]:
+        """What the job could run as on each pool, by what is known today."""
+        job = waiting.job
+        family = job.spec.family_name
+        version = self._versions.get(family, 0)
+        if waiting.version != version:
+            waiting.version, waiting.menus = version, self._fresh_menus(job, family, version)
+        return waiting.menus
+
+    def calibrated(self, job: Job, device: str) -> Calibration:
+        """What reality has taught of the job's family on this kind of device."""
+        if not self.state.observations:
+            return UNMEASURED
+        if any(ran_out(attempt) for attempt in job.attempts):
+            return learned(self.state, job, device)  # such a job is held to what it needed itself
+        key = (job.spec.family_name, device)
+        if key not in self._calibrated:
+            self._calibrated[key] = learned(self.state, job, device)
+        return self._calibrated[key]
+
+    def end_of(self, job: Job, attempt: Attempt) -> float:
+        """When a running attempt is expected to end."""
+        calibrated = self.calibrated(job, attempt.device)
+        pools = (self._pool_of.get(part.node) for part in attempt.placement)
+        launch_cost_s = max((pool.launch_cost_s for pool in pools if pool is not None), default=0.0)
+        return attempt.launched_at_s + attempt_seconds(job, attempt, calibrated, launch_cost_s)
+
+    # how it is kept
+
+    def _fresh_menus(self, job: Job, family: str, version: int) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
+        if job.attempts:
+            return tuple(self._menu(job, pool) for pool in self.pools)
+        key = (family, job.spec)
+        known = self._menus.get(key)
+        if known is None or known[0] != version:
+            if len(self._menus) >= MENUS_MAX:
+                self._menus.clear()
+            known = self._menus[key] = (version, tuple(self._menu(job, pool) for pool in self.pools))
+        return known[1]
+
+    def _menu(self, job: Job, pool: Pool) -> tuple[Pool, Menu | NeverFits]:
+        device = pool.group.hardware.device.name
+        return pool, menu(job, pool.group, self.calibrated(job, device), pool.launch_cost_s)
+
+    def _enter(self, job: Job, *, is_new: bool) -> None:
+        known = self.waiting.get(job.id)
+        if known is not None and not is_new:
+            known.job = job
+            return
+        waiting = Waiting(job, job.submitted_at_s + PATIENCE * self._cluster_seconds(job))
+        self.waiting[job.id] = waiting
+        if job.not_before_s > self.state.at_s:
+            heappush(self._asleep, (job.not_before_s, job.id))
+        else:
+            insort(self._lines.setdefault(job.spec.priority, []), waiting.place)
+            self.arrived.append(waiting)
+
+    def _leave(self, job_id: str) -> None:
+        waiting = self.waiting.pop(job_id)
+        if self._stands(waiting):
+            line = self._lines[waiting.job.spec.priority]
+            del line[bisect_left(line, waiting.place)]
+            if not line:
+                del self._lines[waiting.job.spec.priority]
+
+    def _stands(self, waiting: Waiting) -> bool:
+        line = self._lines.get(waiting.job.spec.priority, [])
+        at = bisect_left(line, waiting.place)
+        return at < len(line) and line[at] == waiting.place
+
+    def _cluster_seconds(self, job: Job) -> float:
+        """How long the whole cluster would be at the job at the least, as predicted before any measurement."""
+        left = steps_left(job)
+        areas = [
+            one.plan.world_size * (pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s))
+            for pool in self.pools
+            for one in _candidates(job, pool.group)
+        ]
+        return min(areas, default=0.0) / max(1, self.devices)
+
+    def _occupy(self, job: Job, attempt: Attempt) -> None:
+        end_s = self.end_of(job, attempt)
+        for part in attempt.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is not None:
+                pool.occupy(part.node, part.devices, end_s)
+
+    def _vacate(self, attempt: Attempt) -> None:
+        for part in attempt.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is not None:
+                pool.vacate(part.node, part.devices)
+        self.is_stale = True
+
+
+MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
+
+
+def _candidates(job: Job, group: Group) -> Sequence[Candidate]:
+    try:
+        return frontier(job.spec, group.hardware).candidates
+    except SpecError:
+        return ()
+
+
+def _held(job: Job | None) -> dict[int, Attempt]:
+    """Attempts whose devices are not reported free again, by number."""
+    return {} if job is None else {one.number: one for one in job.attempts if not one.released}
+
+
+def _waits(job: Job) -> bool:
+    return job.status is JobStatus.QUEUED and all(attempt.released for attempt in job.attempts)
+
+
+def _names(group: Group) -> list[str]:
+    return [node.name for node in group.nodes]

@@ -1,0 +1,210 @@
+"""On which numbers of devices can a job run, with which plan, for how long? Its frontier, as a queue reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from math import inf
+
+from orchestrator.memory.calibration import Calibration, calibration
+from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.frontier import Candidate, needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.availability import Shape, shape_of
+from orchestrator.scheduling.degrade import answered_by_phase, answering
+from orchestrator.scheduling.groups import Group
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.state import Job, State
+
+# What a job of unknown length is taken to need on the fewest devices that it may have: a day, so that it stands behind
+# what is known to be shorter, and its devices are promised to nobody too soon.
+UNKNOWN_LENGTH_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One way to run the job."""
+
+    candidate: Candidate
+    shape: Shape
+    least_bytes: int  # free on each of its devices
+    seconds: float  # from its launch to its end
+
+    @property
+    def devices(self) -> int:
+        return self.shape.devices
+
+    @property
+    def device_seconds(self) -> float:
+        return self.shape.devices * self.seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Menu:
+    """What fits the empty devices of one group: all of it, and the best of each number of devices."""
+
+    fitting: tuple[Entry, ...]  # in the order of the frontier
+    entries: tuple[Entry, ...]  # fewest devices first, each faster than those before it
+    most_bytes: int  # that any of the entries needs free on a device
+
+    def among(self, holds: Callable[[Entry], bool]) -> tuple[Entry, ...]:
+        """The best of each number of devices among what `holds` says can be had."""
+        return best_of_each(entry for entry in self.fitting if holds(entry))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeverFits:
+    """No plan fits the group even when it is whole and empty."""
+
+    reason: str
+
+
+def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> Menu | NeverFits:
+    """The job's untried plans that fit the group's devices when they are empty, or why there are none."""
+    device = group.hardware.device
+    if job.spec.gpus.min > group.devices:
+        wanted = f"wants {job.spec.gpus.min} devices of one kind"
+        return NeverFits(reason=f"{wanted}: there are {group.devices} {device.name}")
+    try:
+        candidates = list(_untried(job, group))
+    except SpecError as error:  # the global batch cannot be cut over so many devices
+        return NeverFits(reason=str(error))
+    measured = measured_peaks(job, device.name)
+    least_bytes = [_least_bytes(one, calibrated, measured) for one in candidates]
+    fitting = [
+        (candidate, shape, least)
+        for candidate, least in zip(candidates, least_bytes, strict=True)
+        if least <= device.memory
+        and (shape := shape_of(candidate.plan, group.hardware.devices_per_node, group.hardware.nodes))
+    ]
+    if not fitting:
+        return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted))
+    seconds = _lengths(job, [one for one, _, _ in fitting], device.name, calibrated)
+    all_of_them = tuple(
+        Entry(candidate, shape, least, launch_cost_s + length_s)
+        for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
+    )
+    entries = best_of_each(all_of_them)
+    return Menu(fitting=all_of_them, entries=entries, most_bytes=max(one.least_bytes for one in entries))
+
+
+def best_of_each(fitting: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Of the mildest class of degradation, the fastest of each number of devices that gains by its devices."""
+    ordered = list(fitting)
+    fastest: dict[int, Entry] = {}
+    for entry in takewhile(lambda one: one.candidate.degradation == ordered[0].candidate.degradation, ordered):
+        fastest.setdefault(entry.devices, entry)
+    found: list[Entry] = []
+    for devices in sorted(fastest):
+        if not found or fastest[devices].seconds < found[-1].seconds:
+            found.append(fastest[devices])
+    return tuple(found)
+
+
+def learned(state: State, job: Job, device: str) -> Calibration:
+    """What reality has taught of this job's family on this kind of device."""
+    return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
+
+
+def steps_left(job: Job, before: Attempt | None = None) -> int | None:
+    """Optimizer steps from the newest checkpoint to the end, as seen when `before` was launched; None: unknown."""
+    if job.spec.optimizer_steps is None:
+        return None
+    earlier = job.attempts if before is None else job.attempts[: before.number - 1]
+    done = max((one.evidence.checkpoint_step or 0 for one in earlier if one.evidence), default=0)
+    return max(0, job.spec.optimizer_steps - done)
+
+
+def attempt_seconds(job: Job, attempt: Attempt, calibrated: Calibration, launch_cost_s: float) -> float:
+    """How long an attempt is expected to take from its launch to its end."""
+    left = steps_left(job, attempt)
+    if left is None:
+        return launch_cost_s + UNKNOWN_LENGTH_S
+    ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
+    factor = calibrated.step_factors.get(attempt.plan.engine, 1.0)
+    return launch_cost_s + left * (ran_before or attempt.step_s * factor)
+
+
+def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
+    """Measured seconds per step of each plan that earlier attempts of the job ran on this kind of device."""
+    return {
+        attempt.plan: attempt.measured_step_s
+        for attempt in job.attempts[: None if before is None else before - 1]
+        if attempt.device == device and attempt.measured_step_s
+    }
+
+
+def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
+    """Allocated peak of each plan that this job has run on this kind of device without running out of its memory."""
+    peaks: dict[Plan, int] = {}
+    for attempt in job.attempts:
+        trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
+        if trained and attempt.device == device and attempt.plan not in job.refuted:
+            peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
+    return peaks
+
+
+def _lengths(job: Job, candidates: Sequence[Candidate], device: str, calibrated: Calibration) -> list[float]:
+    """Seconds of training left on each; the steps of a family that was measured are as slow as it was."""
+    left = steps_left(job)
+    if left is None:
+        slowest_s = max(one.step_s for one in candidates)
+        return [UNKNOWN_LENGTH_S * one.step_s / slowest_s for one in candidates]
+    measured = measured_step_s(job, device) if job.attempts else {}
+    factors = calibrated.step_factors
+    return [left * (measured.get(one.plan) or one.step_s * factors.get(one.plan.engine, 1.0)) for one in candidates]
+
+
+def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
+    """Free bytes that a device must have: by the corrected prediction, or by the peak where the job ran the plan."""
+    around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
+    if candidate.plan in measured:
+        return measured[candidate.plan] + around
+    refuted = (
+        one.needed_bytes + around
+        for one in calibrated.refuted
+        if one.plan == candidate.plan and one.predicted_bytes <= candidate.estimate.allocated_bytes
+    )
+    return max((needed_bytes(candidate, calibrated), *refuted))
+
+
+def _untried(job: Job, group: Group) -> Iterator[Candidate]:
+    """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain."""
+    candidates = frontier(job.spec, group.hardware).candidates
+    if not job.attempts:
+        return iter(candidates)
+    here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]
+    device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, lambda estimate: estimate.device_bytes)
+    host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
+    return (
+        candidate
+        for candidate in answering(job.spec, here, candidates)
+        if candidate.plan not in job.refuted
+        and candidate.estimate.device_bytes < device_bytes_max
+        and _host_bytes(group, candidate.estimate) < host_bytes_max
+    )
+
+
+def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
+    """The least predicted bytes that failed in this way on this kind of device; infinite where none did."""
+    failed = (
+        attempt.estimate
+        for attempt in job.attempts
+        if attempt.failure
+        and attempt.failure.kind is kind
+        and attempt.device == group.hardware.device.name
+        and answered_by_phase(job.spec, attempt) is None
+    )
+    return min((bytes_of(estimate) for estimate in failed), default=inf)
+
+
+def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
+    """Host memory of one rank; a virtual device's memory is the host's."""
+    virtual = group.hardware.device.kind is DeviceKind.VIRTUAL
+    return estimate.host_bytes + (estimate.device_bytes if virtual else 0)
