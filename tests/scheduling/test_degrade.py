@@ -8,7 +8,9 @@ import pytest
 
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.degrade import answered_by_phase, answering, bytes_per_parameter, phase_batch_sizes
-from orchestrator.specs.attempt import Attempt, Failure, FailureKind, Phase
+from orchestrator.scheduling.step import step
+from orchestrator.specs.attempt import Attempt, Cause, Evidence, Failure, FailureKind, Finding, Phase, RankEnd
+from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,
@@ -19,7 +21,8 @@ from orchestrator.specs.plan import (
     Plan,
     ZeroStage,
 )
-from tests.scheduling.factories import attempt, estimate, script_spec
+from orchestrator.specs.state import Event, Finished, Launch, NodesSeen, Released, State, Submitted
+from tests.scheduling.factories import attempt, estimate, node, script_spec
 
 DDP = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=1)
 PARLER = script_spec(
@@ -114,3 +117,46 @@ def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
 )
 def test_what_a_device_holds_of_a_parameter(plan: Plan, held: float) -> None:
     assert bytes_per_parameter(plan) == held
+
+
+def restarted(spec: JobSpec, phase: Phase) -> tuple[Plan, Plan | None]:
+    """The plan of the first attempt, which ran out of device memory in `phase`, and that of the second, if any."""
+    finding = Finding(cause=Cause.DEVICE_OOM, line="CUDA out of memory", phase=phase)
+    evidence = Evidence(ranks=(RankEnd(rank=0, exit_code=1, findings=(finding,)),))
+    events: tuple[Event, ...] = (
+        NodesSeen(nodes=(node(),), at_s=0.0),
+        Submitted(job_id="script-1", order=1, spec=spec, at_s=1.0),
+        Finished(job_id="script-1", number=1, evidence=evidence, at_s=2.0),
+        Released(job_id="script-1", number=1, at_s=3.0),
+    )
+    state, plans = State(), []
+    for event in events:
+        state, actions = step(state, event)
+        plans += [action.attempt.plan for action in actions if isinstance(action, Launch)]
+    return plans[0], plans[1] if len(plans) > 1 else None
+
+
+def test_trap_15_a_restart_after_encoding_trains_as_before() -> None:
+    first, second = restarted(PARLER, Phase.ENCODING)
+    assert second == replace(first, phase_batch_sizes=(("encoding", 4),))
+
+
+def test_trap_16_a_restart_after_the_optimizer_step_shards() -> None:
+    knobs = {
+        "micro_batch_size": {"flag": "--batch", "default": 1},
+        "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+        "activation_checkpointing": {"switch": "--checkpoint"},
+    }
+    profile = {
+        "parameters": 6_000_000,
+        "layers": 4,
+        "activations_per_sample": "20MiB",
+        "checkpointed_per_sample": "5MiB",
+    }
+    said: dict[str, object] = {"gpus": 2, "global_batch_size": 2, "profile": profile}
+    sharded = script_spec(**said, knobs={**knobs, "zero_stage": {"switch": "--fsdp"}})
+    first, second = restarted(sharded, Phase.OPTIMIZER)
+    assert second is not None
+    assert (first.zero_stage, second.zero_stage) == (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
+    first, second = restarted(sharded, Phase.TRAINING)
+    assert second == replace(first, activation_checkpointing=ActivationCheckpointing.FULL)
