@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,22 @@ from orchestrator.backends.evidence import (
     Ending,
     collect,
     first_ended,
-    heartbeats,
     read_ending,
     read_exit_code,
     write_ending,
 )
-from orchestrator.backends.launch_request import LaunchRequest, launch_request
+from orchestrator.backends.launch_request import LaunchNode, LaunchRequest, launch_request, started_ranks
 from orchestrator.backends.launcher import (
+    BEFORE_TIMEOUT_S,
     GRACE_AFTER_FAILURE_S,
     GRACE_AFTER_OOM_S,
     read_epoch,
     write_durably,
 )
 from orchestrator.backends.nodes import NodeWatch
+from orchestrator.backends.outcome import newest_checkpoint, output_folder
+from orchestrator.backends.progress import Progress
+from orchestrator.backends.workdir import link_all_but
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -89,7 +92,7 @@ class AttemptWatch:
         self._job, self._attempt, self._world = job, attempt, world
         self._jobs = JobFolder(world.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
-        self._world_size = sum(len(part.devices) for part in attempt.placement)
+        self._started = started_ranks(job.spec, attempt.placement)
         self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
         self._stop_grace_s: float | None = None
 
@@ -142,7 +145,7 @@ class AttemptWatch:
 
     def _take_up(self) -> gang.Launchers | Ending:
         """Launchers whose ranks run; they are started where nothing of the attempt exists."""
-        began = any(self._folder.log(rank).exists() for rank in range(self._world_size))
+        began = any(self._folder.log(rank).exists() for rank in self._started)
         launchers = gang.find(self._attempt)
         if not began and len(launchers) < len(self._attempt.placement):
             gang.remove(self._attempt)
@@ -177,12 +180,21 @@ class AttemptWatch:
         """Start every rank. Launchers that have started theirs change nothing, so it can be said again."""
         request = self._request(launchers)
         secrets = {name: os.environ[name] for name in request.secrets}
-        for path, text in request.files:
-            write_durably(Path(path), text)
+        write_files(request)
         remove_stale_locks(self._world.home / "torch_extensions")
+        if request.before is not None:
+            first, (rank, *_) = request.ranks[0]
+            env = {**secrets, **dict(rank.env)}
+            answer = launchers[first].run_before.remote(request.before, env, request.workdir)
+            code = ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S)
+            if code != 0:
+                raise OSError(f"what goes before a restart ended with {code}: see {self._folder.before}")
+        devices = {part.node: len(part.devices) for part in self._attempt.placement}
         answers = [
             launchers[node].start.remote(
-                [(rank.rank, rank.argv, {**secrets, **dict(rank.env)}) for rank in ranks], request.workdir
+                [(rank.rank, rank.argv, {**secrets, **dict(rank.env)}) for rank in ranks],
+                request.workdir,
+                devices[node] // len(ranks),
             )
             for node, ranks in request.ranks
         ]
@@ -195,14 +207,9 @@ class AttemptWatch:
         if missing:
             raise OrchestratorError(f"secret {missing[0]} is not in the environment of the service")
         live = self._world.nodes.live()
-        return launch_request(
-            self._job,
-            self._attempt,
-            self._world.home,
-            {part.node: live[part.node].launch for part in self._attempt.placement},
-            master_port=self._master_port(launchers),
-            python=self._world.python,
-            resume_from=newest_checkpoint(self._jobs.output),
+        nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
+        return request_of(
+            self._job, self._attempt, self._world.home, nodes, self._master_port(launchers), self._world.python
         )
 
     def _master_port(self, launchers: gang.Launchers) -> int:
@@ -217,7 +224,7 @@ class AttemptWatch:
         """How the gang ended: by itself, stopped, hung, or with nodes that went away."""
         known = Gang(launchers)
         known.lost = {part.node for part in self._attempt.placement if part.node not in launchers}
-        progress = Progress(self._job, self._folder, self._world_size)
+        progress = Progress(self._job.spec, self._folder, self._attempt.plan.world_size, self._started)
         stopped, hung_for_s, aborted, give_up_at_s = False, None, False, float("inf")
         while known.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
@@ -234,7 +241,7 @@ class AttemptWatch:
                 self._tell(known, "stop", self._stop_grace_s)
             if time.monotonic() > give_up_at_s:
                 known.lost.update(known.open())
-        return self._judge(known, stopped, hung_for_s)
+        return self._judge(known, stopped, hung_for_s, progress.counts)
 
     def _poll(self, known: Gang) -> None:
         """Wait at most a tick for news of any launcher."""
@@ -270,13 +277,13 @@ class AttemptWatch:
         for node in known.open():
             getattr(known.launchers[node], verb).remote(grace_s)
 
-    def _judge(self, known: Gang, stopped: bool, hung_for_s: float | None) -> Ending:
+    def _judge(self, known: Gang, stopped: bool, hung_for_s: float | None, counts: tuple[int, int] | None) -> Ending:
         live = self._world.nodes.live()
         for node in sorted(known.lost & live.keys()):
             pids = known.statuses.get(node, {}).get("pids", {})
             gang.end_orphans(self._folder, live[node], list(pids.values()))
         firsts = [status["first_ended"] for status in known.statuses.values() if status["first_ended"]]
-        first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._world_size)
+        first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._started)
         errors = [status["error"] for status in known.statuses.values() if status["error"] and not status["pids"]]
         return Ending(
             nodes_lost=tuple(sorted(node for node in known.lost if not self._all_told(node))),
@@ -285,6 +292,7 @@ class AttemptWatch:
             hung_for_s=hung_for_s,
             launch_error=errors[0] if errors else None,
             stopped=stopped,
+            counts=counts,
         )
 
     def _all_told(self, node: str) -> bool:
@@ -293,7 +301,7 @@ class AttemptWatch:
         for part in self._attempt.placement:
             ranks = range(rank, rank := rank + len(part.devices))
             if part.node == node:
-                return all(read_exit_code(self._folder, number) is not None for number in ranks)
+                return all(read_exit_code(self._folder, one) is not None for one in ranks if one in self._started)
         return False
 
     def _emit(self, event: Event) -> None:
@@ -313,39 +321,30 @@ def _is_idle(launcher: Any) -> bool:
         return False
 
 
-class Progress:
-    """The watchdog: how long an attempt has stood still beyond its job's limits."""
-
-    def __init__(self, job: Job, folder: AttemptFolder, world_size: int) -> None:
-        self._spec, self._folder, self._world_size = job.spec, folder, world_size
-        self._seen: tuple[bool, int] = (False, 0)
-        self._since_s = time.monotonic()
-
-    def hung_for_s(self) -> float | None:
-        """Seconds without a training step, where they are too many; None otherwise.
-
-        A program that the guard cannot wrap gives no sign but its log: then its growth is the progress.
-        """
-        beats = heartbeats(self._folder, self._world_size)
-        if beats:
-            steps = sum(beat.steps_done for beat in beats)
-            seen = (steps > 0, steps)
-        else:
-            size = sum(path.stat().st_size for path in map(self._folder.log, range(self._world_size)) if path.exists())
-            seen = (size > 0, size)
-        now_s = time.monotonic()
-        if seen != self._seen:
-            self._seen, self._since_s = seen, now_s
-        limit_s = self._spec.hang_timeout if seen[0] else self._spec.startup_timeout
-        still_s = now_s - self._since_s
-        return still_s if still_s > limit_s else None
+def request_of(
+    job: Job, attempt: Attempt, home: Path, nodes: Mapping[str, LaunchNode], master_port: int, python: str
+) -> LaunchRequest:
+    """What starting `attempt` means, with what the disk says now: the script's config file and its checkpoints."""
+    spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
+    config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
+    return launch_request(
+        job,
+        attempt,
+        home,
+        nodes,
+        master_port=master_port,
+        python=python,
+        resume_from=newest_checkpoint(spec, output) if spec.is_script else None,
+        config_text=config,
+    )
 
 
-def newest_checkpoint(output: Path) -> str | None:
-    """The newest entry of a script's output folder that is named like a checkpoint; None where there is none."""
-    found = [path for pattern in ("checkpoint*", "step-*") for path in output.glob(pattern)]
-    newest = max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
-    return None if newest is None else str(newest)
+def write_files(request: LaunchRequest) -> None:
+    """Have everything on the disk that the ranks of the request read."""
+    if request.linked is not None:
+        link_all_but(Path(request.linked[0]), request.linked[1], Path(request.workdir))
+    for path, text in request.files:
+        write_durably(Path(path), text)
 
 
 def remove_stale_locks(extensions: Path) -> None:

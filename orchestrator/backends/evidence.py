@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestrator.backends.launch_request import started_ranks
 from orchestrator.backends.launcher import write_durably
+from orchestrator.backends.outcome import lost, missing
 from orchestrator.scheduling.signatures import FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
@@ -48,6 +50,7 @@ class Ending:
     hung_for_s: float | None = None
     launch_error: str | None = None
     stopped: bool = False
+    counts: tuple[int, int] | None = None  # the first and the last number of the job's `progress` in its log
 
 
 def write_ending(folder: AttemptFolder, ending: Ending) -> None:
@@ -61,7 +64,8 @@ def read_ending(folder: AttemptFolder) -> Ending | None:
     data = _read_json(_ending_path(folder))
     if data is None:
         return None
-    return Ending(**{**data, "nodes_lost": tuple(data["nodes_lost"])})
+    counts = data.get("counts")
+    return Ending(**{**data, "nodes_lost": tuple(data["nodes_lost"]), "counts": tuple(counts) if counts else None})
 
 
 def _ending_path(folder: AttemptFolder) -> Path:
@@ -74,11 +78,13 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
     world_size = sum(len(part.devices) for part in attempt.placement)
     ranks = range(world_size)
     checkpoint = latest_complete(jobs.checkpoints)
-    began = any(folder.log(rank).exists() for rank in ranks)
+    started = started_ranks(spec, attempt.placement)
+    began = any(folder.log(rank).exists() for rank in started)
+    absent = missing(spec, jobs, folder, started)
     beats = heartbeats(folder, world_size)
     return Evidence(
-        ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (ranks if began else ())),
-        ooms=_reports(OomReport, folder.oom, ranks),
+        ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (started if began else ())),
+        ooms=_reports(OomReport, folder.oom, ranks) or _swallowed(folder, ranks, ending),
         errors=_reports(ErrorReport, folder.error, ranks),
         heartbeats=beats,
         nodes_lost=ending.nodes_lost,
@@ -87,7 +93,9 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         hung_for_s=ending.hung_for_s,
         launch_error=ending.launch_error,
         stopped=ending.stopped,
-        missing_artifacts=_missing_artifacts(spec, jobs),
+        missing_artifacts=absent,
+        finished=spec.success.log is not None and not absent,
+        lost=tuple(lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
         checkpoint_step=None if checkpoint is None else step_of(checkpoint),
     )
 
@@ -181,9 +189,9 @@ def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
         return None
 
 
-def first_ended(folder: AttemptFolder, world_size: int) -> int | None:
+def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
     """The rank whose failing exit code was written first, for want of a launcher that saw it."""
-    failed = [rank for rank in range(world_size) if read_exit_code(folder, rank)]
+    failed = [rank for rank in ranks if read_exit_code(folder, rank)]
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
 
 
@@ -220,8 +228,21 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _missing_artifacts(spec: JobSpec, jobs: JobFolder) -> tuple[str, ...]:
-    if not spec.success.artifacts:
+def _swallowed(folder: AttemptFolder, ranks: range, ending: Ending) -> tuple[OomReport, ...]:
+    """Out-of-memory errors that a script caught and got no step further after: why it stood still."""
+    if ending.hung_for_s is None:
         return ()
-    output = jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
-    return tuple(name for name in spec.success.artifacts if not any(output.glob(name)))
+    steps = {beat.rank: beat.step for beat in _reports(Heartbeat, folder.heartbeat, ranks)}
+    caught = _reports(OomReport, folder.caught, ranks)
+    return tuple(report for report in caught if report.step >= steps.get(report.rank, 0))
+
+
+def _resumed_from(folder: AttemptFolder) -> str | None:
+    checkpoint = (_read_json(folder.resume) or {}).get("checkpoint")
+    return checkpoint if isinstance(checkpoint, str) else None
+
+
+def _reached(jobs: JobFolder, attempt: Attempt) -> int | None:
+    """The highest number that the logs of earlier attempts counted."""
+    endings = [read_ending(jobs.attempt(number)) for number in range(1, attempt.number)]
+    return max((ending.counts[1] for ending in endings if ending is not None and ending.counts), default=None)

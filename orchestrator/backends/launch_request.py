@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
-import re
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
-from orchestrator.planning.render import deepspeed_config, script_command
-from orchestrator.specs.attempt import Attempt
+import yaml
+
+from orchestrator.backends.workdir import rewritten
+from orchestrator.planning.render import Told, accelerate_config, deepspeed_config, script_command
+from orchestrator.specs.attempt import Attempt, Placement
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import Plan, Sharding, ZeroStage
 from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
 from orchestrator.specs.state import Job
+from orchestrator.specs.trainer import is_python
 
 GUARD = Path(__file__).resolve().parents[1] / "training" / "guard.py"
+INHERITED = GUARD.parent / "inherited"  # on PYTHONPATH it guards every Python process that trains
 FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python interpreter, when written apart
 
 
@@ -32,7 +40,7 @@ class LaunchNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest:
-    """One process to start."""
+    """One process to start: a rank, or what starts all ranks of a node; then `rank` is the first of them."""
 
     rank: int
     argv: tuple[str, ...]
@@ -45,9 +53,19 @@ class LaunchRequest:
 
     name: str
     workdir: str
+    linked: tuple[str, str] | None  # (folder, file): `workdir` is to hold links to all of the folder but this file
     files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
-    ranks: tuple[tuple[str, tuple[RankRequest, ...]], ...]  # (node, its ranks), in the placement's order
+    before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
+    ranks: tuple[tuple[str, tuple[RankRequest, ...]], ...]  # (node, its processes), in the placement's order
     secrets: tuple[str, ...]
+
+
+def started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
+    """Numbers of the processes that we start ourselves: every rank, or the first of each node."""
+    counts = [len(part.devices) for part in placement]
+    if spec.launch == "ranks":
+        return tuple(range(sum(counts)))
+    return tuple(sum(counts[:node]) for node in range(len(counts)))
 
 
 def launch_request(
@@ -59,28 +77,54 @@ def launch_request(
     master_port: int,
     python: str,
     resume_from: str | None = None,
+    config_text: str = "",
 ) -> LaunchRequest:
     """Everything that starting `attempt` means.
 
     `nodes` holds every node of the placement, `python` is the interpreter that `python` and our own modules mean,
-    `resume_from` the newest checkpoint of a script. Raises SpecError where the plan needs a knob that is not there.
+    `resume_from` the newest checkpoint of a script, `config_text` what its config file says. Raises SpecError where
+    the plan needs a knob that is not there.
     """
-    folder = JobFolder(home, job.id)
-    files = attempt_files(job, attempt, folder, nodes)
-    argv, knob_env = _command(job, attempt, folder, python, resume_from)
+    spec, folder = job.spec, JobFolder(home, job.id)
+    paths = folder.attempt(attempt.number)
+    told = _told(job, attempt, folder, python, resume_from)
     common = {
         "TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"),
         "PYTHONUNBUFFERED": "1",
-        **dict(job.spec.env),
-        **knob_env,
+        **dict(spec.env),
+        **told.env,
     }
+    files = attempt_files(job, attempt, folder, nodes)
+    if spec.is_script:
+        files = (*files, (str(paths.resume), json.dumps({"checkpoint": resume_from})))
+    if spec.config is not None:
+        text = rewritten(config_text, told.keys, is_json=spec.config.file.endswith(".json"))
+        files = (*files, (str(_config_path(spec, paths)), text))
+    if spec.launch == "ranks":
+        argv = told.arguments if spec.command is None else guarded(told.arguments, str(paths.guard), python)
+        ranks = _ranks(attempt, nodes, argv, common, master_port)
+    else:
+        ranks = _launchers(spec, attempt, nodes, paths, told.arguments, common, master_port, python)
+    linked = spec.workdir is not None and spec.config is not None and spec.config.flag is None
     return LaunchRequest(
         name=attempt.name,
-        workdir=job.spec.workdir or str(folder.attempt(attempt.number).path),
+        workdir=str(_links(paths)) if linked else spec.workdir or str(paths.path),
+        linked=(str(spec.workdir), spec.config.file) if linked and spec.config is not None else None,
         files=files,
-        ranks=tuple(_ranks(attempt, nodes, argv, common, master_port)),
-        secrets=job.spec.secrets,
+        before=_before(spec, told, resume_from, python),
+        ranks=tuple(ranks),
+        secrets=spec.secrets,
     )
+
+
+def _before(spec: JobSpec, told: Told, resume_from: str | None, python: str) -> tuple[str, ...] | None:
+    """What the job wants run before it goes on from a checkpoint; None where there is nothing to go on from."""
+    if spec.resume.before is None or resume_from is None:
+        return None
+    filled: list[str] = []
+    for word in spec.resume.before:
+        filled += told.arguments[1:] if word == "{arguments}" else [resume_from if word == "{checkpoint}" else word]
+    return (python if filled[0] in ("python", "python3") else filled[0], *filled[1:])
 
 
 def attempt_files(
@@ -111,31 +155,56 @@ def attempt_files(
             nvme_folder=next((device.nvme_folder for device in devices), None),
         )
         files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
-    if job.spec.knobs.deepspeed_config is not None:
+    if _has_deepspeed_file(job.spec, attempt.plan):
         config = deepspeed_config(attempt.plan, clip_norm=job.spec.training.clip_norm, virtual=bool(virtual))
         files.append((str(_deepspeed_path(paths)), json.dumps(config)))
+    if job.spec.launch == "accelerate":
+        deepspeed = str(_deepspeed_path(paths))
+        config = accelerate_config(job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed)
+        files.append((str(_accelerate_path(paths)), yaml.safe_dump(config)))
     return tuple(files)
+
+
+def _has_deepspeed_file(spec: JobSpec, plan: Plan) -> bool:
+    by_accelerate = spec.knobs.zero_stage is not None and spec.knobs.zero_stage.accelerate == "deepspeed"
+    return spec.knobs.deepspeed_config is not None or (
+        by_accelerate and plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED
+    )
 
 
 def _deepspeed_path(paths: AttemptFolder) -> Path:
     return paths.path / "deepspeed.json"
 
 
-def _command(
-    job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    paths = folder.attempt(attempt.number)
-    if job.spec.command is None:
+def _accelerate_path(paths: AttemptFolder) -> Path:
+    return paths.path / "accelerate.yaml"
+
+
+def _links(paths: AttemptFolder) -> Path:
+    return paths.path / "work"
+
+
+def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
+    """Where the attempt's copy of the config file is: beside its logs, or where the script looks for it."""
+    assert spec.config is not None, "only a job with a config file has a copy of it"
+    return _links(paths) / spec.config.file if spec.config.flag is None else paths.path / Path(spec.config.file).name
+
+
+def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> Told:
+    """The program of every rank of a model's engine is under the guard already; a script is as the user says it."""
+    spec, paths = job.spec, folder.attempt(attempt.number)
+    if spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
-        return (python, str(GUARD), str(paths.guard), "--", *module), {}
-    argv, env, _ = script_command(
-        job.spec,
+        return Told((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
+    return script_command(
+        spec,
         attempt.plan,
         output_dir=str(folder.output),
         resume_from=resume_from,
         deepspeed_config_path=str(_deepspeed_path(paths)),
+        config_path=None if spec.config is None else str(_config_path(spec, paths)),
+        devices=attempt.placement[0].devices,
     )
-    return guarded(tuple(argv), str(paths.guard), python), dict(env)
 
 
 def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
@@ -144,16 +213,90 @@ def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[st
     The interpreter's own flags are kept. `python` stands in for a bare `python` or `python3`. A program given by
     `-c` or on standard input has no file that the guard could run, and stays unguarded.
     """
-    if not re.fullmatch(r"python[0-9.]*", PurePath(argv[0]).name):
+    if not is_python(argv[0]):
         return argv
-    interpreter = python if argv[0] in ("python", "python3") else argv[0]
+    interpreter, program = _interpreter(argv, python)
+    if not program or program[0] in ("-c", "-"):
+        return (*interpreter, *program)
+    return (*interpreter, str(GUARD), guard_settings, "--", *program)
+
+
+def _interpreter(argv: tuple[str, ...], python: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The interpreter with its flags, and the program with its own."""
     start = 1
     while start < len(argv) and argv[start].startswith("-") and argv[start] not in ("-m", "-c", "-"):
         start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
-    flags, program = argv[1:start], argv[start:]
-    if not program or program[0] in ("-c", "-"):
-        return (interpreter, *flags, *program)
-    return (interpreter, *flags, str(GUARD), guard_settings, "--", *program)
+    return (python if argv[0] in ("python", "python3") else argv[0], *argv[1:start]), argv[start:]
+
+
+def _launchers(
+    spec: JobSpec,
+    attempt: Attempt,
+    nodes: Mapping[str, LaunchNode],
+    paths: AttemptFolder,
+    argv: tuple[str, ...],
+    common: Mapping[str, str],
+    master_port: int,
+    python: str,
+) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
+    """One process per node, which starts the ranks of that node. They are guarded as its own script, or inherit it."""
+    gang = _gang(attempt, nodes, master_port)
+    inherited = {"ORC_GUARD": str(paths.guard), "PYTHONPATH": str(INHERITED)}
+    if "PYTHONPATH" in common:
+        inherited["PYTHONPATH"] += os.pathsep + common["PYTHONPATH"]
+    firsts = started_ranks(spec, attempt.placement)
+    for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
+        node = nodes[part.node]
+        env = {**_defaults(node), **common, **gang, **_device_env(node, part.devices)}
+        if spec.launch == "self":
+            program = (*sum(_interpreter(argv, python), ()),) if is_python(argv[0]) else argv
+            env |= inherited
+        elif spec.launch == "dora":
+            workers = ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
+            program = (*argv[:2], *workers, *argv[2:])
+            env |= inherited
+        else:
+            interpreter, script = _interpreter(argv, python)
+            own = _launcher_words(spec, attempt, index, gang, paths)
+            program = (*interpreter, *own, str(GUARD), str(paths.guard), "--", *script)
+        yield part.node, (RankRequest(rank=first, argv=program, env=tuple(sorted(env.items()))),)
+
+
+def _launcher_words(
+    spec: JobSpec, attempt: Attempt, node: int, gang: Mapping[str, str], paths: AttemptFolder
+) -> tuple[str, ...]:
+    """What stands between interpreter and script: the module that starts ranks, and where they meet.
+
+    torch/distributed/run.py; accelerate/commands/launch.py; deepspeed/launcher/launch.py, which the `deepspeed` command
+    itself starts on every node (deepspeed/launcher/runner.py) and which needs no ssh.
+    """
+    counts = [len(part.devices) for part in attempt.placement]
+    where, port = gang["MASTER_ADDR"], gang["MASTER_PORT"]
+    if spec.launch == "torchrun":
+        return (
+            *("-m", "torch.distributed.run", "--nnodes", str(len(counts)), "--nproc-per-node", str(counts[node])),
+            *("--node-rank", str(node), "--master-addr", where, "--master-port", port),
+        )
+    if spec.launch == "accelerate":
+        return (
+            *("-m", "accelerate.commands.launch", "--config_file", str(_accelerate_path(paths))),
+            *("--num_machines", str(len(counts)), "--num_processes", str(sum(counts)), "--machine_rank", str(node)),
+            *("--main_process_ip", where, "--main_process_port", port),
+        )
+    assert spec.launch == "deepspeed", spec.launch
+    world = {part.node: part.devices for part in attempt.placement}
+    told = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    return (
+        *("-m", "deepspeed.launcher.launch", f"--world_info={told}", f"--node_rank={node}"),
+        *(f"--master_addr={where}", f"--master_port={port}"),
+    )
+
+
+def _gang(attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int) -> dict[str, str]:
+    """Where the ranks meet."""
+    alone = len(attempt.placement) == 1
+    first = nodes[attempt.placement[0].node]
+    return {"MASTER_ADDR": "127.0.0.1" if alone else first.address, "MASTER_PORT": str(master_port)}
 
 
 def _ranks(
@@ -164,13 +307,8 @@ def _ranks(
     master_port: int,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
     """Ranks by node, numbered in the placement's order as torchrun would (torch/distributed/run.py)."""
-    alone = len(attempt.placement) == 1
-    first = nodes[attempt.placement[0].node]
-    gang = {
-        "WORLD_SIZE": str(sum(len(part.devices) for part in attempt.placement)),
-        "MASTER_ADDR": "127.0.0.1" if alone else first.address,
-        "MASTER_PORT": str(master_port),
-    }
+    world_size = sum(len(part.devices) for part in attempt.placement)
+    gang = {"WORLD_SIZE": str(world_size), **_gang(attempt, nodes, master_port)}
     rank = 0
     for part in attempt.placement:
         node = nodes[part.node]
@@ -195,5 +333,5 @@ def _defaults(node: LaunchNode) -> dict[str, str]:
 def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
     """NVML counts devices in the order of the PCI bus; CUDA does only when it is told to."""
     if node.device.kind is DeviceKind.VIRTUAL:
-        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices)}

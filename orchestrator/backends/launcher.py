@@ -28,6 +28,7 @@ POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
 GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
 GRACE_AFTER_ERROR_S = 15.0  # its exception is reported: it should end by itself, but may wait for its peers
+BEFORE_TIMEOUT_S = 900.0
 FENCE_EVERY_S = 0.5
 PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
@@ -53,6 +54,7 @@ class Launcher:
         self._changed = threading.Condition()
         self._version = 0
         self._ranks: dict[int, Rank] = {}
+        self._each = 1  # ranks that a process of ours stands for
         self._state = "idle"  # idle -> starting -> running -> ended
         self._error: str | None = None
         self._stale = False
@@ -64,15 +66,35 @@ class Launcher:
         """A TCP port of this node that nobody listens on."""
         return free_port()
 
-    def start(self, ranks: Sequence[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> dict[str, Any]:
-        """Start (rank, argv, env) once; a second call changes nothing. Answers with the status."""
+    def start(
+        self, ranks: Sequence[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str, each: int = 1
+    ) -> dict[str, Any]:
+        """Start (rank, argv, env) once; a second call changes nothing. Answers with the status.
+
+        A process may stand for `each` ranks, the first of which is `rank`: it starts them itself.
+        """
         with self._changed:
             if self._state == "idle":
-                self._state = "starting"
+                self._state, self._each = "starting", each
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
                 threading.Thread(target=self._look_after, args=(list(ranks), workdir), daemon=True).start()
             self._changed.wait_for(lambda: self._state != "starting", timeout=30)
             return self._status()
+
+    def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+        """Run what goes before the ranks to its end; its exit code. Raises TimeoutExpired after 15 minutes."""
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        with self._folder.before.open("ab") as log:
+            return subprocess.run(
+                argv,
+                cwd=workdir,
+                env={**_base_env(), **env, MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=BEFORE_TIMEOUT_S,
+                check=False,
+            ).returncode
 
     def status(self) -> dict[str, Any]:
         """How the ranks stand now."""
@@ -116,7 +138,7 @@ class Launcher:
             "pids": {rank.number: rank.process.pid for rank in self._ranks.values()},
             "exit_codes": {rank.number: rank.exit_code for rank in self._ranks.values()},
             "ending": self._kill_at_s is not None,
-            "oom": any(self._folder.oom(number).exists() for number in self._ranks),
+            "oom": any(self._any(self._folder.oom, number) for number in self._ranks),
             "first_ended": self._first_ended,
             "host_oom_kills": max(0, oom_kills() - self._kills_before),
             "stale": self._stale,
@@ -154,9 +176,7 @@ class Launcher:
                 self._touch()
 
     def _start_all(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
-        base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
-        # Extensions are built by tools of this environment (ninja).
-        base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
+        base = _base_env()
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
             with self._folder.log(number).open("ab", buffering=0) as log:
@@ -185,12 +205,16 @@ class Launcher:
     def _notice_failure(self) -> None:
         """On the first rank that failed, give the others a moment for their reports."""
         for rank in self._ranks.values():
-            if self._folder.oom(rank.number).exists():
+            if self._any(self._folder.oom, rank.number):
                 self._kill_within(GRACE_AFTER_OOM_S)
             elif rank.exit_code:
                 self._kill_within(GRACE_AFTER_FAILURE_S)
-            elif self._folder.error(rank.number).exists():
+            elif self._any(self._folder.error, rank.number):
                 self._kill_within(GRACE_AFTER_ERROR_S)
+
+    def _any(self, report: Callable[[int], Path], number: int) -> bool:
+        """Whether any rank that the process `number` stands for has left this report."""
+        return any(report(rank).exists() for rank in range(number, number + self._each))
 
     def _kill_within(self, grace_s: float) -> None:
         """Kill what lives after `grace_s`; an earlier time that was set before holds."""
@@ -213,6 +237,13 @@ class Launcher:
     def _touch(self) -> None:
         self._version += 1
         self._changed.notify_all()
+
+
+def _base_env() -> dict[str, str]:
+    """What ranks inherit. Extensions are built by tools of this environment (ninja)."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+    base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
+    return base
 
 
 def dies_with_parent() -> Callable[[], None]:

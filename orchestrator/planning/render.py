@@ -68,7 +68,12 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
     FSDP's words are those of accelerate's FullyShardedDataParallelPlugin. Beside a DeepSpeed file accelerate takes no
     precision of its own (accelerate/utils/dataclasses.py, DeepSpeedPlugin).
     """
-    config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "main_training_function": "main"}
+    config: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "same_network": True,
+    }
     if plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED:
         deepspeed = {
             "deepspeed_config_file": deepspeed_config_path,

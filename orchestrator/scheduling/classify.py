@@ -35,7 +35,7 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
     if evidence.launch_error is not None:
         return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
-    if succeeded and not evidence.missing_artifacts and not evidence.nodes_lost:
+    if evidence.finished or (succeeded and not evidence.missing_artifacts and not evidence.nodes_lost):
         return None
     if evidence.stopped and job.cancelling:
         return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")

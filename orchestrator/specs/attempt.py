@@ -156,6 +156,8 @@ class Evidence:
     launch_error: str | None = None  # set where no rank ever ran
     stopped: bool = False  # we ended it (cancel)
     missing_artifacts: tuple[str, ...] = ()  # promised by `success`, not found
+    finished: bool = False  # its own last words and all artifacts are there, however its processes ended
+    lost: tuple[str, ...] = ()  # what a restarted script did not take up again
     checkpoint_step: int | None = None  # newest complete checkpoint
 
 

@@ -6,10 +6,13 @@ jobs/<job id>/output/                     a script's output folder, kept over at
 jobs/<job id>/data/                       a fine-tuning's tokens, written once
 jobs/<job id>/attempts/<n>/run.json       TrainingRun, for our engines
 jobs/<job id>/attempts/<n>/guard.json     GuardSettings, for every guarded rank
+jobs/<job id>/attempts/<n>/resume.json    {checkpoint}: of a script, that it was to go on from; null where none was
+jobs/<job id>/attempts/<n>/before.log     of what was run before the ranks
 jobs/<job id>/attempts/<n>/rank<r>.log    standard output and error
 jobs/<job id>/attempts/<n>/rank<r>.rc     exit code, or minus the signal, written when the process is gone
 jobs/<job id>/attempts/<n>/rank<r>.heartbeat.json   Heartbeat, replaced as training goes on
 jobs/<job id>/attempts/<n>/rank<r>.oom.json         OomReport
+jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one that was raised, whoever caught it
 jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
 jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}
 """
@@ -70,6 +73,8 @@ class AttemptFolder:
         self.run = self.path / "run.json"
         self.guard = self.path / "guard.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.resume = self.path / "resume.json"
+        self.before = self.path / "before.log"
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"
@@ -82,6 +87,9 @@ class AttemptFolder:
 
     def oom(self, rank: int) -> Path:
         return self.path / f"rank{rank}.oom.json"
+
+    def caught(self, rank: int) -> Path:
+        return self.path / f"rank{rank}.caught.json"
 
     def error(self, rank: int) -> Path:
         return self.path / f"rank{rank}.error.json"

@@ -42,6 +42,13 @@ Sayings = Annotated[
 ]
 
 
+Globs = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda globs: (globs,) if isinstance(globs, str) else globs),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
 class Knob(Noun):
     """How a script takes one setting.
 
@@ -161,8 +168,8 @@ class Success(Noun):
 class Resume(Noun):
     """The script's own checkpoints: which of them is whole, and what it takes to go on from one."""
 
-    checkpoints: str = "checkpoint*"  # in the output folder; the newest whole one is taken
-    holds: tuple[str, ...] = ()  # in a whole checkpoint there is a file of each of these, and none is empty
+    checkpoints: Globs = ("checkpoint*", "step-*")  # in the output folder; the newest whole one is taken
+    holds: Globs = ()  # in a whole checkpoint there is a file of each of these, and none is empty
     step: Counter | None = None  # the optimizer step or epoch in its path; None: the newest is the one written last
     before: Command | None = None  # run to its end before each restart; {arguments} are the script's, {checkpoint} ours
     loses: tuple[str, ...] = ()  # what the script does not take up again, for the record

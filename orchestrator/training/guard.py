@@ -1,5 +1,7 @@
 """What does a rank's process run in? `guard.py GUARD_JSON -- script.py args...` or `... -- -m package.module args...`
 
+DeepSpeed's launcher puts `--local_rank=N` before all that; the target gets it.
+
 The target runs as `__main__` as python itself would run it, and knows nothing of us. Around it: the virtual device,
 heartbeats, faults on request, and a report of the exception that ended it. Runs by path in any interpreter; it brings
 this package along without putting its folder on `sys.path`.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -35,10 +38,12 @@ USAGE = "usage: guard.py GUARD_JSON -- script.py args... | guard.py GUARD_JSON -
 
 def main(argv: list[str]) -> None:
     """Run the target under guard; returns where it ended well, and ends the process as it did where not."""
+    local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
     if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
-    target = argv[2:]
+    program = 2 if argv[2] == "-m" else 1
+    target = [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
     if not sys.flags.safe_path:  # before anything is imported that could be found beside this file
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
@@ -47,6 +52,8 @@ def main(argv: list[str]) -> None:
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
     device = _virtual_device(settings.virtual_capacity_bytes)
+    if device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher between us and the ranks may have named some
     monitor = Monitor(settings, int(os.environ.get("RANK", "0")), device)
     guarded = _Guarded(monitor, AttemptFolder(settings.attempt_folder))
     if device:
@@ -73,6 +80,45 @@ def main(argv: list[str]) -> None:
         guarded.failed(error)
     monitor.beat()
     _leave(None)
+
+
+def inherit(settings_path: str) -> None:
+    """Guard this process from when it imports torch; it is a rank as soon as it trains, and until then writes nothing.
+
+    For scripts that start their ranks themselves: all of their Python processes come here (inherited/sitecustomize.py).
+    """
+    _when_imported("torch", functools.partial(_guard_from_now, settings_path))
+
+
+def _guard_from_now(settings_path: str, torch: Any) -> None:
+    _bring_package()
+    from orchestrator.specs.run import AttemptFolder, GuardSettings
+    from orchestrator.training.monitor import Monitor
+
+    settings = GuardSettings(**json.loads(Path(settings_path).read_text()))
+    device = _virtual_device(settings.virtual_capacity_bytes)
+    monitor = Monitor(settings, None, device)
+    guarded = _Guarded(monitor, AttemptFolder(settings.attempt_folder))
+    monitor.attach(torch)
+    if device:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that choose devices themselves have set it
+        device.on_out_of_memory = guarded.note
+        device.__enter__()
+        _keep_out_loader_workers(device)
+    guarded.watch_end()
+
+
+def _keep_out_loader_workers(device: VirtualDevice) -> None:
+    """Workers that a rank spawns are host processes; pickled by its name, the function is this one there too."""
+    workers: Any = importlib.import_module("torch.utils.data._utils.worker")
+    loop = workers._worker_loop
+
+    @functools.wraps(loop)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        device.__exit__(None, None, None)
+        return loop(*args, **kwargs)
+
+    workers._worker_loop = outside
 
 
 def _leave(code: object) -> None:
@@ -117,7 +163,11 @@ class _Guarded:
 
     def note(self, error: BaseException, requested_bytes: int) -> None:
         """Keep the account of an error as it is raised: the script may catch it, free memory, and end all the same."""
-        self._noted = (self._oom_report(error, requested_bytes), self.monitor.steps_done)
+        from orchestrator.training.monitor import write_durably
+
+        report = self._oom_report(error, requested_bytes)
+        self._noted = (report, self.monitor.steps_done)
+        write_durably(self.folder.caught(self.monitor.rank), report)
 
     def exited(self, end: SystemExit) -> None:
         """The script chose its exit code: report the out-of-memory error it gave up on, if it did."""
@@ -127,22 +177,13 @@ class _Guarded:
 
     def failed(self, error: BaseException) -> NoReturn:
         """Report the exception, print it as python would, and end the process."""
-        from orchestrator.specs.attempt import ErrorReport
         from orchestrator.specs.run import OOM_EXIT_CODE
-        from orchestrator.training.monitor import write_durably
 
         out_of_memory = self._report_oom(error)
         error.__traceback__ = _user_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         if not out_of_memory:
-            report = ErrorReport(
-                rank=self.monitor.rank,
-                step=self.monitor.step,
-                phase=self.monitor.phase,
-                type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
-                traceback="".join(traceback.format_exception(error)),
-            )
-            write_durably(self.folder.error(self.monitor.rank), report)
+            self._report_error(error)
         self.monitor.beat()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -150,6 +191,56 @@ class _Guarded:
             os._exit(OOM_EXIT_CODE)  # no destructor may wait for ranks that wait for this one
         _leave(1)
         sys.exit(1)
+
+    def watch_end(self) -> None:
+        """Report how this process ends where it is a rank that nobody wraps: spawned, or the script's own."""
+        process = importlib.import_module("multiprocessing.process").BaseProcess
+        run, hook = process.run, sys.excepthook
+
+        def watched(child: Any) -> None:
+            try:
+                run(child)
+            except BaseException as error:
+                self._ends_with(error)
+                raise
+            if self.monitor.is_rank:
+                self.monitor.beat()
+
+        def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+            self._ends_with(error)
+            hook(kind, error, trace)
+
+        process.run, sys.excepthook = watched, excepthook
+        atexit.register(self._gives_up)
+
+    def _ends_with(self, error: BaseException) -> None:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return
+        if not self._report_oom(error) and self.monitor.is_rank and isinstance(error, Exception):
+            self._report_error(error)
+        if self.monitor.is_rank:
+            self.monitor.beat()
+
+    def _gives_up(self) -> None:
+        """A framework that handles every exception itself (hydra, under dora) leaves by an exit code."""
+        if os.getpid() != self.pid:
+            return
+        self._report_oom(SystemExit())
+        if self.monitor.is_rank:
+            self.monitor.beat()
+
+    def _report_error(self, error: BaseException) -> None:
+        from orchestrator.specs.attempt import ErrorReport
+        from orchestrator.training.monitor import write_durably
+
+        report = ErrorReport(
+            rank=self.monitor.rank,
+            step=self.monitor.step,
+            phase=self.monitor.phase,
+            type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
+            traceback="".join(traceback.format_exception(error)),
+        )
+        write_durably(self.folder.error(self.monitor.rank), report)
 
     def _report_oom(self, error: BaseException) -> bool:
         from orchestrator.training.monitor import write_durably

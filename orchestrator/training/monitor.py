@@ -31,14 +31,13 @@ class Monitor:
     optimizers that take turns count once. A loop that reports its own step (`training.progress`) is believed instead.
     """
 
-    def __init__(self, settings: GuardSettings, rank: int, device: VirtualDevice | None) -> None:
-        self.rank, self.device, self.phase = rank, device, "startup"
+    def __init__(self, settings: GuardSettings, rank: int | None, device: VirtualDevice | None) -> None:
+        self._rank, self.device, self.phase = rank, device, "startup"
         self.step, self.steps_done = 0, 0
         self.injected = False
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
-        self._fault = settings.fault_kind if settings.fault_rank == rank else None
-        self._fault_step = settings.fault_step
+        self._fault, self._fault_rank, self._fault_step = settings.fault_kind, settings.fault_rank, settings.fault_step
         self._told = False  # a loop reports its own steps
         self._loss: float | None = None
         self._cycle: set[int] = set()  # optimizers that have stepped since the last step began
@@ -47,6 +46,22 @@ class Monitor:
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
         self._torch_version = ""
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is known which rank this process is: it was told, or it has begun to train."""
+        return self._rank is not None
+
+    @property
+    def rank(self) -> int:
+        """That of the process group where there is one; of the environment, or 0, where not."""
+        if self._rank is None:
+            distributed = sys.modules.get("torch.distributed")
+            if distributed is not None and distributed.is_available() and distributed.is_initialized():
+                self._rank = int(distributed.get_rank())
+            else:
+                self._rank = int(os.environ.get("RANK", "0"))
+        return self._rank
 
     def attach(self, torch: Any) -> None:
         """Start listening; `torch` is the imported module."""
@@ -97,7 +112,7 @@ class Monitor:
             self.beat()
 
     def _before_optimizer(self, *_: Any) -> None:
-        if self._depth == 0 and self._fault and self.step + 1 >= self._fault_step:
+        if self._depth == 0 and self._fault and self.rank == self._fault_rank and self.step + 1 >= self._fault_step:
             kind, self._fault = self._fault, None
             self.phase, self.injected = "optimizer", kind == "oom"
             self.beat()

@@ -1,0 +1,81 @@
+"""What has a script left, what does it go on from, and what does it lose on the way?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.specs.trainer import Resume
+
+
+def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
+    """Where a script leaves what it makes: where it is told to, or in its own working directory."""
+    return jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
+
+
+def missing(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
+    """What `success` asks for and this attempt has not left: files newer than its start, a line of its log."""
+    output, absent = output_folder(spec, jobs), []
+    began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
+    for name in spec.success.artifacts:
+        if not any(path.stat().st_mtime_ns >= began_ns for path in output.glob(name)):
+            absent.append(name)
+    if spec.success.log is not None:
+        pattern = re.compile(spec.success.log.encode())
+        if not any(_has_line(folder.log(rank), pattern) for rank in started):
+            absent.append(f"a log line {spec.success.log!r}")
+    return tuple(absent)
+
+
+def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
+    """The newest whole checkpoint in a script's output folder; None where there is none.
+
+    One of the job's last step is passed over: scripts that end when they count to their last step never end there.
+    """
+    resume, found = spec.resume, []
+    for path in {path for pattern in resume.checkpoints for path in output.glob(pattern)}:
+        step = counted(resume.step, str(path.relative_to(output)))
+        done = step is not None and spec.steps is not None and step >= spec.steps
+        if not done and _is_whole(resume, path):
+            found.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
+    return max(found)[2] if found else None
+
+
+def counted(pattern: str | None, text: str) -> int | None:
+    """The number that the last match of a pattern counts; None where nothing matches."""
+    matches = re.findall(pattern, text) if pattern is not None else []
+    return int(matches[-1]) if matches and matches[-1].isdecimal() else None
+
+
+def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, before: int | None) -> Iterator[str]:
+    """What a script that was to go on from `checkpoint` did not take up again.
+
+    `counts` are the first and last number that it told of its progress, `before` the highest of the attempts before.
+    """
+    if checkpoint is None:
+        return
+    yield from spec.resume.loses
+    reached = max(counted(spec.resume.step, checkpoint) or 0, before or 0)
+    if counts is not None and counts[0] <= 1 < reached:
+        yield f"everything: it began at {counts[0]} again, after {reached}, with {Path(checkpoint).name} there"
+
+
+def _is_whole(resume: Resume, path: Path) -> bool:
+    """Whether a checkpoint has every file that it should have, and none is empty."""
+    try:
+        files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
+        held = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
+        return bool(files) and held and all(file.stat().st_size > 0 for file in files)
+    except OSError:  # it is being removed
+        return False
+
+
+def _has_line(path: Path, pattern: re.Pattern[bytes]) -> bool:
+    try:
+        with path.open("rb") as log:
+            return any(pattern.search(line) for line in log)
+    except OSError:
+        return False

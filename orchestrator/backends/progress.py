@@ -1,0 +1,87 @@
+"""Does an attempt still get on? Steps that its ranks and its log tell of, and for how long there was no new one."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.backends.evidence import heartbeats
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import AttemptFolder
+
+READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
+LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+
+
+@dataclass(slots=True)
+class LogCounter:
+    """Follows logs and knows the first and the last number that a pattern counted in them."""
+
+    pattern: re.Pattern[bytes]
+    first: int | None = None
+    last: int | None = None
+    _read: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # log -> bytes read, and its unended line
+
+    def follow(self, logs: Sequence[Path]) -> None:
+        """Read on where each log was left."""
+        for path in logs:
+            offset, rest = self._read.get(path, (0, b""))
+            try:
+                with path.open("rb") as log:
+                    log.seek(offset)
+                    new = log.read(READ_BYTES_MAX)
+            except OSError:
+                continue
+            *lines, rest = re.split(rb"[\r\n]", rest + new)  # progress bars end their lines by \r
+            self._read[path] = (offset + len(new), rest[-LINE_BYTES_MAX:])
+            for line in lines:
+                for number in self.pattern.findall(line):
+                    self.last = int(number) if number.isdigit() else self.last
+                    self.first = self.last if self.first is None else self.first
+
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """(first, last), or None where nothing was counted yet."""
+        return None if self.first is None or self.last is None else (self.first, self.last)
+
+
+class Progress:
+    """The watchdog: how long an attempt has stood still beyond its job's limits."""
+
+    def __init__(self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int]) -> None:
+        self._spec, self._folder, self._world_size = spec, folder, world_size
+        self._logs = [folder.log(rank) for rank in started]
+        self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
+        self._seen: tuple[object, ...] = ()
+        self._since_s = time.monotonic()
+
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """The first and the last number that the log told, as `progress` of the job counts."""
+        if self._counter is None:
+            return None
+        self._counter.follow(self._logs)
+        return self._counter.counts
+
+    def hung_for_s(self) -> float | None:
+        """Seconds without a training step, where they are too many; None otherwise.
+
+        A step is one that the guard of some rank saw, or a number that the log counts. A program that gives neither
+        sign has but its log: then its growth is the progress.
+        """
+        beats, counts = heartbeats(self._folder, self._world_size), self.counts
+        steps = sum(beat.steps_done for beat in beats)
+        if beats or self._counter is not None:
+            seen, trains = (steps, counts), steps > 0 or counts is not None
+        else:
+            size = sum(path.stat().st_size for path in self._logs if path.exists())
+            seen, trains = (size, None), size > 0
+        now_s = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+        limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
+        still_s = now_s - self._since_s
+        return still_s if still_s > limit_s else None

@@ -1,0 +1,32 @@
+"""Found first by every Python process of a script that starts its ranks itself: guards those of them that train.
+
+Python imports a module of this name at start-up (https://docs.python.org/3/library/site.html). The one that this file
+hides, if any, is run too.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_hidden() -> None:
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _guard(settings: str) -> None:
+    spec = importlib.util.spec_from_file_location("_orchestrator_guard", os.path.join(HERE, os.pardir, "guard.py"))
+    if spec is not None and spec.loader is not None:
+        guard = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(guard)
+        guard.inherit(settings)
+
+
+_run_hidden()
+if "ORC_GUARD" in os.environ:
+    _guard(os.environ["ORC_GUARD"])

@@ -1,0 +1,96 @@
+"""Behaves as RVC's train/train.py: spawns its ranks, multiplies its batch by them, swallows their ends, starts over.
+
+Written for these tests after reading RVC-Project/Retrieval-based-Voice-Conversion-WebUI; none of its code.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+
+parser = argparse.ArgumentParser()
+parser.add_argument("-e", dest="name", required=True)
+parser.add_argument("-bs", type=int, default=4)
+parser.add_argument("-g", dest="gpus", default="0")
+parser.add_argument("-te", dest="epochs", type=int, default=3)
+parser.add_argument("-se", dest="save_every", type=int, default=1)
+parser.add_argument("--fail-after", type=int, default=0)  # this test's own: the machine dies in that epoch
+args = parser.parse_args()
+os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus.replace("-", ",")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch import nn  # noqa: E402
+
+LOGS = pathlib.Path("logs") / args.name
+
+
+class Clips(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((1024, 64), float(index) / 16)
+
+
+def newest(pattern):
+    found = sorted(LOGS.glob(pattern), key=lambda path: int("".join(filter(str.isdigit, path.name))))
+    return found[-1]
+
+
+def run(rank, ranks):
+    os.environ["MASTER_ADDR"] = "localhost"
+    dist.init_process_group("gloo", init_method="env://?use_libuv=False", world_size=ranks, rank=rank)
+    torch.manual_seed(0)
+    size = args.bs * ranks  # as upstream: the sampler of every rank is given batch_size * n_gpus
+    sampler = torch.utils.data.distributed.DistributedSampler(Clips(), ranks, rank, shuffle=False)
+    loader = torch.utils.data.DataLoader(Clips(), size, sampler=sampler, num_workers=1, persistent_workers=True)
+    net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    optimizer = torch.optim.AdamW(net.parameters())
+    net = nn.parallel.DistributedDataParallel(net)
+    try:
+        saved = torch.load(newest("G_*.pth"), weights_only=True)
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["epoch"] + 1
+    except Exception:  # as upstream: whatever is wrong with the checkpoint, start over and say nothing
+        first = 1
+    for epoch in range(first, args.epochs + 1):
+        for batch in loader:
+            optimizer.zero_grad()
+            (net(batch) - batch).square().mean().backward()
+            optimizer.step()
+            if rank == 0:
+                print(f"Train Epoch: {epoch} samples {len(batch) * ranks}", flush=True)
+        if rank == 0:
+            LOGS.mkdir(parents=True, exist_ok=True)
+            if epoch % args.save_every == 0:
+                state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                torch.save(state, LOGS / f"G_{epoch}.pth")
+        if epoch == args.fail_after and not (LOGS / "failed").exists():
+            dist.barrier()
+            (LOGS / "failed").touch()
+            os._exit(9)
+    if rank == 0:
+        weights = pathlib.Path("assets/weights")
+        weights.mkdir(parents=True, exist_ok=True)
+        torch.save(net.state_dict(), weights / f"{args.name}.pth")
+        print("Saving final checkpoint: Success", flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+def main():
+    ranks = len(args.gpus.split("-"))
+    children = [mp.Process(target=run, args=(rank, ranks)) for rank in range(ranks)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()  # as upstream: nobody asks for their exit codes
+
+
+if __name__ == "__main__":
+    mp.set_start_method("spawn")
+    main()
+    sys.exit(0)

@@ -1,0 +1,63 @@
+"""Whoever starts the ranks: each of them is capped, watched and reported, and ends with the attempt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import JobFolder
+from tests.backends.ray_jobs import alive
+from tests.trainers.driver import Drive, cluster, log
+
+RANKS = """
+import os, sys
+import torch
+from torch import nn
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} is process {os.getpid()} and was told {sys.argv[1:]}", flush=True)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    model(torch.ones(1, 8)).sum().backward()
+    if rank == 1 and step == 2:
+        torch.zeros(64, 2**20)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "launch",
+    ["torchrun", pytest.param("accelerate", marks=pytest.mark.long), pytest.param("deepspeed", marks=pytest.mark.long)],
+)
+def test_ranks_of_another_launcher_are_guarded(launch: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    spec = JobSpec.model_validate(
+        {
+            "name": "ranks",
+            "command": "python -u train.py --mine",
+            "workdir": str(tmp_path),
+            "launch": launch,
+            "gpus": 2,
+            "global_batch_size": 2,
+            "retries": {"oom": 0},
+        }
+    )
+    job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
+    evidence = job.attempts[0].evidence
+    assert evidence is not None
+    said = log(tmp_path / "home", 1)
+    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 2, 64 * 2**20)], said
+    assert [beat.rank for beat in evidence.heartbeats] == [0, 1]
+    assert [end.rank for end in evidence.ranks] == [0], "one process of ours for both"
+    told = f"['--local_rank={1}', '--mine']" if launch == "deepspeed" else "['--mine']"
+    assert f"and was told {told}" in said
+    pids = [int(line.split()[6]) for line in said.splitlines() if " is process " in line and line.startswith("rank")]
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert alive(pids) == []
+    assert not (JobFolder(tmp_path / "home", "job").attempt(1).path / "rank1.log").exists()

@@ -1,0 +1,74 @@
+"""MusicGen's traps: settings that name another folder, so that it starts over, and errors that end in workers' logs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.specs.state import JobStatus
+from tests.trainers.driver import Drive, checkout, cluster, log, story
+
+CARRY_OVER = Path(__file__).parents[2] / "jobs" / "musicgen" / "carry_over.py"
+
+
+def musicgen(folder: Path, **changes: object) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "musicgen",
+            "command": (str(folder / "bin/dora"), "run", "solver=musicgen", "optim.epochs=3"),
+            "env": {"PYTHONPATH": str(folder)},
+            "workdir": str(folder),
+            "launch": "dora",
+            "gpus": 2,
+            "global_batch_size": 8,
+            "knobs": {
+                "micro_batch_size": {"override": "dataset.batch_size", "per": "global"},
+                "activation_checkpointing": {
+                    "override": "transformer_lm.checkpointing",
+                    "values": {"none": "none", "full": "torch"},
+                },
+                "output_dir": {"env": "AUDIOCRAFT_DORA_DIR"},
+            },
+            "resume": {
+                "checkpoints": "xps/*/checkpoint.th",
+                "before": ("python", str(CARRY_OVER), "{checkpoint}", "{arguments}"),
+            },
+            "success": {"artifacts": ["xps/*/done"]},
+            "progress": r"Train Summary \| Epoch (\d+)",
+            "profile": {
+                "parameters": 132352,
+                "layers": 4,
+                "activations_per_sample": "1MiB",
+                "checkpointed_per_sample": "512KiB",
+            },
+            **changes,
+        }
+    )
+
+
+@pytest.mark.long
+def test_epochs_go_on_under_the_signature_of_the_lighter_plan(tmp_path: Path) -> None:
+    folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
+    job = Drive(home, cluster("20MiB")).run(musicgen(folder))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
+    first, second = job.attempts
+    assert first.evidence is not None
+    assert second.evidence is not None
+    assert first.evidence.ooms, "the workers' own, though a framework turned it into an exit code"
+    assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
+    assert re.findall(r"Epoch (\d) \| samples=(\d)", log(home, 1)) == [("1", "8")]
+    assert re.findall(r"Epoch (\d) \| samples=(\d)", log(home, 2)) == [("2", "8"), ("3", "8")]
+    assert second.evidence.lost == ()
+
+
+@pytest.mark.long
+def test_without_carrying_over_the_restart_from_scratch_is_reported(tmp_path: Path) -> None:
+    folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
+    job = Drive(home, cluster("20MiB")).run(musicgen(folder, resume={"checkpoints": "xps/*/checkpoint.th"}))
+    assert job.status is JobStatus.SUCCEEDED, job.reason
+    assert job.attempts[-1].evidence is not None
+    assert len(job.attempts[-1].evidence.lost) == 1

@@ -1,0 +1,100 @@
+"""Parler-TTS's traps: a folder that is not empty, half a checkpoint, a last step to resume at, three batch sizes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.outcome import newest_checkpoint
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import JobStatus
+from tests.trainers.driver import Drive, checkout, cluster, log, story
+
+PHASES = {
+    "encoding": r"\*\*\* Encode target audio with encodec \*\*\*",
+    "training": r"\*\*\*\*\* Running training \*\*\*\*\*",
+    "evaluation": r"^Evaluating - ",
+}
+
+
+def parler(folder: Path, *arguments: str, **changes: object) -> JobSpec:
+    script = ("python", "training/run_parler_tts_training.py", "--overwrite_output_dir", "true")
+    return JobSpec.model_validate(
+        {
+            "name": "parler",
+            "command": (*script, *arguments),
+            "workdir": str(folder),
+            "steps": 4,
+            "global_batch_size": 8,
+            "knobs": {
+                "micro_batch_size": {
+                    "flag": "--per_device_train_batch_size",
+                    "default": 8,
+                    "also": [
+                        {"flag": "--per_device_eval_batch_size", "phase": "evaluation", "default": 8},
+                        {"flag": "--audio_encoder_per_device_batch_size", "phase": "encoding", "default": 8},
+                    ],
+                },
+                "gradient_accumulation_steps": {"flag": "--gradient_accumulation_steps", "default": 1},
+                "activation_checkpointing": {
+                    "flag": "--gradient_checkpointing",
+                    "values": {"none": False, "full": True},
+                },
+                "output_dir": {"flag": "--output_dir"},
+                "resume_from": {"flag": "--resume_from_checkpoint"},
+            },
+            "resume": {
+                "checkpoints": "checkpoint-*-epoch-*",
+                "holds": ["model.pt", "optimizer.pt", "state.json"],
+                "step": r"checkpoint-(\d+)-epoch",
+            },
+            "success": {"artifacts": ["model.safetensors"], "log": r"Training finished"},
+            "progress": r"Step (\d+) /",
+            "phases": PHASES,
+            **changes,
+        }
+    )
+
+
+def test_out_of_memory_before_the_first_checkpoint_is_cured_in_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
+    job = Drive(home, cluster("10MiB", devices=1)).run(parler(folder))
+    assert (job.status, story(job)[0], story(job)[-1]) == (JobStatus.SUCCEEDED, "device_oom", "finished"), job.reason
+    last = job.attempts[-1].plan
+    assert last.micro_batch_size < 8
+    assert last.global_batch_size == 8
+    assert set(re.findall(r"samples (\d+)", log(home, len(job.attempts)))) == {"8"}
+
+
+@pytest.mark.long
+def test_half_a_checkpoint_is_passed_over_for_the_whole_one_before(tmp_path: Path) -> None:
+    folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
+    job = Drive(home, cluster("256MiB", devices=1)).run(parler(folder, "--max_steps", "6", "--die_at", "4", steps=6))
+    assert (job.status, len(job.attempts)) == (JobStatus.SUCCEEDED, 2), job.reason
+    assert "Continuing training from global step 2" in log(home, 2)
+
+
+def test_nothing_goes_on_from_the_last_step(tmp_path: Path) -> None:
+    spec = parler(tmp_path)
+    for step in (2, 4):
+        checkpoint = tmp_path / f"checkpoint-{step}-epoch-0"
+        checkpoint.mkdir()
+        for name in ("model.pt", "optimizer.pt", "state.json"):
+            (checkpoint / name).write_text("x")
+    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2-epoch-0")
+    assert newest_checkpoint(spec.model_copy(update={"steps": 9}), tmp_path) == str(tmp_path / "checkpoint-4-epoch-0")
+    (tmp_path / "checkpoint-2-epoch-0/optimizer.pt").write_text("")
+    assert newest_checkpoint(spec, tmp_path) is None
+
+
+@pytest.mark.long
+def test_a_job_that_has_said_its_last_words_is_not_started_again(tmp_path: Path) -> None:
+    folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
+    script = folder / "training/run_parler_tts_training.py"
+    script.write_text(script.read_text() + "__import__('os').kill(__import__('os').getpid(), 9)\n")
+    job = Drive(home, cluster("256MiB", devices=1)).run(parler(folder))
+    assert (job.status, len(job.attempts)) == (JobStatus.SUCCEEDED, 1), job.reason
+    assert job.attempts[0].evidence is not None
+    assert job.attempts[0].evidence.ranks[0].exit_code == -9

@@ -1,0 +1,72 @@
+"""RVC's traps: ranks that it spawns itself, an out-of-memory failure that exits 0, restarts from scratch in silence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import JobStatus
+from tests.trainers.driver import Drive, checkout, cluster, log, story
+
+
+def rvc(folder: Path, *arguments: str, **changes: object) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "rvc",
+            "command": ("python", "train.py", "-e", "voice", "-te", "2", *arguments),
+            "workdir": str(folder),
+            "launch": "self",
+            "gpus": {"min": 1, "max": 2},
+            "global_batch_size": 16,
+            "knobs": {
+                "micro_batch_size": {"flag": "-bs", "multiplied_by_ranks": True},
+                "devices": {"flag": "-g", "separator": "-"},
+            },
+            "success": {"artifacts": ["assets/weights/voice.pth"]},
+            "resume": {"checkpoints": "logs/voice/G_*.pth", "step": r"G_(\d+)\.pth"},
+            "progress": r"Train Epoch: (\d+)",
+            # wrong on purpose: a sample keeps 2 MiB
+            "profile": {"parameters": 16640, "activations_per_sample": "512KiB"},
+            **changes,
+        }
+    )
+
+
+def test_an_out_of_memory_failure_that_exits_0_is_seen_in_the_rank_and_cured_by_more_devices(tmp_path: Path) -> None:
+    job = Drive(tmp_path / "home", cluster("32MiB")).run(rvc(checkout("rvc", tmp_path / "rvc")))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
+    first, second = job.attempts
+    report = first.evidence.ooms[0] if first.evidence else None
+    assert report is not None
+    assert (report.capacity_bytes, report.phase) == (32 * 2**20, "startup"), "in a process that the script spawned"
+    assert (first.plan.world_size, second.plan.world_size) == (1, 2)
+    assert second.evidence is not None
+    assert [beat.rank for beat in second.evidence.heartbeats] == [0, 1], "both, though it ends by os._exit"
+    assert set(re.findall(r"samples (\d+)", log(tmp_path / "home", 2))) == {"16"}, "the batch that the user asked for"
+
+
+@pytest.mark.long
+def test_exit_0_without_the_artifact_of_this_attempt_is_a_failure(tmp_path: Path) -> None:
+    """An old voice.pth lies there, and the end of a rank is none of a kind that the guard reports."""
+    folder = checkout("rvc", tmp_path / "rvc")
+    (folder / "assets/weights").mkdir(parents=True)
+    (folder / "assets/weights/voice.pth").write_text("of last week")
+    job = Drive(tmp_path / "home", cluster("256MiB")).run(rvc(folder, "--fail-after", "1", retries={"node": 0}))
+    assert job.status is JobStatus.FAILED
+    assert job.attempts[0].evidence is not None
+    assert [end.exit_code for end in job.attempts[0].evidence.ranks] == [0]
+    assert job.attempts[0].evidence.missing_artifacts == ("assets/weights/voice.pth",)
+
+
+@pytest.mark.long
+def test_a_restart_from_scratch_is_reported(tmp_path: Path) -> None:
+    folder = checkout("rvc", tmp_path / "rvc")
+    (folder / "logs/voice").mkdir(parents=True)
+    (folder / "logs/voice/G_7.pth").write_text("not what torch.save wrote")
+    job = Drive(tmp_path / "home", cluster("256MiB")).run(rvc(folder))
+    assert story(job) == ["finished"], "its exit code and its log say nothing of it"
+    assert job.attempts[0].evidence is not None
+    assert job.attempts[0].evidence.lost == ("everything: it began at 1 again, after 7, with G_7.pth there",)
