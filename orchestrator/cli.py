@@ -317,6 +317,23 @@ def simulate(
 def calibrate(
     tracking_uri: Annotated[str, typer.Option("--from-mlflow", metavar="URI", help="MLflow that knows the outcomes.")],
     experiment: Annotated[str, typer.Option("--experiment", help="Its experiment.")] = "orchestrator",
+@app.command()
+def replay(
+    journal: Annotated[
+        Path, typer.Argument(metavar="JOURNAL", help="Journal of a service (journal.db); it may be up.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Make every decision of a journal again: what was decided, why, and where this version decides otherwise."""
+    from orchestrator.service.replay import kept_events
+    from orchestrator.service.replay import replay as decide_again
+    from orchestrator.service.tables import replay_table
+
+    decided = list(decide_again(kept_events(journal)))
+    _answer({"decisions": decided}, as_json, replay_table(decided))
+    raise typer.Exit(not all(decision["same"] for decision in decided))
+
+
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
+from orchestrator.service.replay import Decision
 from orchestrator.service.simulate import Simulated, quantile
 from orchestrator.service.views import (
     AttemptView,
@@ -357,3 +358,20 @@ def simulated_table(run: Simulated) -> Table:
     for name, value in rows:
         table.add_row(name, value)
     return table
+
+
+def replay_table(decided: Sequence[Decision]) -> RenderableType:
+    """Past decisions with their reasons; where this version decides otherwise, both."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("AT", "AFTER", "DECIDED", "WHY"):
+        table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
+    for one in decided:
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(one["at_s"]))
+        said = Text(one["now"]) if one["same"] else Text(f"then: {one['then']}\nnow: {one['now']}", "red")
+        table.add_row(at, one["event"], said, Text(one["why"]))
+    others = [one for one in decided if not one["same"]]
+    kept = sum(one["then"] is not None for one in decided)
+    verdict = f"{len(decided)} decisions, {kept} of them kept: this version decides {len(others)} otherwise."
+    if others:
+        verdict += " Whatever follows the first of them may differ because of it."
+    return Group(table, Text(verdict))

@@ -1,0 +1,79 @@
+"""What was decided, event by event, why, and would today's code decide the same?"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypedDict
+
+from orchestrator.backends.journal import Journal
+from orchestrator.backends.ports import decisions
+from orchestrator.scheduling.step import step
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.state import Action, Event, Launch, Record, State, Stop
+
+
+class Decision(TypedDict):
+    """One event after which something was done, or would be."""
+
+    at_s: float
+    event: str
+    then: str | None  # what was decided, a line for each attempt to start or to end; None: it was not kept
+    now: str  # what this version decides
+    why: str  # in the words of this version, a line for each job
+    same: bool
+
+
+def kept_events(path: Path) -> Iterator[tuple[Event, str | None]]:
+    """Every event of a SQLite journal with what was decided then, oldest first; the service may be up.
+
+    It is read from a copy, since opening a journal locks it and brings it up to date.
+    """
+    if not path.is_file():
+        raise SpecError("there is no journal", source=str(path), hint="name the file journal.db of a home folder")
+    with tempfile.TemporaryDirectory(prefix="orc-replay-") as folder:
+        copy = Path(folder) / "journal.db"
+        try:
+            with (
+                closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
+                closing(sqlite3.connect(copy)) as target,
+            ):
+                source.backup(target)
+        except sqlite3.Error as error:
+            raise SpecError("not a SQLite journal", source=str(path), got=str(error)) from None
+        journal = Journal(f"sqlite:///{copy}")
+        try:
+            yield from journal.history()
+        finally:
+            journal.close()
+
+
+def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
+    """Each decision of a history, made again by this version on the state that its own decisions have led to."""
+    state = State()
+    for event, then in history:
+        state, actions = step(state, event)
+        now = decisions(actions)
+        if now or then or any(isinstance(action, Record) and action.job.status.ended for action in actions):
+            yield Decision(
+                at_s=event.at_s,
+                event=event.type,
+                then=then,
+                now=now,
+                why=_why(actions),
+                same=then is None or then == now,
+            )
+
+
+def _why(actions: Iterable[Action]) -> str:
+    """Each job that something was decided on, or that came to its end, with its reason."""
+    reasons: dict[str, str] = {}
+    for action in actions:
+        if isinstance(action, Launch | Record):
+            reasons[action.job.id] = action.job.reason
+        elif isinstance(action, Stop):
+            reasons.setdefault(action.job_id, "its end was asked for")
+    return "\n".join(f"{job_id}: {reason}" for job_id, reason in reasons.items())

@@ -1,0 +1,76 @@
+"""A journal tells every decision again, and where this version would decide otherwise."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.journal import Journal
+from orchestrator.cli import main
+from orchestrator.service.controller import Controller
+from orchestrator.service.replay import kept_events, replay
+from orchestrator.specs.errors import SpecError
+from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario, settled
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> tuple[Path, Journal]:
+    """A stormy night on the real journal, which its service still has open."""
+    scenario = replace(random_scenario(random.Random(2), jobs=5), cluster=CLUSTERS[2], hazards=STORM, cancels=())
+    path = tmp_path / "journal.db"
+    journal, backend = Journal(f"sqlite:///{path}"), backend_of(scenario)
+    controller = Controller(journal, backend, backend.now)
+    for _, spec, fault in scenario.jobs:
+        controller.submit(spec, fault)
+    for _ in range(1000):
+        if settled(controller.state):
+            return path, journal
+        controller.turn(3600.0)
+    raise AssertionError("the night did not end")
+
+
+def test_every_decision_is_made_again_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
+    path, journal = night
+    decided = list(replay(kept_events(path)))
+    launches = [line for one in decided for line in one["now"].splitlines() if line.startswith("launch ")]
+    attempts = sum(len(job.attempts) for job in journal.ended(100))
+    assert len(launches) == attempts > 5
+    assert all(one["same"] for one in decided)
+    assert all(one["why"] for one in decided)
+    journal.close()
+
+
+def test_a_decision_that_this_version_makes_otherwise_is_told(
+    night: tuple[Path, Journal], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, journal = night
+    told = [
+        (event, decided.replace(" on ", " elsewhere ") if decided else decided) for event, decided in journal.history()
+    ]
+    journal.close()
+    others = [one for one in replay(told) if not one["same"]]
+    assert others
+    assert all("elsewhere" in (one["then"] or "") and "elsewhere" not in one["now"] for one in others)
+    assert ended(lambda: main(["replay", str(path), "--json"])) == 0
+    assert all(one["same"] for one in json.loads(capsys.readouterr().out)["decisions"])
+    assert ended(lambda: main(["replay", str(path)])) == 0
+    assert "decides 0 otherwise" in capsys.readouterr().out
+
+
+def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="there is no journal"):
+        list(kept_events(tmp_path / "journal.db"))
+    (tmp_path / "text.db").write_text("not a database, though it is long enough to be read as the header of one\n" * 9)
+    with pytest.raises(SpecError, match="not a SQLite journal"):
+        list(kept_events(tmp_path / "text.db"))
+
+
+def ended(command: Callable[[], None]) -> object:
+    with pytest.raises(SystemExit) as error:
+        command()
+    return error.value.code
