@@ -314,10 +314,6 @@ def simulate(
 
 
 @app.command()
-def calibrate(
-    tracking_uri: Annotated[str, typer.Option("--from-mlflow", metavar="URI", help="MLflow that knows the outcomes.")],
-    experiment: Annotated[str, typer.Option("--experiment", help="Its experiment.")] = "orchestrator",
-@app.command()
 def replay(
     journal: Annotated[
         Path, typer.Argument(metavar="JOURNAL", help="Journal of a service (journal.db); it may be up.")
@@ -334,6 +330,10 @@ def replay(
     raise typer.Exit(not all(decision["same"] for decision in decided))
 
 
+@app.command()
+def calibrate(
+    tracking_uri: Annotated[str, typer.Option("--from-mlflow", metavar="URI", help="MLflow that knows the outcomes.")],
+    experiment: Annotated[str, typer.Option("--experiment", help="Its experiment.")] = "orchestrator",
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
