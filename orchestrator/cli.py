@@ -52,6 +52,12 @@ class Noun(StrEnum):
     CLUSTER = "cluster"
 
 
+class QueueTime(StrEnum):
+    """Which moment of the live queue `orc simulate` can begin from."""
+
+    NOW = "now"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     try:
@@ -269,8 +275,12 @@ def estimate(
 @app.command()
 def simulate(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="What is submitted when: a published trace (CSV), or a list (YAML).")
-    ],
+        Path | None,
+        typer.Argument(metavar="TRACE", help="What is submitted when: a published trace (CSV), or a list (YAML)."),
+    ] = None,
+    queue: Annotated[
+        QueueTime | None, typer.Option("--queue", help="Instead of a trace: what the service has to do, from now on.")
+    ] = None,
     cluster: Cluster = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same one gives the same run.")] = 0,
     noise: Annotated[
@@ -289,19 +299,31 @@ def simulate(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Play a trace on a cluster, with the queue and the decisions of the service, in simulated time."""
-    from orchestrator.backends.traces import misjudged, read_trace
+    """Play a trace on a cluster, with the decisions of the service, in simulated time.
+
+    `--queue now` asks what would become of the live queue; jobs that run go on from their newest checkpoint.
+    """
+    from orchestrator.backends.traces import misjudged, queued, read_trace
     from orchestrator.service import gantt as drawing
     from orchestrator.service.intake import read_cluster, read_job
+    from orchestrator.service.replay import kept_state
     from orchestrator.service.simulate import Trouble
     from orchestrator.service.simulate import simulate as play
     from orchestrator.service.tables import simulated_table
 
     home = home.expanduser()
-    hardware = read_cluster(cluster)
+    if (trace is None) == (queue is None):
+        raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
+    if trace is not None:
+        played = read_trace(trace, lambda file: read_job(file, (), home))
+    else:
+        state = kept_state(home / "journal.sqlite")
+        played = queued(state.jobs.values(), state.at_s)
+    kept = home / "cluster.yaml"
+    hardware = read_cluster(cluster or (kept if queue and kept.exists() else None))
     if launch_cost is not None:
         hardware = hardware.model_copy(update={"launch_cost": launch_cost})
-    told = misjudged(read_trace(trace, lambda file: read_job(file, (), home)), noise, seed)
+    told = misjudged(played, noise, seed)
     run = play(told, hardware, seed=seed, trouble=Trouble(oom_chance=oom, node_loss_chance=node_loss))
     if gantt is not None:
         drawing.figure(f"{told.name} on {hardware.name}", run.outcomes, hardware).savefig(gantt)
@@ -315,9 +337,7 @@ def simulate(
 
 @app.command()
 def replay(
-    journal: Annotated[
-        Path, typer.Argument(metavar="JOURNAL", help="Journal of a service (journal.db); it may be up.")
-    ],
+    journal: Annotated[Path, typer.Argument(metavar="JOURNAL", help="Of a service, up or not: journal.sqlite.")],
     as_json: AsJson = False,
 ) -> None:
     """Make every decision of a journal again: what was decided, why, and where this version decides otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.simulated_nature import stream
+from orchestrator.scheduling.menu import steps_left
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import Job
 
 Row = Mapping[str, str]
 Shape = tuple[int, ...]  # devices on each node, most first
@@ -206,7 +208,33 @@ def _own_list(path: Path, read_job: Callable[[Path], JobSpec]) -> Iterator[Arriv
             at_s = parse_seconds(entry["at"])
         except ValueError as error:
             raise SpecError(str(error), source=str(path), path=f"{where}.at", got=entry["at"]) from None
-        yield Arrival(at_s=at_s, spec=read_job(path.parent / str(entry["file"])))
+        yield Arrival(at_s=at_s, spec=_of_known_length(read_job(path.parent / str(entry["file"])), f"{path}: {where}"))
+
+
+def queued(jobs: Iterable[Job], at_s: float) -> Trace:
+    """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
+
+    Raises SpecError where nobody says how long a job runs.
+    """
+    arrivals = [
+        Arrival(at_s=at_s, spec=_cut(_of_known_length(job.spec, job.id), steps_left(job) or 1))
+        for job in sorted(jobs, key=lambda one: one.order)
+        if not job.status.ended
+    ]
+    return _sorted("queue", arrivals)
+
+
+def _cut(spec: JobSpec, steps: int) -> JobSpec:
+    """The same job with so many steps."""
+    if spec.is_script:
+        return spec.model_copy(update={"steps": steps})
+    return spec.model_copy(update={"training": replace(spec.training, max_steps=steps)})
+
+
+def _of_known_length(spec: JobSpec, where: str) -> JobSpec:
+    if spec.optimizer_steps is None:
+        raise SpecError("nobody says how long the job runs", source=where, path="steps", hint="say `steps`")
+    return spec
 
 
 # -------------------------------------------------------------------------------------------------------------- parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TypedDict
 
@@ -28,14 +28,30 @@ class Decision(TypedDict):
 
 
 def kept_events(path: Path) -> Iterator[tuple[Event, str | None]]:
-    """Every event of a SQLite journal with what was decided then, oldest first; the service may be up.
+    """Every event of a SQLite journal with what was decided then, oldest first. Raises SpecError."""
+    with copied(path) as journal:
+        yield from journal.history()
 
-    It is read from a copy, since opening a journal locks it and brings it up to date.
-    """
+
+def kept_state(path: Path) -> State:
+    """The state that a SQLite journal leads to. Raises SpecError where there is none."""
+    with copied(path) as journal:
+        snapshot, tail = journal.load()
+    state = snapshot or State()
+    for event, _ in tail:
+        state, _ = step(state, event)
+    return state
+
+
+@contextmanager
+def copied(path: Path) -> Iterator[Journal]:
+    """A copy of a journal: opening the journal itself would lock it and bring it up to date. Its service may be up."""
     if not path.is_file():
-        raise SpecError("there is no journal", source=str(path), hint="name the file journal.db of a home folder")
-    with tempfile.TemporaryDirectory(prefix="orc-replay-") as folder:
-        copy = Path(folder) / "journal.db"
+        raise SpecError(
+            "there is no journal", source=str(path), hint="a service keeps journal.sqlite in its home"
+        )
+    with tempfile.TemporaryDirectory(prefix="orc-journal-") as folder:
+        copy = Path(folder) / path.name
         try:
             with (
                 closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
@@ -44,11 +60,8 @@ def kept_events(path: Path) -> Iterator[tuple[Event, str | None]]:
                 source.backup(target)
         except sqlite3.Error as error:
             raise SpecError("not a SQLite journal", source=str(path), got=str(error)) from None
-        journal = Journal(f"sqlite:///{copy}")
-        try:
-            yield from journal.history()
-        finally:
-            journal.close()
+        with closing(Journal(f"sqlite:///{copy}")) as journal:
+            yield journal
 
 
 def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:

@@ -82,7 +82,7 @@ def test_a_list_names_job_files_and_their_times(tmp_path: Path) -> None:
 
     def read_job(path: Path) -> JobSpec:
         asked.append(path)
-        return JobSpec(name=path.stem, command="python x.py", global_batch_size=1)
+        return JobSpec(name=path.stem, command="python x.py", global_batch_size=1, steps=5)
 
     trace = read_trace(night, read_job)
     assert [(one.at_s, one.spec.name) for one in trace.arrivals] == [(0.0, "a"), (600.0, "b")]

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal import Journal
+from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.cli import main
 from orchestrator.service.controller import Controller
 from orchestrator.service.replay import kept_events, replay
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
 from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario, settled
 
 
@@ -22,7 +24,7 @@ from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario,
 def night(tmp_path: Path) -> tuple[Path, Journal]:
     """A stormy night on the real journal, which its service still has open."""
     scenario = replace(random_scenario(random.Random(2), jobs=5), cluster=CLUSTERS[2], hazards=STORM, cancels=())
-    path = tmp_path / "journal.db"
+    path = tmp_path / "journal.sqlite"
     journal, backend = Journal(f"sqlite:///{path}"), backend_of(scenario)
     controller = Controller(journal, backend, backend.now)
     for _, spec, fault in scenario.jobs:
@@ -62,9 +64,35 @@ def test_a_decision_that_this_version_makes_otherwise_is_told(
     assert "decides 0 otherwise" in capsys.readouterr().out
 
 
+def test_the_live_queue_is_played_from_now_on_another_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three jobs of an hour on one device; the other cluster has three."""
+    backend = SimulatedBackend(CLUSTERS[0], seed=1, hazards={}, repeat_chance=0.0)
+    journal = Journal(f"sqlite:///{tmp_path}/journal.sqlite")
+    controller = Controller(journal, backend, backend.now)
+    controller.turn(0.0)
+    spec = JobSpec.model_validate(
+        {"name": "hour", "command": "python x.py", "global_batch_size": 1, "steps": 3600, "speeds": {"1": "1s"}}
+    )
+    for _ in range(3):
+        controller.submit(spec)
+    controller.turn(60.0)
+    (tmp_path / "other.yaml").write_text(
+        "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\nlaunch_cost: 10s\n"
+    )
+    asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
+    assert ended(lambda: main(asked)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["trace"], report["finished"]) == ("queue", 3)
+    assert report["makespan_s"] == pytest.approx(3610.0)
+    assert ended(lambda: main([*asked, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
+    journal.close()
+
+
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no journal"):
-        list(kept_events(tmp_path / "journal.db"))
+        list(kept_events(tmp_path / "journal.sqlite"))
     (tmp_path / "text.db").write_text("not a database, though it is long enough to be read as the header of one\n" * 9)
     with pytest.raises(SpecError, match="not a SQLite journal"):
         list(kept_events(tmp_path / "text.db"))
