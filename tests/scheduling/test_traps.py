@@ -98,6 +98,14 @@ def test_trap_2_accelerate_repeats_the_whole_command() -> None:
     assert judged(end_of(killed, command=command), job_=told, host_oom_kills=1).kind is FailureKind.HOST_OOM
 
 
+def test_trap_2_deepspeed_repeats_arguments_that_no_job_file_has() -> None:
+    words = ["/usr/bin/python3", "-u", "train.py", "--local_rank=0", f"--note={NOTE} 1 GiB", "MemoryError: x"]
+    echo = f"[2023-04-14 13:11:27,885] [ERROR] [launch.py:434:sigkill_handler] {words} exits with return code ="
+    assert judged(end_of(f"{echo} 1")).kind is FailureKind.USER_ERROR
+    assert judged(end_of(f"{echo} -9"), host_oom_kills=1).kind is FailureKind.HOST_OOM
+    assert judged(end_of(f"{echo} -9")).kind is FailureKind.PREEMPTED
+
+
 def test_trap_2_survivors_of_a_gang_name_nobody() -> None:
     survivor = end_of("Signal 15 (SIGTERM) received by PID 28438", exit_code=-15)
     assert judged(survivor, end_of("MemoryError", rank=1)).kind is FailureKind.HOST_OOM
