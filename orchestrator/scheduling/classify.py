@@ -150,12 +150,17 @@ def _in_own_words(evidence: Evidence, end: RankEnd) -> RankEnd:
 
 
 def _from_report(evidence: Evidence, end: RankEnd) -> Failure | None:
-    """A Python exception that the guard reported, of the program's own unless its text names survivors' complaints."""
-    for report in evidence.errors:
-        if report.rank == end.rank and not read_log(report.traceback):
+    """A Python exception that the guard reported, of the program's own unless its text names survivors' complaints.
+
+    Of this rank, or of those that it started as their launcher: the one that it saw fail first comes first.
+    """
+    others = {other.rank for other in evidence.ranks} - {end.rank}
+    reports = [report for report in evidence.errors if report.rank not in others]
+    for report in sorted(reports, key=lambda report: (report.rank != end.root_rank, report.rank != end.rank)):
+        if not read_log(report.traceback):
             return Failure(
                 kind=FailureKind.USER_ERROR,
-                rank=end.rank,
+                rank=report.rank,
                 phase=GUARD_PHASES.get(report.phase),
                 reason=f"{report.type} in {report.phase} after step {report.step}",
                 excerpt=_tail(report.traceback),

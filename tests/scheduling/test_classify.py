@@ -117,6 +117,21 @@ def test_a_bug_shows_its_own_traceback() -> None:
     assert failure.excerpt == BUG.traceback
 
 
+def test_a_launchers_worker_shows_its_own_traceback_the_first_to_fail_first() -> None:
+    launcher = replace(ends(1)[0], root_rank=3, root_exit_code=1)
+    later = replace(BUG, rank=1, type="ValueError", traceback="Traceback ...\nValueError: 2")
+    complaint = replace(BUG, type="RuntimeError", traceback=GLOO)
+    failure = classify(job(), attempt(), Evidence(ranks=(launcher,), errors=(complaint, later, replace(BUG, rank=3))))
+    assert failure is not None
+    assert (failure.kind, failure.rank, failure.excerpt) == (FailureKind.USER_ERROR, 3, BUG.traceback)
+
+
+def test_a_rank_that_ended_by_itself_answers_for_itself() -> None:
+    failure = classify(job(), attempt(), Evidence(ranks=ends(2, 1), errors=(replace(BUG, rank=1),), first_ended_rank=0))
+    assert failure is not None
+    assert (failure.rank, failure.reason) == (0, "rank 0 exited with code 2")
+
+
 def test_out_of_memory_says_rank_step_phase_and_bytes() -> None:
     failure = classify(job(), attempt(), Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,)))
     assert failure is not None
