@@ -52,7 +52,7 @@ def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple
     for attempt in attempts:
         phase = answered_by_phase(spec, attempt)
         if phase is not None:
-            sizes[phase] = _phase_batch_size(spec, attempt.plan, phase) // 2
+            sizes[phase.value] = _phase_batch_size(spec, attempt.plan, phase) // 2
     return tuple(sorted(sizes.items()))
 
 
