@@ -1,4 +1,5 @@
-"""How well is a plan's step time predicted? Against published iteration times of GPT models on A100 and H100 nodes.
+"""How well is a plan's step time predicted? Against published iteration times of GPT models on A100 and H100 nodes,
+and against CPU ranks of this machine (tests/bench/cpu_ranks.py).
 
 Plans are compared within a group: the same model, GPUs and global batch on the same machines. Nothing is fitted to a
 row: devices are those of the catalogue, efficiencies those of planning/kernels.py and planning/collectives.py.
@@ -22,6 +23,7 @@ from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile, Segment, Source
+from tests.bench import cpu_ranks
 from tests.bench.figure import Figure, at_least, at_most, informs
 
 DATA = Path(__file__).parents[3] / "shared" / "ground_truth"
@@ -67,10 +69,10 @@ class Measured:
 
 
 def figures() -> list[Figure]:
-    """Order, choice and time of the plans of every source."""
+    """Order, choice and time of the plans of every source, and time on CPU ranks that are measured here."""
     if not DATA.is_dir():
-        Console().print(f"nothing to compare with: {DATA.name} is not here")
-        return []
+        Console().print(f"nothing published to compare with: {DATA.name} is not here")
+        return cpu_ranks.figures()
     found, regrets = [], []
     for name, rows in sources().items():
         print_residuals(name, rows)
@@ -97,6 +99,7 @@ def figures() -> list[Figure]:
         *found,
         at_most(f"lost by our choice in all {len(regrets)} groups, median", statistics.median(regrets), "%", 3),
         at_most("lost by our choice in all groups, p95", quantile(regrets, 0.95), "%", 10),
+        *cpu_ranks.figures(),
     ]
 
 
