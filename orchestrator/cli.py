@@ -133,10 +133,10 @@ def submit(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Put jobs into the queue; all of them are read before the first is stored."""
+    """Put jobs into the queue, all of them or, where one is refused, none."""
     specs = [_read_job(file, settings, home) for file in files]
     client = _client(home)
-    ids = [client.submit(spec.model_dump(mode="json")) for spec in specs]
+    ids = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     _answer({"ids": ids}, as_json, "\n".join(ids))
 
 
@@ -168,11 +168,15 @@ def rehearse(
 
 
 @app.command()
-def queue(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """List all jobs: how each stands, with which plan, and why."""
+def queue(
+    ended: Annotated[int, typer.Option("--ended", min=0, max=1000, help="Show so many that ended last.")] = 100,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """List the jobs: how each stands, with which plan, and why."""
     from orchestrator.service.tables import queue_table
 
-    jobs = _client(home).jobs()
+    jobs = _client(home).jobs(ended)
     _answer({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
 
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import sqlalchemy as sa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from sqlalchemy.exc import DatabaseError
+from sqlalchemy.exc import ArgumentError, DatabaseError
 
-from orchestrator.backends.ports import Decided
+from orchestrator.backends.ownership import FileLock, Lease, connect_args
+from orchestrator.backends.ports import Decided, decisions
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.jobs import Jobs
-from orchestrator.specs.plan import in_short
-from orchestrator.specs.state import Action, Archive, Event, Job, Launch, Record, State, Stop
+from orchestrator.specs.state import Archive, Event, Job, Record, State
 
-SCHEMA = "0002"  # newest revision in migrations/versions
+SCHEMA = "0003"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
 PAGE = 500  # rows read at a time
+OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
+ALLOWED = "sqlite:////absolute/path/journal.db, postgresql+psycopg://user:password@host/database"
+
+log = logging.getLogger(__name__)
 
 _metadata = sa.MetaData()
 _events, _snapshots, _outbox = (
@@ -46,53 +52,55 @@ _jobs = sa.Table(
 class Journal:
     """The one writer of a journal; every method may be called from any thread.
 
+    A SQLite file is locked as long as this process lives; a PostgreSQL database is held by a lease (see `Lease`).
     Raises ServiceError where another process has the journal open, where the database refuses, or where a row cannot
     be read back; the message says what to do.
     """
 
     def __init__(self, url: str) -> None:
-        """Open the SQLite journal at `url` (`sqlite:////path/journal.db`), made and brought up to date as needed."""
-        parsed = sa.make_url(url)
-        if parsed.get_backend_name() != "sqlite" or not parsed.database or parsed.database == ":memory:":
-            raise SpecError(
-                "the journal lives in a SQLite file",
-                path="journal",
-                got=parsed.render_as_string(hide_password=True),
-                allowed="sqlite:////absolute/path/journal.db",
-            )
-        self.path = Path(parsed.database)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))  # jobs' environments are in it
-        self._file_lock = _lock(self.path)
-        self._lock, self._closed = threading.Lock(), False
+        """Open the journal at `url`, made and brought up to date as needed."""
+        parsed = _parsed(url)
+        self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
         self._event = _adapter(Annotated[Event, Field(discriminator="type")])
         self._record, self._state, self._job = _adapter(Record), _adapter(State), _adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
+        self._owned: FileLock | Lease
+        if parsed.get_backend_name() == "sqlite":
+            path = Path(str(parsed.database))
+            self.name = str(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # jobs' environments are in it
+            self._owned = FileLock(path)
+        else:
+            self.name = parsed.render_as_string(hide_password=True)
+            self._owned = Lease(self.name)
         self._engine = _engine(parsed)
         try:
-            with self._transaction() as connection:
-                _migrate(connection, self.path)
+            self._open()
         except ServiceError:
             self.close()
             raise
 
-    def load(self) -> tuple[State | None, tuple[Event, ...]]:
-        """The newest snapshot of the state (None: there is none), and the events after it, oldest first."""
+    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+        """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
+
+        Each with what was decided then, as `decisions` says it; None where that was not kept.
+        """
         with self._transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         if row is None:
-            return None, tuple(self.events())
+            return None, tuple(self.history())
         self._saved = Jobs(self._read(self._job, _live, *one) for one in live)
         state = replace(self._read(self._state, _snapshots, *row), jobs=self._saved)
-        return state, tuple(self._events_after(row.id))
+        return state, tuple(self.history(row.id))
 
     def append(self, decided: Sequence[Decided]) -> None:
         """Keep events, what was decided, ended jobs, and what the tracker is to be told, all or nothing.
 
         On disk when this returns.
         """
-        events = [{"body": _dump(self._event, event), "decided": _lines(actions)} for event, actions in decided]
+        events = [{"body": _dump(self._event, event), "decided": decisions(actions)} for event, actions in decided]
         records = [action for _, actions in decided for action in actions if isinstance(action, Record)]
         ended = [
             self._row(action.job, event.at_s)
@@ -158,7 +166,19 @@ class Journal:
 
     def events(self) -> Iterator[Event]:
         """Every event ever appended, oldest first."""
-        return self._events_after(0)
+        return (event for event, _ in self.history())
+
+    def history(self, after: int = 0) -> Iterator[tuple[Event, str | None]]:
+        """Every event, oldest first, with what was decided; `after` skips as many rows."""
+        while True:
+            page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
+            with self._transaction() as connection:
+                rows = connection.execute(page).all()
+            for row in rows:
+                yield self._read(self._event, _events, row.id, row.body), row.decided
+            if len(rows) < PAGE:
+                return
+            after = rows[-1].id
 
     def pending(self, limit: int) -> list[tuple[int, Record]]:
         """At most `limit` undelivered outbox rows as (id, record), oldest first."""
@@ -172,23 +192,65 @@ class Journal:
         with self._transaction() as connection:
             connection.execute(_outbox.delete().where(_outbox.c.id == sa.bindparam("row")), [{"row": i} for i in ids])
 
+    def confirm(self) -> None:
+        """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
+        if isinstance(self._owned, Lease) and not self._owned.is_sure:
+            with self._transaction():  # which holds the lease anew, or raises
+                pass
+
     def close(self) -> None:
-        """Let go of the file; another process may open the journal then, and this object refuses every call."""
+        """Let go of it; another process may open the journal then, and this object refuses every call."""
+        self._ended.set()
         with self._lock:
             self._closed = True
+            if isinstance(self._owned, Lease):
+                with suppress(DatabaseError), self._engine.begin() as connection:
+                    self._owned.give_up(connection)
             self._engine.dispose()
-            os.close(self._file_lock)
+            if isinstance(self._owned, FileLock):
+                self._owned.close()
 
-    def _events_after(self, last: int) -> Iterator[Event]:
-        while True:
-            page = sa.select(_events.c.id, _events.c.body).where(_events.c.id > last).order_by(_events.c.id).limit(PAGE)
+    def _open(self) -> None:
+        """Own the journal and bring its tables to SCHEMA, all or nothing."""
+        if isinstance(self._owned, FileLock):
             with self._transaction() as connection:
-                rows = connection.execute(page).all()
-            for row in rows:
-                yield self._read(self._event, _events, *row)
-            if len(rows) < PAGE:
-                return
-            last = rows[-1].id
+                _migrate(connection, self.name)
+            return
+        patience_s = self._owned.patience_s
+        while True:
+            with self._connected() as connection:
+                left_s = self._take(connection, self._owned)
+                holder = self._owned.holder(connection)
+            if not left_s:
+                break
+            if patience_s <= 0:
+                raise ServiceError(
+                    f"journal {self.name} is in use by {holder}. Talk to that service (`orc queue`), or stop it "
+                    "before starting another."
+                )
+            time.sleep(min(left_s, patience_s))
+            patience_s -= left_s
+        threading.Thread(target=self._hold, args=(self._owned.beat_s,), name="journal-lease", daemon=True).start()
+
+    def _take(self, connection: sa.Connection, lease: Lease) -> float:
+        """0 once the lease is ours, and the tables up to date; seconds until it ends where another process has it."""
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
+        exists = sa.inspect(connection).has_table("lease")
+        if not exists:
+            _migrate(connection, self.name)
+        left_s = lease.take(connection)
+        if exists and not left_s:
+            _migrate(connection, self.name)
+        return left_s
+
+    def _hold(self, beat_s: float) -> None:
+        """Renew the lease while the service is idle, until it is lost or given up."""
+        while not self._ended.wait(beat_s):
+            try:
+                with self._transaction():
+                    pass
+            except ServiceError as error:  # the controller asks before it acts, and ends
+                log.error("%s", error)
 
     def _row(self, job: Job, at_s: float) -> dict[str, object]:
         return {
@@ -206,24 +268,48 @@ class Journal:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ServiceError(
-                f"journal {self.path}: row {row} of table {table.name} cannot be read back ({where}: {first['msg']}). "
+                f"journal {self.name}: row {row} of table {table.name} cannot be read back ({where}: {first['msg']}). "
                 "Another version of the orchestrator wrote it, or it was edited. Open the journal with the version "
                 "that wrote it, or move the file away to begin an empty one."
             ) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:
+        """All or nothing, on disk at its end, by the owner of the journal alone."""
+        with self._lock:
+            if self._closed:
+                raise ServiceError(f"journal {self.name} is closed in this process: the service is ending.")
+            with self._connected() as connection:
+                if isinstance(self._owned, Lease):
+                    self._owned.renew(connection)
+                yield connection
+
+    @contextmanager
+    def _connected(self) -> Iterator[sa.Connection]:
         try:
-            with self._lock:
-                if self._closed:
-                    raise ServiceError(f"journal {self.path} is closed in this process: the service is ending.")
-                with self._engine.begin() as connection:
-                    yield connection
+            with self._engine.begin() as connection:
+                yield connection
         except DatabaseError as error:
             raise ServiceError(
-                f"journal {self.path}: {error.orig}. Nothing of this change was kept. Look for a full disk, "
-                "a missing or a damaged file; the service goes on from the journal when it is started again."
+                f"journal {self.name}: {str(error.orig).strip()}. Nothing of this change was kept. Look for a full "
+                "disk, a missing or a damaged file, a database that is away; the service goes on from the journal when "
+                "it is started again."
             ) from error
+
+
+def _parsed(url: str) -> sa.URL:
+    """Raises SpecError where it is none that can hold a journal."""
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        raise SpecError("the address of the journal cannot be read", path="journal", allowed=ALLOWED) from None
+    in_file = parsed.drivername == "sqlite" and parsed.database not in (None, "", ":memory:")
+    if not in_file and parsed.drivername != "postgresql+psycopg":
+        got = parsed.render_as_string(hide_password=True)
+        raise SpecError("no journal can be kept there", path="journal", got=got, allowed=ALLOWED)
+    if not in_file and find_spec("psycopg") is None:
+        raise SpecError("the driver psycopg is missing", path="journal", hint="pip install 'orchestrator[postgres]'")
+    return parsed
 
 
 def _adapter(noun: Any) -> TypeAdapter[Any]:
@@ -235,25 +321,16 @@ def _dump(adapter: TypeAdapter[Any], value: object, exclude: set[str] | None = N
     return adapter.dump_json(value, exclude=exclude, warnings="error").decode()
 
 
-def _lines(actions: Sequence[Action]) -> str:
-    """What was decided, one line for each attempt to start or to end."""
-    return "\n".join(_line(action) for action in actions if isinstance(action, Launch | Stop))
-
-
-def _line(action: Launch | Stop) -> str:
-    if isinstance(action, Stop):
-        return f"stop {action.name}"
-    attempt = action.attempt
-    devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in attempt.placement)
-    return f"launch {attempt.name} on {devices} as {in_short(attempt.plan)}"
-
-
 def _engine(url: sa.URL) -> sa.Engine:
-    """One connection for all threads (Journal takes turns), whose transactions begin when we say so."""
+    """One connection for all threads, which Journal lets take turns; no error shows what jobs say."""
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(
+            url, pool_size=1, max_overflow=0, pool_pre_ping=True, hide_parameters=True, connect_args=connect_args()
+        )
     engine = sa.create_engine(
         url,
         poolclass=sa.StaticPool,
-        hide_parameters=True,  # jobs' environments
+        hide_parameters=True,
         connect_args={"check_same_thread": False, "timeout": BUSY_TIMEOUT_S, "isolation_level": None},
     )
 
@@ -269,7 +346,7 @@ def _engine(url: sa.URL) -> sa.Engine:
     return engine
 
 
-def _migrate(connection: sa.Connection, path: Path) -> None:
+def _migrate(connection: sa.Connection, name: str) -> None:
     """Bring the tables to SCHEMA, all or nothing."""
     known = sa.inspect(connection).has_table("alembic_version")
     found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if known else None
@@ -277,8 +354,8 @@ def _migrate(connection: sa.Connection, path: Path) -> None:
         return
     if found is not None and found > SCHEMA:
         raise ServiceError(
-            f"journal {path} has schema {found}; this version of the orchestrator knows {SCHEMA} at most. "
-            "Use the newer version, or move the file away to begin an empty one."
+            f"journal {name} has schema {found}; this version of the orchestrator knows {SCHEMA} at most. "
+            "Use the newer version, or begin an empty journal elsewhere."
         )
     from alembic import command  # half a second of imports that only a new or an old journal needs
     from alembic.config import Config
@@ -288,21 +365,3 @@ def _migrate(connection: sa.Connection, path: Path) -> None:
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
-
-
-def _lock(path: Path) -> int:
-    """A descriptor that holds the journal for this process alone; the kernel frees it however the process ends."""
-    lock_path = path.with_name(path.name + ".lock")
-    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.read(descriptor, 32).decode().strip() or "unknown"
-        os.close(descriptor)
-        raise ServiceError(
-            f"journal {path} is in use by process {holder}. Talk to that service (`orc queue`), or stop it "
-            f"(`orc down`, or `kill {holder}`) before starting another."
-        ) from error
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"{os.getpid()}\n".encode())
-    return descriptor

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.plan import in_short
 from orchestrator.specs.state import Action, Event, Job, Launch, State, Stop
 
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
@@ -36,11 +37,17 @@ class Backend(Protocol):
 class EventLog(Protocol):
     """Where everything that happened is kept. Every method may be called from any thread."""
 
-    def load(self) -> tuple[State | None, tuple[Event, ...]]:
-        """The newest snapshot of the state (None: there is none), and the events after it, oldest first."""
+    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+        """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
+
+        Each with what was decided then, as `decisions` says it; None where that was not kept.
+        """
 
     def append(self, decided: Sequence[Decided]) -> None:
         """Keep events, what was decided, ended jobs, and what the tracker is to be told, all or nothing."""
+
+    def confirm(self) -> None:
+        """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         """Keep jobs, each with its end, where they are not kept yet."""
@@ -53,3 +60,16 @@ class EventLog(Protocol):
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """At most `limit` such jobs, the one that ended last first; with `before`, those that ended before that one."""
+
+
+def decisions(actions: Sequence[Action]) -> str:
+    """What was decided, one line for each attempt to start or to end."""
+    return "\n".join(_decision(action) for action in actions if isinstance(action, Launch | Stop))
+
+
+def _decision(action: Launch | Stop) -> str:
+    if isinstance(action, Stop):
+        return f"stop {action.name}"
+    attempt = action.attempt
+    devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in attempt.placement)
+    return f"launch {attempt.name} on {devices} as {in_short(attempt.plan)}"

@@ -26,11 +26,12 @@ from orchestrator.service.views import (
 )
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
+from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.state import Fault, FaultKind, Job, JobStatus
 
-BODY_BYTES_MAX = 2 * 2**20
+BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 LOG_BYTES_MAX = 2**18  # per answer; the reader asks again from the next offset
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in an answer
 WAIT_S_MAX = 10.0  # of a long poll
@@ -68,6 +69,13 @@ class SubmitRequest(BaseModel):
     fault: FaultRequest | None = None
 
 
+class BatchRequest(BaseModel):
+    """Jobs that are kept together, or not at all."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: list[SubmitRequest] = Field(min_length=1)
+
+
 class ObserveRequest(BaseModel):
     """Outcomes as `views.observations_view` writes them."""
 
@@ -101,9 +109,13 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/jobs")
     def submit(request: SubmitRequest) -> dict[str, Any]:
-        asked = request.fault
-        fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
-        return {"id": controller.submit(job_from_data(request.spec, "the submitted job"), fault)}
+        return {"id": controller.submit(*_asked(request, "the submitted job"))}
+
+    @app.post("/jobs/batch")
+    def submit_batch(request: BatchRequest) -> dict[str, Any]:
+        """All or none: one transaction."""
+        asked = [_asked(one, f"submitted job {number}") for number, one in enumerate(request.jobs, 1)]
+        return {"ids": controller.submit_all(asked)}
 
     @app.get("/jobs")
     def jobs(
@@ -181,6 +193,12 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             )
         service.shut_down()
         return {"running": running}
+
+
+def _asked(request: SubmitRequest, source: str) -> tuple[JobSpec, Fault | None]:
+    asked = request.fault
+    fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
+    return job_from_data(request.spec, source), fault
 
 
 class _Unknown(ServiceError):

@@ -15,6 +15,7 @@ from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.state import Observation
 
 OBSERVATIONS_SENT = 500  # at once: about 0.5 MB
+ENDED_SHOWN = 100
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
 
@@ -35,9 +36,13 @@ class Client:
         """The id of the job that is in the queue when this returns."""
         return self._json("POST", "/jobs", {"spec": spec, "fault": fault})["id"]
 
-    def jobs(self) -> list[JobView]:
-        """Every job, in the order of the queue."""
-        return self._json("GET", "/jobs")["jobs"]
+    def submit_all(self, specs: Sequence[dict[str, Any]]) -> list[str]:
+        """The ids of jobs that are all in the queue when this returns; where one is refused, none is."""
+        return self._json("POST", "/jobs/batch", {"jobs": [{"spec": spec} for spec in specs]})["ids"]
+
+    def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
+        """Every live job, and at most so many of those that ended last, in the order of the queue."""
+        return self._json("GET", f"/jobs?ended={ended}")["jobs"]
 
     def job(self, job_id: str, seen: int | None = None) -> tuple[JobView, int]:
         """One job and its version; with `seen`, waits up to LONG_POLL_S for another version."""

@@ -7,13 +7,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from orchestrator.backends.ports import Backend, EventLog
+from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
 from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
+    Action,
     Archive,
     CancelRequested,
     Event,
@@ -32,22 +34,50 @@ from orchestrator.specs.state import (
 
 POLL_S = 0.1  # at most this long until a submission or a cancellation is acted upon
 DEAF_S = 1.0  # pause after the backend failed to say what happened
-SNAPSHOT_EVENTS = 500  # events between snapshots: what a restart has to fold at most
+SNAPSHOT_EVENTS = 500  # events between snapshots at least; more where more jobs live than that
+GROUP = 64  # events in one commit at most: nobody can submit while they are decided upon
 ERROR_CHARACTERS_MAX = 500
 
+Decide = Callable[[State, Event], tuple[State, tuple[Action, ...]]]
+
+_OTHERWISE = """the journal says of {event}:
+{then}
+and this version of the orchestrator would decide:
+{now}
+Attempts may run that it would know nothing of. Start the version that wrote the journal and stop it without haste \
+(`kill` its process, not `kill -9`): it then leaves nothing to decide again."""
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Request:
+    """Jobs whose submitter waits for an answer."""
+
+    jobs: Sequence[tuple[JobSpec, Fault | None]]
+    ids: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    is_answered: bool = False
 
 
 class Controller:
     """Owns the state. Only the thread in `run` talks to the backend; everything else may be called from any thread."""
 
-    def __init__(self, journal: EventLog, backend: Backend, clock: Callable[[], float]) -> None:
-        """The state that the journal leads to, with every attempt that holds devices taken up again."""
+    def __init__(
+        self, journal: EventLog, backend: Backend, clock: Callable[[], float], decide: Decide | None = None
+    ) -> None:
+        """The state that the journal leads to, with every attempt that holds devices taken up again.
+
+        `decide` is `step` where it is not given.
+        """
+        self._decide = decide or step
         snapshot, tail = journal.load()
         state = snapshot or State()
         ended: list[tuple[Job, float]] = []
-        for event in tail:
-            state, actions = step(state, event)
+        for event, decided in tail:
+            state, actions = self._decide(state, event)
+            if decided not in (None, decisions(actions)):
+                raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
             ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
         journal.archive(ended)  # a journal that was written before there was an archive
         self._journal = journal
@@ -57,6 +87,7 @@ class Controller:
         self._version = 0
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
+        self._requests: deque[_Request] = deque()
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
         for job in state.jobs.values():
@@ -79,11 +110,21 @@ class Controller:
 
     def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
         """The id of the new job, which is in the journal by now. Raises ServiceError where it cannot be kept."""
+        return self.submit_all([(spec, fault)])[0]
+
+    def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]]) -> list[str]:
+        """The ids of new jobs, which are in the journal by now, all of them or, with a ServiceError, none.
+
+        Whoever asks while others are being kept shares the next transaction with all who asked by then.
+        """
+        request = _Request(jobs)
+        self._requests.append(request)
         with self._changed:
-            order = self._state.submitted + 1
-            job_id = f"{spec.name}-{order}"
-            self._apply(Submitted(job_id=job_id, order=order, spec=spec, at_s=self._clock(), fault=fault))
-        return job_id
+            while not request.is_answered:
+                self._admit()
+        if request.error is not None:
+            raise request.error
+        return request.ids
 
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job. Raises ServiceError where there is no such job or where it has ended."""
@@ -93,13 +134,13 @@ class Controller:
                 raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
             if job.status.ended:
                 raise ServiceError(f"job {job_id} has ended already: {job.status}")
-            self._apply(CancelRequested(job_id=job_id, at_s=self._clock()))
+            self._apply([CancelRequested(job_id=job_id, at_s=self._clock())])
 
     def observe(self, observations: Sequence[Observation]) -> int:
         """Take in outcomes that were measured elsewhere; how many of them were new and are kept."""
         with self._changed:
             before = set(self._state.observations)
-            self._apply(Observed(observations=tuple(observations), at_s=self._clock()))
+            self._apply([Observed(observations=tuple(observations), at_s=self._clock())])
             return len(set(self._state.observations) - before)
 
     def wait_for_change(self, version: int, timeout_s: float) -> int:
@@ -112,23 +153,23 @@ class Controller:
         """Obey until `stop` is set. Raises ServiceError where the journal fails: nothing may happen unrecorded."""
         while not stop.is_set():
             self.turn(POLL_S)
+        with self._changed:
+            self._save()  # the next version may decide otherwise: leave it nothing to fold
 
     def turn(self, wait_s: float) -> None:
         """One turn of the loop: do what was decided, hear what happens within `wait_s`, decide, do."""
+        self._journal.confirm()
         self._perform()
         wake_s = wake_at_s(self._state)
         if wake_s is not None:
             wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
-        for event in self._listen(wait_s):
-            if not (isinstance(event, NodesSeen) and self._is_known(event)):
-                self._apply(event)
+        events = self._listen(wait_s)
+        for first in range(0, len(events), GROUP):
+            self._apply(events[first : first + GROUP])
         wake_s, now_s = wake_at_s(self._state), self._clock()
         if wake_s is not None and wake_s <= now_s:
-            self._apply(Woke(at_s=now_s))
+            self._apply([Woke(at_s=now_s)])
         self._perform()
-
-    def _is_known(self, event: NodesSeen) -> bool:
-        return (event.nodes, event.declared) == (self._state.nodes, self._state.declared)
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
         try:
@@ -138,23 +179,56 @@ class Controller:
             time.sleep(DEAF_S)
             return ()
 
-    def _apply(self, event: Event) -> None:
-        """Decide and commit; only what is committed is seen by others, and done."""
+    def _admit(self) -> None:
+        """Keep the jobs of those who wait for an answer, oldest first, in one transaction of about GROUP jobs."""
+        requests, events = [], list[Event]()
+        while self._requests and len(events) < GROUP:
+            request = self._requests.popleft()
+            requests.append(request)
+            for spec, fault in request.jobs:
+                order = self._state.submitted + len(events) + 1
+                job_id = f"{spec.name}-{order}"
+                request.ids.append(job_id)
+                events.append(Submitted(job_id=job_id, order=order, spec=spec, at_s=self._clock(), fault=fault))
+        error: Exception | None = None
+        try:
+            self._apply(events)
+        except Exception as refused:  # everybody who waits in this group is told, each in a thread of its own
+            error = refused
+        for request in requests:
+            request.error, request.is_answered = error, True
+
+    def _apply(self, events: Sequence[Event]) -> None:
+        """Decide on each and commit them together; only what is committed is seen by others, and done."""
         with self._changed:
-            state, actions = step(self._state, event)
-            self._journal.append([(event, actions)])
+            state, decided = self._state, list[Decided]()
+            for event in events:
+                if isinstance(event, NodesSeen) and (event.nodes, event.declared) == (state.nodes, state.declared):
+                    continue
+                state, actions = self._decide(state, event)
+                decided.append((event, actions))
+            if not decided:
+                return
+            self._journal.append(decided)
             self._state = state
             self._version += 1
-            self._pending.extend(action for action in actions if isinstance(action, Launch | Stop))
+            for event, told in decided:
+                log.info("event %s", _line(event))
+                self._pending.extend(action for action in told if isinstance(action, Launch | Stop))
             self._changed.notify_all()
-            log.info("event %s", _line(event))
-            self._unsaved_events += 1
-            if self._unsaved_events >= SNAPSHOT_EVENTS:
-                self._journal.snapshot(state)
-                self._unsaved_events = 0
+            self._unsaved_events += len(decided)
+            # a snapshot writes one row for each job that changed: so at most one for each event
+            if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
+                self._save()
+
+    def _save(self) -> None:
+        if self._unsaved_events:
+            self._journal.snapshot(self._state)
+            self._unsaved_events = 0
 
     def _perform(self) -> None:
         while self._pending:
+            self._journal.confirm()
             action = self._pending.popleft()
             log.info("action %s", _line(action))
             if isinstance(action, Launch):
@@ -192,9 +266,7 @@ class Controller:
             return
         reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
         evidence = Evidence(launch_error=reason)
-        self._apply(
-            Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock()),
-        )
+        self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
         job = self._state.jobs[attempt.job_id]
         self._take_up(job, job.attempts[attempt.number - 1])
 

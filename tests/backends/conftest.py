@@ -1,4 +1,4 @@
-"""One embedded Ray cluster for all tests of this folder."""
+"""One embedded Ray cluster, and one PostgreSQL, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from orchestrator.backends import ray_cluster
 from orchestrator.backends.ray_backend import RayBackend
+from tests.backends import postgres as postgresql
 from tests.backends.ray_jobs import CLUSTER, Reader
 
 NVML_SOURCE = Path(__file__).parent / "fake_nvml" / "nvml.c"
@@ -57,3 +58,14 @@ def reader(embedded: Embedded) -> Iterator[Reader]:
     backend = RayBackend(embedded.home, CLUSTER, embedded.address)
     yield Reader(backend)
     backend.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[postgresql.Server]:
+    pytest.importorskip("psycopg")
+    if postgresql.programs() is None:
+        pytest.skip("this machine has no PostgreSQL: no initdb in PATH")
+    if postgresql.owner() is None:
+        pytest.skip("PostgreSQL refuses to be run by root, and there is no user postgres")
+    with postgresql.running() as server:
+        yield server

@@ -164,8 +164,22 @@ states = st.builds(
 )
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a journal that is not there yet."""
+    if request.param == "sqlite":
+        return url(tmp_path)
+    return request.getfixturevalue("postgres").new_database()
+
+
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
+def journal(address: str) -> Iterator[Journal]:
+    with closing(Journal(address)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def file_journal(tmp_path: Path) -> Iterator[Journal]:
     with closing(Journal(url(tmp_path))) as opened:
         yield opened
 
@@ -208,15 +222,15 @@ def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Jo
         if at_s < 3:
             journal.snapshot(State(at_s=at_s))
             journal.snapshot(State(at_s=at_s + 0.5))
-    assert journal.load() == (State(at_s=2.5), (Woke(at_s=3),))
+    assert journal.load() == (State(at_s=2.5), ((Woke(at_s=3), ""),))
     assert [event.at_s for event in journal.events()] == [0, 1, 2, 3]
 
 
-def test_snapshots_are_bounded(journal: Journal) -> None:
+def test_snapshots_are_bounded(file_journal: Journal) -> None:
     for at_s in range(9):
-        journal.append([(Woke(at_s=at_s), ())])
-        journal.snapshot(State(at_s=at_s))
-    with closing(sqlite3.connect(journal.path)) as other:
+        file_journal.append([(Woke(at_s=at_s), ())])
+        file_journal.snapshot(State(at_s=at_s))
+    with closing(sqlite3.connect(file_journal.name)) as other:
         assert other.execute("SELECT count(*) FROM snapshots").fetchone() == (1,)
 
 
@@ -224,11 +238,11 @@ def job(number: int, **fields: object) -> Job:
     return Job(**{"id": f"j-{number}", "spec": SCRIPT, "order": number, "submitted_at_s": number, **fields})
 
 
-def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(journal: Journal) -> None:
+def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(file_journal: Journal) -> None:
     state = State(jobs={str(number): job(number) for number in range(1000)})
-    journal.append([(Woke(at_s=0), ())])
-    journal.snapshot(state)
-    with closing(sqlite3.connect(journal.path)) as other:
+    file_journal.append([(Woke(at_s=0), ())])
+    file_journal.snapshot(state)
+    with closing(sqlite3.connect(file_journal.name)) as other:
         other.execute("CREATE TABLE written (id TEXT)")
         for change in ("INSERT", "UPDATE"):
             other.execute(
@@ -236,9 +250,9 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(jou
             )
         other.commit()
         changed = state.jobs.with_job(job(7, reason="waits")).without("j-9").with_job(job(1000))
-        journal.snapshot(replace(state, jobs=changed))
+        file_journal.snapshot(replace(state, jobs=changed))
         assert other.execute("SELECT id FROM written ORDER BY id").fetchall() == [("j-1000",), ("j-7",)]
-    assert journal.load()[0] == replace(state, jobs=changed)
+    assert file_journal.load()[0] == replace(state, jobs=changed)
 
 
 def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal: Journal) -> None:
@@ -249,7 +263,7 @@ def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal:
     assert journal.ended(2) == [ended[4], ended[3]]
     assert journal.ended(2, before="j-5") == [ended[2], ended[1]]
     assert journal.ended(2, before="j-3") == []
-    with pytest.raises(ServiceError, match="UNIQUE"):
+    with pytest.raises(ServiceError, match=r"(?i)unique"):
         journal.append([(Woke(at_s=9), [Archive(job=ended[0])])])
     assert len(list(journal.events())) == 5, "the event of a refused archive was kept"
 
@@ -290,8 +304,8 @@ def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypa
     assert [event.at_s for event in journal.events()] == list(range(7))
 
 
-def test_a_closed_journal_refuses_instead_of_writing_beside_its_next_owner(tmp_path: Path) -> None:
-    first = Journal(url(tmp_path))
+def test_a_closed_journal_refuses_instead_of_writing_beside_its_next_owner(address: str) -> None:
+    first = Journal(address)
     first.close()
     with pytest.raises(ServiceError, match="closed"):
         first.append([(Woke(at_s=1), ())])
@@ -313,9 +327,9 @@ def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
     assert [record.job.order for _, record in journal.pending(99)] == kept
 
 
-def test_a_second_opener_is_told_who_has_the_journal(journal: Journal) -> None:
+def test_a_second_opener_is_told_who_has_the_journal(file_journal: Journal) -> None:
     with pytest.raises(ServiceError, match=rf"in use by process {os.getpid()}.*orc down"):
-        Journal(f"sqlite:///{journal.path}")
+        Journal(f"sqlite:///{file_journal.name}")
 
 
 def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) -> None:
@@ -324,19 +338,19 @@ def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) ->
     began = time.monotonic()
     with closing(Journal(url(tmp_path))) as again:
         took_s = time.monotonic() - began
-        assert again.load() == (None, (Woke(at_s=1),))
+        assert again.load() == (None, ((Woke(at_s=1), ""),))
     assert took_s < 1, "0.014 s on an idle machine"
     assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, "others may read the jobs' environments"
 
 
 @pytest.mark.parametrize("table", ["events", "snapshots", "outbox"])
-def test_a_row_that_cannot_be_read_names_file_row_and_remedy(journal: Journal, table: str) -> None:
-    journal.append([(Woke(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])])
-    journal.snapshot(State())
-    with closing(sqlite3.connect(journal.path)) as other, other:
+def test_a_row_that_cannot_be_read_names_file_row_and_remedy(file_journal: Journal, table: str) -> None:
+    file_journal.append([(Woke(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])])
+    file_journal.snapshot(State())
+    with closing(sqlite3.connect(file_journal.name)) as other, other:
         other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
-    with pytest.raises(ServiceError, match=rf"{journal.path}: row 1 of table {table} .*move the file away"):
-        (journal.pending(1), list(journal.events()), journal.load())
+    with pytest.raises(ServiceError, match=rf"{file_journal.name}: row 1 of table {table} .*"):
+        (file_journal.pending(1), list(file_journal.events()), file_journal.load())
 
 
 def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> None:
@@ -348,7 +362,7 @@ def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> No
             Journal(url(tmp_path))
 
 
-@pytest.mark.parametrize("bad", ["sqlite://", "sqlite:///:memory:", "postgresql://u:hidden@h/d"])
+@pytest.mark.parametrize("bad", ["sqlite://", "sqlite:///:memory:", "postgresql://u:hidden@h/d", "u:hidden@h"])
 def test_other_databases_are_refused_without_showing_a_password(bad: str) -> None:
     with pytest.raises(SpecError) as raised:
         Journal(bad)
@@ -400,7 +414,7 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
             state, tail = journal.load()
         assert kept == list(range(len(kept)))
         assert orders == kept, "an event without its outbox row, or the other way round"
-        assert [event.at_s for event in tail] == kept[len(kept) - len(tail) :]
+        assert [event.at_s for event, _ in tail] == kept[len(kept) - len(tail) :]
         assert (state.at_s + 1 if state else 0) == len(kept) - len(tail)
         assert {int(line) for line in answered.read_text().split()} <= set(kept)
     assert len(kept) > 15, "the writers were killed before they appended anything worth a test"

@@ -6,12 +6,23 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from orchestrator.backends.ports import decisions
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Action, Archive, Event, Fault, FaultKind, Job, Launch, Record, State
+from orchestrator.specs.state import (
+    Action,
+    Archive,
+    Event,
+    Fault,
+    FaultKind,
+    Job,
+    Launch,
+    Record,
+    State,
+)
 
 TURNS_MAX = 20_000
 EVENTS_MAX = 1000  # several times what a night of twelve jobs has
@@ -27,17 +38,19 @@ class MemoryJournal:
     """The controller's journal in memory; `kill_before` and `kill_after` name events around which the service dies."""
 
     kept: list[Event] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     archived: dict[str, Job] = field(default_factory=dict)  # in the order of their ends
     newest: tuple[State, int] | None = None
     kill_before: set[int] = field(default_factory=set)
     kill_after: set[int] = field(default_factory=set)
 
-    def load(self) -> tuple[State | None, tuple[Event, ...]]:
-        if self.newest is None:
-            return None, tuple(self.kept)
-        state, count = self.newest
-        return state, tuple(self.kept[count:])
+    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+        state, count = self.newest or (None, 0)
+        return state, list(zip(self.kept, self.decided, strict=True))[count:]
+
+    def confirm(self) -> None:
+        pass
 
     def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
         rows = range(len(self.kept), len(self.kept) + len(decided))
@@ -47,6 +60,7 @@ class MemoryJournal:
         for event, actions in decided:
             assert len(self.kept) < EVENTS_MAX, "events beget events"
             self.kept.append(event)
+            self.decided.append(decisions(actions))
             self.records += [action for action in actions if isinstance(action, Record)]
             self.archive([(action.job, event.at_s) for action in actions if isinstance(action, Archive)])
         if self.kill_after.intersection(rows):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 from fastapi.testclient import TestClient
 from rich.console import Console
 
@@ -86,6 +87,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 ROUTES = [
     ("GET", "/jobs"),
     ("POST", "/jobs"),
+    ("POST", "/jobs/batch"),
     ("GET", "/jobs/lm-1"),
     ("GET", "/jobs/lm-1/explanation"),
     ("POST", "/jobs/lm-1/cancel"),
@@ -172,6 +174,21 @@ def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
     assert world.client.get(f"/jobs/{ids[0]}").json()["job"]["status"] == "succeeded"
     assert world.client.get("/jobs?ended=1001").status_code == 422
     assert world.submit() == "lm-7", "an id was given twice"
+
+
+def test_a_batch_is_kept_whole_in_one_transaction_or_not_at_all(world: World) -> None:
+    good, bad = {"spec": _spec()}, {"spec": {"name": "a"}}
+    refused = world.client.post("/jobs/batch", json={"jobs": [good, good, bad]})
+    assert refused.status_code == 422
+    assert "submitted job 3" in refused.json()["error"]
+    assert world.client.get("/jobs").json() == {"jobs": []}
+    assert world.client.post("/jobs/batch", json={"jobs": []}).status_code == 422
+    commits = []
+    sqlalchemy.event.listen(world.journal._engine, "commit", lambda _: commits.append(1))
+    ids = world.client.post("/jobs/batch", json={"jobs": [good] * 30}).json()["ids"]
+    assert ids == [f"lm-{number}" for number in range(1, 31)]
+    assert len(commits) == 1
+    assert list(world.controller.state.jobs) == ids
 
 
 def test_a_body_has_a_length_and_a_bound(world: World) -> None:

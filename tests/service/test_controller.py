@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal import Journal
+from orchestrator.scheduling.step import step
 from orchestrator.service import controller as service
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, Stop, Submitted
+from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, State, Stop, Submitted
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
 
 
@@ -287,6 +288,92 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
     assert sorted(answers) == sorted(f"lm-{number}" for number in range(1, 21))
     assert [job.status for job in controller.ended(99)] == [JobStatus.SUCCEEDED] * 20
     assert backend.threads == {loop.ident}, "only the loop talks to the backend"
+
+
+def test_whoever_submits_while_others_are_kept_shares_the_next_transaction() -> None:
+    class Gate(MemoryJournal):
+        """Keeps the first submission until it is let go."""
+
+        gate, reached, sizes = threading.Event(), threading.Event(), list[int]()
+
+        def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+            self.sizes.append(len(decided))
+            self.reached.set()
+            assert self.gate.wait(60)
+            super().append(decided)
+
+    journal = Gate()
+    controller = Controller(journal, Spy(), lambda: 1.0)
+    answers: list[str] = []
+    clients = [threading.Thread(target=lambda: answers.append(controller.submit(script("lm")))) for _ in range(9)]
+    clients[0].start()
+    assert journal.reached.wait(60)
+    for client in clients[1:]:
+        client.start()
+    while len(controller._requests) < 8:
+        time.sleep(0.001)
+    assert answers == []
+    journal.gate.set()
+    for client in clients:
+        client.join(60)
+    assert journal.sizes == [1, 8]
+    assert sorted(answers) == [f"lm-{number}" for number in range(1, 10)]
+
+
+def test_a_group_that_cannot_be_kept_is_refused_to_everyone_in_it_and_leaves_nothing() -> None:
+    class FullDisk(MemoryJournal):
+        full = True
+
+        def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+            if self.full:
+                raise ServiceError("no space left")
+            super().append(decided)
+
+    journal = FullDisk()
+    controller = Controller(journal, Spy(), lambda: 1.0)
+    with pytest.raises(ServiceError, match="no space left"):
+        controller.submit_all([(script("lm"), None)] * 3)
+    journal.full = False
+    assert controller.submit_all([(script("lm"), None)] * 2) == ["lm-1", "lm-2"]
+    assert controller.state.submitted == 2
+
+
+def test_no_action_is_taken_before_the_commit_of_its_whole_group(journal: Journal) -> None:
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    for _ in range(4):
+        controller.submit(script("lm", gpus=1))
+    seen: list[tuple[int, int]] = []
+    true_launch = backend.launch
+
+    def launch(action: Launch) -> None:
+        seen.append((action.job.order, len(list(journal.events()))))
+        true_launch(action)
+
+    backend.launch = launch  # type: ignore[method-assign]
+    turn_until(controller, lambda: not controller.state.jobs)
+    kept = [decided or "" for _, decided in journal.history()]
+    for order, count in seen:
+        assert any(f"launch lm-{order}-1 " in one for one in kept[:count]), "launched before it was kept"
+
+
+def test_a_history_that_this_version_would_not_have_made_is_refused(journal: Journal) -> None:
+    """Else attempts would run that nobody knows of."""
+    backend = Spy()
+    controller = Controller(journal, backend, backend.now)
+    controller.turn(1.0)
+    controller.submit(script("lm"))
+
+    def idle(state: State, event: Event) -> tuple[State, Sequence[Action]]:
+        state, actions = step(state, event)
+        return state, [action for action in actions if not isinstance(action, Launch)]
+
+    with pytest.raises(ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*without haste"):
+        Controller(journal, backend, backend.now, decide=idle)
+    stop = threading.Event()
+    stop.set()
+    controller.run(stop)  # an orderly end
+    assert list(Controller(journal, backend, backend.now, decide=idle).state.jobs) == ["lm-1"]
 
 
 def test_followers_wait_for_the_next_change_and_no_longer() -> None:

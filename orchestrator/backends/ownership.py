@@ -1,0 +1,122 @@
+"""Who may write a journal? One process: it holds a lock of the kernel, or a lease whose number every write checks.
+
+A lease can be lost without notice, by a process that was stopped or a network that was cut; a fence, the number of
+the holder, keeps such a process from writing (M. Kleppmann, "How to do distributed locking", 2016).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from orchestrator.specs.errors import ServiceError
+
+LEASE_S = 15.0  # how long a holder that fell silent keeps others out
+SURE = 0.5  # share of the lease after which a holder asks before it acts
+
+_lease = sa.Table(
+    "lease",
+    sa.MetaData(),
+    sa.Column("id", sa.Integer, primary_key=True),  # there is one row
+    sa.Column("fence", sa.BigInteger),  # of the newest holder; never given twice
+    sa.Column("holder", sa.Text),
+    sa.Column("expires_at", sa.DateTime(timezone=True)),  # by the clock of the database
+)
+_now = sa.func.clock_timestamp()
+
+
+class FileLock:
+    """The journal's file for this process alone; the kernel frees it however the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ServiceError where another process has it."""
+        lock_path = path.with_name(path.name + ".lock")
+        self._descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._descriptor, 32).decode().strip() or "unknown"
+            os.close(self._descriptor)
+            raise ServiceError(
+                f"journal {path} is in use by process {holder}. Talk to that service (`orc queue`), or stop it "
+                f"(`orc down`, or `kill {holder}`) before starting another."
+            ) from error
+        os.truncate(self._descriptor, 0)
+        os.write(self._descriptor, f"{os.getpid()}\n".encode())
+
+    def close(self) -> None:
+        """Let others have it."""
+        os.close(self._descriptor)
+
+
+class Lease:
+    """The journal's only row in the table `lease`, taken by this process until it falls silent for LEASE_S."""
+
+    def __init__(self, journal: str) -> None:
+        """`journal` is its name in what is said. Nothing is held before `take`."""
+        self._journal = journal
+        self._fence: int | None = None
+        self._renewed_s = 0.0
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether nobody else can hold it yet, whatever happened in the meantime."""
+        return time.monotonic() < self._renewed_s + SURE * LEASE_S
+
+    @property
+    def beat_s(self) -> float:
+        """How often a holder that is idle renews it."""
+        return LEASE_S / 3
+
+    @property
+    def patience_s(self) -> float:
+        """Within this time, the lease of a holder that lives is renewed, and that of a dead one ends."""
+        return 1.5 * LEASE_S
+
+    def take(self, connection: sa.Connection) -> float:
+        """0 once it is ours; seconds until the lease of another process ends."""
+        asked_s = time.monotonic()
+        left = sa.extract("epoch", _lease.c.expires_at - _now)
+        row = connection.execute(sa.select(_lease.c.fence, left.label("left_s")).with_for_update()).one()
+        if row.left_s > 0:
+            return float(row.left_s)
+        self._fence = row.fence + 1
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        connection.execute(_lease.update().values(fence=self._fence, holder=holder, expires_at=_now + _interval()))
+        self._renewed_s = asked_s
+        return 0.0
+
+    def renew(self, connection: sa.Connection) -> None:
+        """Hold it for another LEASE_S, and for this transaction alone. Raises ServiceError where it is lost."""
+        asked_s = time.monotonic()
+        mine = _lease.update().where(_lease.c.fence == self._fence)
+        if connection.execute(mine.values(expires_at=_now + _interval())).rowcount != 1:
+            raise ServiceError(
+                f"journal {self._journal} was taken over by {self.holder(connection)} while this process was silent "
+                f"for more than {LEASE_S:g} s. It acts and writes no more; nothing of this change was kept."
+            )
+        self._renewed_s = asked_s
+
+    def give_up(self, connection: sa.Connection) -> None:
+        """Let others take it at once."""
+        connection.execute(_lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now))
+
+    def holder(self, connection: sa.Connection) -> str:
+        """Whose it is, or was last."""
+        return str(connection.execute(sa.select(_lease.c.holder)).scalar_one())
+
+
+def _interval() -> sa.ColumnElement[object]:
+    return sa.func.make_interval(0, 0, 0, 0, 0, 0, LEASE_S)
+
+
+def connect_args() -> dict[str, object]:
+    """Of a holder's connection: the server ends what a stopped process left open, and nobody waits for ever."""
+    lease_ms = round(1000 * LEASE_S)
+    options = f"-c idle_in_transaction_session_timeout={lease_ms} -c lock_timeout={2 * lease_ms}"
+    return {"options": options, "connect_timeout": 10}

@@ -1,0 +1,83 @@
+"""A real PostgreSQL for tests: a server of its own in a folder, ended with the tests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PASSWORD = "p4ss-w0rd"  # must never be shown
+TIMEOUT_S = 60
+
+
+def programs() -> Path | None:
+    """The folder of initdb and pg_ctl, where this machine has a PostgreSQL."""
+    found = shutil.which("initdb")
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    return Path(found).resolve().parent if found else versions[-1].parent if versions else None
+
+
+def owner() -> str | None:
+    """Who runs the server: it refuses to be root. None where there is nobody to be."""
+    if os.getuid() != 0:
+        return pwd.getpwuid(os.getuid()).pw_name
+    return "postgres" if any(user.pw_name == "postgres" for user in pwd.getpwall()) else None
+
+
+class Server:
+    """Gives out empty databases."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._numbers = itertools.count(1)
+
+    def url(self, database: str = "postgres", password: str = PASSWORD) -> str:
+        return f"postgresql+psycopg://orc:{password}@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """The address of a new one."""
+        import psycopg
+
+        name = f"journal{next(self._numbers)}"
+        with psycopg.connect(self.url().replace("+psycopg", ""), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")  # type: ignore[arg-type]
+        return self.url(name)
+
+
+@contextmanager
+def running() -> Iterator[Server]:
+    """A server, from its birth to its end."""
+    folder, user = programs(), owner()
+    assert folder is not None
+    assert user is not None
+    with tempfile.TemporaryDirectory(prefix="orcpg") as home:
+        os.chown(home, pwd.getpwnam(user).pw_uid, -1)
+        data, secret = Path(home, "data"), Path(home, "secret")
+        secret.write_text(PASSWORD)
+        os.chown(secret, pwd.getpwnam(user).pw_uid, -1)
+
+        def run(*command: str) -> None:
+            done = subprocess.run(
+                command, user=user, cwd=home, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+            assert done.returncode == 0, done.stderr
+
+        run(f"{folder}/initdb", "-D", str(data), "-U", "orc", "-A", "scram-sha-256", f"--pwfile={secret}", "-E", "UTF8")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        options = (
+            f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={home} -c shared_buffers=16MB"
+        )
+        run(f"{folder}/pg_ctl", "-D", str(data), "-w", "-l", f"{home}/log", "-o", options, "start")
+        try:
+            yield Server(port)
+        finally:
+            run(f"{folder}/pg_ctl", "-D", str(data), "-m", "immediate", "stop")
