@@ -241,7 +241,7 @@ def plan(
     from orchestrator.service.forecast import forecast
     from orchestrator.service.tables import forecast_panel
 
-    spec = _read_job(file, settings, home)
+    spec = _read_job(file, settings, home, to_run=False)
     nodes, observations = _hardware(home, cluster)
     answer = forecast(spec, nodes, observations)
     _answer(dict(answer), as_json, forecast_panel(answer))
@@ -269,7 +269,7 @@ def estimate(
     from orchestrator.service.intake import read_overrides
     from orchestrator.service.tables import candidate_panel
 
-    spec = _read_job(file, None, home)
+    spec = _read_job(file, None, home, to_run=False)
     given = read_overrides(settings or [])
     nodes, observations = _hardware(home, cluster)
     answer = forecast_of(spec, given, nodes, observations)
@@ -382,10 +382,10 @@ def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _read_job(file: Path, settings: Sequence[str] | None, home: Path) -> JobSpec:
+def _read_job(file: Path, settings: Sequence[str] | None, home: Path, *, to_run: bool = True) -> JobSpec:
     from orchestrator.service.intake import read_job, read_overrides
 
-    return read_job(file, read_overrides(settings or []), home)
+    return read_job(file, read_overrides(settings or []), home, to_run=to_run)
 
 
 def _client(home: Path) -> Client:

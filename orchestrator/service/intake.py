@@ -37,16 +37,21 @@ nodes:
 """  # clusters/two-virtual-devices.yaml, which an installed package does not have
 
 
-def read_job(path: Path, overrides: Sequence[Override] = (), home: Path | None = None) -> JobSpec:
+def read_job(
+    path: Path, overrides: Sequence[Override] = (), home: Path | None = None, *, to_run: bool = True
+) -> JobSpec:
     """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
     A model of which nobody says what it costs is traced; the answer is kept in `home` (None: that of the environment).
+    Only what is `to_run` needs its script: somebody else's project can be planned without it.
     """
     spec, source = parse_job(_read_text(path), str(path), overrides), str(path)
     if spec.traced:
         raise SpecError("what is traced is no setting", source=source, path="traced", hint="say `profile`")
     resolved = _absolute(spec, path.resolve().parent)
     problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
+    if to_run:
+        problems += _missing_script(resolved, source)
     if problems:
         raise together(problems, source)
     if resolved.is_script or is_known(resolved):
@@ -92,6 +97,9 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
+    if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`
+        before = [str(_at(folder, word)) if (folder / word).is_file() else word for word in spec.resume.before]
+        changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     if spec.model is not None and spec.model.factory is not None:
         file, colon, function = spec.model.factory.rpartition(":")
         if colon:
@@ -153,6 +161,9 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
             yield SpecError("no function", source=source, path="model.factory", got=spec.model.factory, allowed=form)
         elif not Path(file).is_file():
             yield SpecError("the file does not exist", source=source, path="model.factory", got=file)
+
+
+def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:
     if spec.workdir is not None and not Path(spec.workdir).is_dir():
         yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
     elif spec.command is not None and spec.workdir is not None:

@@ -60,8 +60,8 @@ def test_epochs_go_on_under_the_signature_of_the_lighter_plan(tmp_path: Path) ->
     assert second.evidence is not None
     assert first.evidence.ooms, "the workers' own, though a framework turned it into an exit code"
     assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
-    assert re.findall(r"Epoch (\d) \| samples=(\d)", log(home, 1)) == [("1", "8")]
-    assert re.findall(r"Epoch (\d) \| samples=(\d)", log(home, 2)) == [("2", "8"), ("3", "8")]
+    assert re.findall(r"Epoch (\d) \| samples=(\d)", log(home, 1)) == [("1", "8"), ("2", "8")]
+    assert re.findall(r"Epoch (\d) \| samples=(\d)", log(home, 2)) == [("3", "8")]
     assert second.evidence.lost == ()
 
 
@@ -71,4 +71,4 @@ def test_without_carrying_over_the_restart_from_scratch_is_reported(tmp_path: Pa
     job = Drive(home, cluster("20MiB")).run(musicgen(folder, resume={"checkpoints": "xps/*/checkpoint.th"}))
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert job.attempts[-1].evidence is not None
-    assert len(job.attempts[-1].evidence.lost) == 1
+    assert job.attempts[-1].evidence.lost == ("everything: it began at 1 again, after 2, with checkpoint.th there",)

@@ -1,0 +1,80 @@
+"""The five audio projects' job files are planned without the projects, as their communities found them to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.estimate import estimate
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.frontier import Candidate, fitting
+from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.service.intake import read_cluster, read_job
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+
+ROOT = Path(__file__).parents[1]
+GB = 10**9
+ORPHEUS = "orpheus_tts/finetune_3b.yaml"
+
+
+def job(name: str) -> JobSpec:
+    return read_job(ROOT / "jobs" / name, to_run=False)
+
+
+def hardware(cluster: str) -> Hardware:
+    spec = read_cluster(ROOT / "clusters" / f"{cluster}.yaml")
+    (node,) = spec.nodes
+    return Hardware(
+        device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=spec.network_bandwidth
+    )
+
+
+def fit(name: str, cluster: str) -> list[Candidate]:
+    where = hardware(cluster)
+    return list(fitting(frontier(job(name), where), where.device.memory, UNMEASURED))
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        ("musicgen/musicgen_small.yaml", "1x2-rtx4090-24gb"),
+        ("parler_tts/parler_tts_mini.yaml", "1x2-rtx4090-24gb"),
+        ("rvc/rvc_v2_48k.yaml", "1x1-rtx3060-12gb"),
+        ("latentsync/stage2.yaml", "1x4-a100-80gb"),
+        (ORPHEUS, "1x4-a100-80gb"),
+    ],
+)
+def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluster: str) -> None:
+    spec, found = job(name), fit(name, cluster)
+    assert found
+    assert {one.plan.global_batch_size for one in found} == {spec.global_batch_size}
+
+
+def test_what_is_to_run_needs_its_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SpecError, match="workdir"):
+        read_job(ROOT / "jobs" / ORPHEUS)
+
+
+def test_orpheus_runs_out_in_the_optimizer_at_batch_1_and_fits_fully_sharded_over_four() -> None:
+    """canopyai/Orpheus-TTS issue 93: out of memory on devices of 80 GB at the default batch of 1, cured by FSDP."""
+    spec, where = job(ORPHEUS), hardware("1x4-a100-80gb")
+    alike = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=1, precision=Precision.BF16)
+    assert alike in list(plans(spec, where))
+    needed = estimate(profile_for(spec, where, alike), alike, where.device)
+    assert needed.device_bytes > where.device.memory
+    assert needed.moment == "optimizer step"
+    found = fit(ORPHEUS, "1x4-a100-80gb")
+    assert all(one.plan.zero_stage for one in found), "on one device the same batch does not fit either"
+    (sharded,) = [one for one in found if one.plan.layout.dp == 4 and one.plan.zero_stage is ZeroStage.PARAMETERS]
+    assert 30 * GB <= sharded.estimate.device_bytes <= 40 * GB
+
+
+def test_musicgen_needs_its_checkpointing_on_24_gb() -> None:
+    assert {one.plan.activation_checkpointing for one in fit("musicgen/musicgen_small.yaml", "1x2-rtx4090-24gb")} == {
+        ActivationCheckpointing.FULL
+    }
