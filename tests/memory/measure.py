@@ -12,37 +12,47 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec, model_from_json
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.run import TrainingRun, plan_from_json
+from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
 
 STEPS = 2  # DDP rebuilds its buckets in the second
-START_TIMEOUT_S, PLAN_TIMEOUT_S = 120, 20
+START_TIMEOUT_S, RUN_TIMEOUT_S = 120, 20
 UNLIMITED_BYTES = 2**50
 ROOT = Path(__file__).parents[2]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A plan of a model, on devices of a capacity."""
+
+    model: ModelSpec
+    plan: Plan
+    sequence_length: int
+    capacity_bytes: int = UNLIMITED_BYTES
+
+
 def peaks(model: ModelSpec, sequence_length: int, plans: Sequence[Plan], folder: Path) -> list[int]:
     """Allocated peak of the worst rank of every plan; all plans have one world size and share one launch."""
-    (world_size,) = {plan.world_size for plan in plans}
+    return measured([Run(model=model, plan=plan, sequence_length=sequence_length) for plan in plans], folder)
+
+
+def measured(runs: Sequence[Run], folder: Path) -> list[int]:
+    """Allocated peak of the worst rank of every run; all have one world size and share one launch.
+
+    Fails where a run needs more than its capacity: what its log ends with says which one.
+    """
+    (world_size,) = {run.plan.world_size for run in runs}
     folder.mkdir(parents=True, exist_ok=True)
     request = folder / "request.json"
     text = folder / "text.txt"
     text.write_text("All work and no play makes a dull corpus.\n" * 4000)
-    request.write_text(
-        json.dumps(
-            {
-                "model": dataclasses.asdict(model),
-                "sequence_length": sequence_length,
-                "text": str(text),
-                "plans": [dataclasses.asdict(plan) for plan in plans],
-            }
-        )
-    )
+    request.write_text(json.dumps({"text": str(text), "runs": [dataclasses.asdict(run) for run in runs]}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,27 +69,48 @@ def peaks(model: ModelSpec, sequence_length: int, plans: Sequence[Plan], folder:
         for rank in range(world_size)
     ]
     try:
-        timeout_s = START_TIMEOUT_S + PLAN_TIMEOUT_S * len(plans)
-        codes = [process.wait(timeout=timeout_s) for process in ranks]
+        codes = _exit_codes(ranks, START_TIMEOUT_S + RUN_TIMEOUT_S * len(runs))
     finally:
         for process in ranks:
             process.kill()
-    assert codes == [0] * world_size, (folder / "0.log").read_text()[-4000:]
+            process.wait()
+    logs = [(folder / f"{rank}.log").read_text()[-2000:] for rank, code in enumerate(codes) if code not in (0, None)]
+    assert codes == [0] * world_size, "\n".join(logs)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
     return [max(each) for each in zip(*found, strict=True)]
 
 
+def _exit_codes(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """Those of all ranks; of some, where one has failed and the others wait for it."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        codes = [process.poll() for process in ranks]
+        if None not in codes or any(codes):
+            return codes
+        time.sleep(0.05)
+    raise TimeoutError(f"{len(ranks)} ranks are not done after {timeout_s:.0f} s")
+
+
 def main(request_path: str, result_path: str) -> None:
-    """Measure every plan of the request on this rank."""
+    """Measure every run of the request on this rank."""
+    import torch
     import torch.distributed as dist
 
     request = json.loads(Path(request_path).read_text())
     dist.init_process_group("gloo")
-    Path(result_path).write_text(json.dumps([_peak_bytes(request, plan_from_json(plan)) for plan in request["plans"]]))
+    found = []
+    for said in request["runs"]:
+        run = Run(**{**said, "model": model_from_json(said["model"]), "plan": plan_from_json(said["plan"])})
+        try:
+            found.append(_peak_bytes(run, request["text"]))
+        except torch.OutOfMemoryError as error:
+            print(error, run, flush=True)
+            os._exit(OOM_EXIT_CODE)
+    Path(result_path).write_text(json.dumps(found))
     os._exit(0)  # gloo may abort on its way out
 
 
-def _peak_bytes(request: dict[str, Any], plan: Plan) -> int:
+def _peak_bytes(asked: Run, text: str) -> int:
     import torch
     import torch.distributed as dist
 
@@ -87,17 +118,18 @@ def _peak_bytes(request: dict[str, Any], plan: Plan) -> int:
     from orchestrator.training.engine import build_engine, build_recipe
     from orchestrator.training.virtual_device import VirtualDevice
 
+    plan = asked.plan
     run = TrainingRun(
-        model=model_from_json(request["model"]),
-        data=DataSpec(text=(request["text"],), sequence_length=request["sequence_length"]),
-        training=TrainingSpec(max_steps=STEPS, optimizer=plan.optimizer),
+        model=asked.model,
+        data=DataSpec(text=(text,), sequence_length=asked.sequence_length),
+        training=TrainingSpec(max_steps=STEPS, optimizer=plan.optimizer, batch_norm_samples=plan.micro_batch_size),
         plan=plan,
         job_folder="",
         attempt_folder="",
         epoch=1,
         device="cpu",
     )
-    with VirtualDevice(UNLIMITED_BYTES) as device:
+    with VirtualDevice(asked.capacity_bytes) as device:
         recipe = build_recipe(run)
         engine = build_engine(run, recipe, torch.device("cpu"), None)
         for step in range(STEPS):

@@ -9,47 +9,16 @@ import pytest
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.specs.model import DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.model import ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import peaks
-from tests.training.tiny_hf import FAMILIES
+from tests.memory.models import DECODER, MODELS
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
-EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
 NONE, SELECTIVE, FULL = ActivationCheckpointing
-DECODER = DecoderSpec(
-    vocab_size=256,
-    hidden_size=192,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-)
-WIDE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-MODELS = {
-    "conv": ModelSpec(
-        factory=f"{EXAMPLES}/conv_classifier.py:build", config={"width": 64, "depth": 4, "size": 32, "samples": 2000}
-    ),
-    "unet": ModelSpec(
-        factory=f"{EXAMPLES}/diffusion_unet.py:build", config={"width": 32, "levels": 3, "size": 32, "samples": 2000}
-    ),
-    "gan": ModelSpec(
-        factory=f"{EXAMPLES}/vocoder_gan.py:build",
-        config={"width": 64, "frames": 64, "samples": 2000, "discriminator_learning_rate": 1e-3},
-    ),
-    "codebooks": ModelSpec(
-        factory=f"{Path(__file__).with_name('codebooks.py')}:build",
-        config={"codebooks": 4, "words": 256, "width": 128, "layers": 3, "frames": 60, "samples": 512},
-    ),
-    "decoder": ModelSpec(decoder=DECODER),
-    "gpt2": ModelSpec(hf={"model_type": "gpt2", **FAMILIES["gpt2"], "n_embd": 128, "vocab_size": 512, "n_layer": 4}),
-    "phi3": ModelSpec(hf={"model_type": "phi3", **FAMILIES["phi3"], **WIDE}),
-    "gemma2": ModelSpec(hf={"model_type": "gemma2", **FAMILIES["gemma2"], **WIDE}),
-    "mixtral": ModelSpec(hf={"model_type": "mixtral", **FAMILIES["mixtral"], **WIDE}),
-}
 
 
 def traced(model: ModelSpec, *arithmetics: tuple[Precision, bool]) -> dict[tuple[Precision, bool], ModelProfile]:
