@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.memory.buckets import filling, largest_share
 from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
@@ -19,10 +20,13 @@ class Buckets:
     persistent: int  # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
     overlap: bool  # stage 3: reduce one bucket while the next one fills
     swapped: int  # NVMe: of the masters that come in at a time
+    copies: int  # stage 3: of a bucket while it is reduced, sorted by ranks and, by gloo, once more
 
 
-VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18)
-CUDA_BUCKETS = Buckets(reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True, swapped=100_000_000)
+VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18, copies=2)
+CUDA_BUCKETS = Buckets(
+    reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True, swapped=100_000_000, copies=1
+)
 
 
 def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
@@ -37,6 +41,7 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     count, width = profile.trained_parameters, _width(plan)
     shard = -(-count // dp)
     share = count if stage is ZeroStage.NONE else shard
+    at_once = max(profile.turns, default=count)  # of recipes that train in turn, each has an engine of its own
     on_device = int(plan.offload is Offload.NONE)
     held = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
     fixed = (
@@ -50,15 +55,20 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         for at, passage in enumerate(rank.passages)
     ]
     found.append(_build(rank, plan))
-    updated = temporaries(plan, profile.largest_trained if stage is ZeroStage.NONE else share, cuda=cuda)
+    if stage >= ZeroStage.GRADIENTS:
+        found.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))
+    if stage is ZeroStage.NONE:
+        updated = temporaries(plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest)
+    else:
+        updated = temporaries(plan, -(-at_once // dp), cuda=cuda)
     if stage is ZeroStage.NONE:
         # gloo's thread may still hold the flat copy that it reduced when the optimizer begins: seen on a busy machine.
-        reduced = (("gradients", width * count), ("gradient buckets", width * count))
+        reduced = (("gradients", width * at_once), ("gradient buckets", width * at_once))
         found.append(Moment("optimizer step", (*fixed, *reduced, ("optimizer temporaries", updated))))
         return found
-    kept = width * (shard + buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
+    kept = width * (shard + _buckets(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (
-        ("gradients", on_device * (kept + FP32_BYTES * shard)),
+        ("gradients", on_device * (kept + FP32_BYTES * -(-at_once // dp))),
         ("optimizer temporaries", on_device * updated),
     )
     found.append(Moment("optimizer step", (*fixed, *step)))
@@ -97,31 +107,80 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     Stage 3 gathers one tensor at a time, but a layer that is recomputed keeps all of its own until they have gone
     backward: the recomputation saves views of them (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0).
     """
-    width, count, stage = _width(plan), profile.trained_parameters, plan.zero_stage
-    shard = -(-count // plan.layout.dp)
+    width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
+    count = passage.turn or profile.trained_parameters
     accumulates = plan.gradient_accumulation_steps > 1
     begun = passage.done + passage.own > 0
     own = passage.fresh
-    flushed = min(buckets.reduce, passage.done) if passage.done + passage.own > buckets.reduce else 0
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + own if accumulates else passage.done + passage.own
         bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
+    flushed, has_flushed = _flushed(profile, buckets, passage)
+    if flushed > buckets.reduce:  # a tensor that no bucket holds
+        own += flushed
     if stage is ZeroStage.GRADIENTS:
-        partitions = shard * (int(accumulates) + int(flushed > 0))
+        partitions = _partition(profile, dp) * (int(accumulates) + int(has_flushed))
         bucket = buckets.reduce if begun else 0
-        copied = flushed if passage.own == passage.segment.parameters else 0
+        copied = min(flushed, -(-count // dp)) if passage.own == passage.segment.trained_parameters else 0
         return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
     at_once = segment.parameters if recomputed and passage.backward else segment.largest_parameter
     gathered = min(profile.parameters, buckets.live) or min(segment.parameters, at_once)
-    bucket = buckets.reduce * (2 if buckets.overlap else 1)
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     return (
-        ("gradients", width * (shard + own)),
-        ("gradient buckets", width * (bucket + 2 * flushed)),
+        ("gradients", width * (-(-profile.trained_parameters // dp) + own)),
+        ("gradient buckets", width * (bucket + (buckets.copies - int(flushed > buckets.reduce)) * flushed)),
         ("gathered parameters", width * gathered),
     )
+
+
+def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
+    """Behind the backward pass stages 2 and 3 reduce what their bucket still has: all, where it fits in.
+
+    (`independent_gradient_partition_epilogue` in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.) Stage 2 copies
+    what goes to one rank at a time (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
+    deepspeed/runtime/comm/coalesced_collectives.py).
+    """
+    width, dp = _width(plan), plan.layout.dp
+    at_once = max(profile.turns, default=profile.trained_parameters)
+    rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce).rest
+    if plan.zero_stage is ZeroStage.GRADIENTS:
+        held = _partition(profile, dp) * (2 if plan.gradient_accumulation_steps > 1 else 1)
+        copied = min(rest, -(-at_once // dp))
+        return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+    shard = -(-profile.trained_parameters // dp)
+    return (("gradients", width * shard), ("gradient buckets", width * (bucket + buckets.copies * rest)))
+
+
+def _flushed(profile: ModelProfile, buckets: Buckets, passage: Passage) -> tuple[int, bool]:
+    """Elements that are reduced while the part goes backward, and whether any were by then."""
+    if not passage.backward:
+        return 0, False
+    if profile.turns:  # a bucket for each, of whose parts the profile does not tell
+        least = passage.done + passage.own > buckets.reduce
+        return min(buckets.reduce, passage.done) if least else 0, least
+    found, part = filling(profile, buckets.reduce), (passage.place, passage.position)
+    own = passage.own if passage.segment.is_unit else passage.segment.trained_parameters
+    return found.at(part, own), found.has_begun(part, own)
+
+
+def _buckets(profile: ModelProfile) -> int:
+    """Stage 3 makes its bucket once and keeps it; of recipes that train in turn, each has one."""
+    return max(1, len(profile.turns))
+
+
+def _partition(profile: ModelProfile, dp: int) -> int:
+    """Elements of the buffer in which stage 2 keeps the gradients of its share: of all tensors that reach into it.
+
+    (`copy_grads_in_partition` in deepspeed/runtime/zero/stage_1_and_2.py.)
+    """
+    if not profile.turns:
+        return largest_share(profile, dp)
+    most = max(profile.turns)
+    return min(most, -(-most // dp) + 2 * profile.largest_trained)
 
 
 def _width(plan: Plan) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from orchestrator.memory import deepspeed, torch_engines
 from orchestrator.memory.activations import activations
 from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank
@@ -84,7 +87,7 @@ class DeviceBytes:
 
     def __call__(self, plan: Plan) -> int:
         """`device_bytes` of the plan's estimate, in a tenth of the time."""
-        key = (all_in_flight(plan), plan.activation_checkpointing)
+        key = (_turns(plan), plan.activation_checkpointing)
         lines = self._lines.get(key) or self._lines.setdefault(key, self._lines_of(plan))
         micro, allocated = plan.micro_batch_size, 0
         for rank, moments in lines:
@@ -115,12 +118,26 @@ class DeviceBytes:
 
     def _counted_key(self, plan: Plan) -> object:
         mode = None if self._device.kind is DeviceKind.CUDA else plan.activation_checkpointing
-        return (all_in_flight(plan), mode)
+        return (_turns(plan), mode)
+
+
+def _turns(plan: Plan) -> int:
+    """What a step's number of micro-batches changes: whether all are in flight, or there are one, two, or more."""
+    return int(all_in_flight(plan)) if plan.layout.pp > 1 else min(plan.gradient_accumulation_steps, 3)
+
+
+@lru_cache(maxsize=256)
+def _as_run(profile: ModelProfile, *, sharded: bool) -> ModelProfile:
+    """Recipes in turn run otherwise under FSDP2, of which their trace has moments of its own."""
+    if not any(moment.sharded for moment in profile.moments):
+        return profile
+    return replace(profile, moments=tuple(moment for moment in profile.moments if moment.sharded is sharded))
 
 
 def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
-    return ranks(profile, plan)
+    sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
+    return ranks(_as_run(profile, sharded=sharded), plan)
 
 
 def _reserved_bytes(allocated_bytes: int, device: DeviceSpec) -> int:

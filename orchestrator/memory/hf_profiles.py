@@ -88,11 +88,13 @@ def as_transformers(
     if low and not autocast:  # norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
         wider = 4 if config["model_type"] == "gemma" and model.lora is None else 0
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 2) * shape.hidden_size)
-    layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more)
+    tensors = (*layer.tensors, more) if more else layer.tensors
+    layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more, tensors=tensors)
     if model.lora is not None:
         embedding, layer, head = _adapted(
             (embedding, layer, head), model.lora, shape, sequence_length, low=low, autocast=autocast
         )
+        profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
     return replace(profile, segments=(embedding, layer, head))
 
 
@@ -124,7 +126,9 @@ def _adapted(
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
     head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
     return (
-        replace(embedding, trained=0, frozen_bytes=4 * embedding.parameters, summed_gradients=0, factored=0),
+        replace(
+            embedding, trained=0, frozen_bytes=4 * embedding.parameters, summed_gradients=0, factored=0, tensors=()
+        ),
         replace(
             layer,
             parameters=layer.parameters + trained,
@@ -134,6 +138,7 @@ def _adapted(
             selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
+            tensors=tuple(lora.rank * width for inputs, outputs in reversed(sizes) for width in (outputs, inputs)),
         ),
         replace(
             head,
@@ -141,6 +146,7 @@ def _adapted(
             saved_bytes=head.saved_bytes - normed,
             frozen_bytes=head_width * table + 4 * (head.parameters - table),
             factored=0,
+            tensors=(),
             chunks=None if head.chunks is None else replace(head.chunks, gradients=0),
         ),
     )

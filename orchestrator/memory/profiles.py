@@ -33,12 +33,14 @@ def profile_of(
     sequence_length: int | None,
     tensor_parallel: int = 1,
     autocast: bool = False,
+    cuda: bool = False,
 ) -> ModelProfile | None:
     """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
     The declared profile where there is one, else the closed form of `model.decoder` or of a transformers family that
     has one, else what intake had traced; None where nothing is known.
-    `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan.
+    `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
+    whether it runs there, which a closed form need not know.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -57,7 +59,7 @@ def profile_of(
             return as_transformers(ours, spec.model, shape, length, autocast=autocast)
     if tensor_parallel > 1:
         return None
-    return _traced(spec.traced, precision, sequence_length or spec.data.sequence_length, autocast)
+    return _traced(spec.traced, precision, sequence_length or spec.data.sequence_length, autocast, cuda)
 
 
 def is_known(spec: JobSpec) -> bool:
@@ -66,15 +68,16 @@ def is_known(spec: JobSpec) -> bool:
 
 
 def _traced(
-    known: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool
+    known: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool, cuda: bool
 ) -> ModelProfile | None:
-    """That of the shortest samples which are at least as long."""
+    """That of the shortest samples which are at least as long, with the autocast of the device where it is known."""
     fitting = [
         one
         for one in known
         if (one.profile.precision, one.autocast) == (precision, autocast) and one.sequence_length >= sequence_length
     ]
-    return min(fitting, key=lambda one: one.sequence_length).profile if fitting else None
+    best = min(fitting, key=lambda one: (one.cuda is not (cuda and autocast), one.sequence_length), default=None)
+    return best.profile if best else None
 
 
 def _script_length(spec: JobSpec) -> int | None:
@@ -169,6 +172,7 @@ def decoder_profile(
         largest_parameter=v * h,
         summed_gradients=3 * v * h if tied else 0,  # of head and embedding, and their sum
         factored=0 if tied else v + h,
+        tensors=() if tied else (v * h,),
     )
     recomputed = 2 * width * f
     layer = Segment(
@@ -185,6 +189,7 @@ def decoder_profile(
         largest_parameter=h * max(f, q),
         factored=2 * (q + h) + 2 * (kv + h) + 3 * (f + h) + 2 * h,
         matmuls=((s, h, q), (s, h, kv), (s, h, kv), (s, q, h), (s, h, f), (s, h, f), (s, f, h)),
+        tensors=(h * f, h * f, h * f, h, h * q, h * kv, h * kv, h * q, h),
     )
     return ModelProfile(
         family=family,
@@ -193,7 +198,13 @@ def decoder_profile(
         segments=(embedding, layer, _head(s, h, v, low=low, stream=stream)),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
+        updated_before_largest=_updated_before_largest(h * f, h * v),
     )
+
+
+def _updated_before_largest(feed_forward: int, table: int) -> int:
+    """See ModelProfile: two matrices of a feed-forward part are updated one behind the other, a table behind a norm."""
+    return max(2 * table, 3 * feed_forward) - 2 * max(table, feed_forward)
 
 
 def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
@@ -221,6 +232,7 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
         forward_flops=2.0 * s * v * h,
         largest_parameter=v * h,
         factored=v + 2 * h,
+        tensors=(v * h, h),
         matmuls=((s, h, v),),
         chunks=LossChunks(
             chunk_tokens=CHUNK_TOKENS,

@@ -12,7 +12,8 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
 
     With several data-parallel ranks there are buckets for all gradients from the start. Under `bucket_views` they are
     the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them until the
-    last one. A single rank has no buckets, and its gradients appear as the backward pass goes on.
+    last one, in whose backward pass it goes into the buckets: of two micro-batches the second has less and less of it.
+    A single rank has no buckets, and its gradients appear as the backward pass goes on.
     """
     profile, count = rank.held, rank.trained_parameters
     buckets = FP32_BYTES * count if plan.layout.dp > 1 else 0
@@ -25,7 +26,10 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
 
     def gradients(passage: Passage) -> int:
         if rank.accumulates:
-            return FP32_BYTES * ((passage.turn or count) + passage.fresh)
+            whole = passage.turn or count
+            if buckets and bucket_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
+                whole = max(passage.done + passage.own, whole - passage.done)
+            return FP32_BYTES * (whole + passage.fresh)
         if buckets and bucket_views and plan.layout.pp == 1:
             return FP32_BYTES * passage.fresh
         return FP32_BYTES * (passage.done + passage.own)

@@ -120,6 +120,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         sequence_length=plan.sequence_length,
         tensor_parallel=plan.layout.tp,
         autocast=autocasts(plan),
+        cuda=hardware.device.kind is DeviceKind.CUDA,
     )
     if known is not None:
         return known

@@ -29,7 +29,20 @@ from orchestrator.specs.profile import ModelProfile, TracedProfile
 TRACE_TIMEOUT_S = 600.0  # a decoder of 70 billion parameters takes 20 s
 PROGRAM = "orchestrator.training.tracing"
 BAD_JOB_EXIT_CODE = 2  # of that program
-SOURCES = ("tracing", "recorder", "timeline", "recompute", "hf_model", "cross_entropy", "decoder")  # of `training`
+# What of `training` an answer follows from.
+SOURCES = (
+    "tracing",
+    "recorder",
+    "timeline",
+    "recompute",
+    "hf_model",
+    "hf_adapters",
+    "cross_entropy",
+    "cuda_autocast",
+    "decoder",
+    "batch_norm",
+    "freezing",
+)
 PROFILES = TypeAdapter[tuple[ModelProfile, ...]](tuple[ModelProfile, ...])
 HINT = (
     "say what it costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
@@ -51,22 +64,22 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
             "training": dataclasses.asdict(spec.training),
             "family": spec.family_name,
             "sequence_length": length,
-            "arithmetics": [{"precision": precision, "autocast": autocast} for precision, autocast in arithmetics],
+            "arithmetics": [dict(zip(("precision", "autocast", "cuda"), each, strict=True)) for each in arithmetics],
         }
         kept = home / "profiles" / f"{_digest(spec, request)}.json"
         profiles = _read(kept) or _trace(request, kept, source)
         found += [
-            TracedProfile(sequence_length=length, autocast=autocast, profile=profile)
-            for (_, autocast), profile in zip(arithmetics, profiles, strict=True)
+            TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
+            for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True)
         ]
     return tuple(found)
 
 
-def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool]]:
-    """Precisions, and whether autocast computes in them, that a plan may have or that may be recommended."""
+def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool, bool]]:
+    """Precisions, whether autocast computes in them, and as on CUDA, of plans and of what may be recommended."""
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
-    full = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
-    return [*full, (low, True), (low, False)]
+    full = [(Precision.FP32, False, False)] if spec.precision is Precision.FP32 else []
+    return [*full, (low, True, False), (low, True, True), (low, False, False)]
 
 
 def _lengths(spec: JobSpec) -> list[int]:

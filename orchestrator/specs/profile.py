@@ -49,6 +49,7 @@ class Segment:
     chunks: LossChunks | None = None  # of a loss that never holds all of its logits
     matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
     unit: bool = False  # a layer of the model, although no other one is like it
+    tensors: tuple[int, ...] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
 
     @property
     def is_unit(self) -> bool:
@@ -58,6 +59,11 @@ class Segment:
     @property
     def trained_parameters(self) -> int:
         return self.parameters if self.trained is None else self.trained
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """Elements of the gradients of one part, in the order in which they come."""
+        return self.tensors or ((self.trained_parameters,) if self.trained_parameters else ())
 
     def weight_bytes(self, width: int) -> int:
         """Bytes of its weights at `width` bytes each, but for those that are frozen in a form of their own."""
@@ -84,6 +90,7 @@ class TracedMoment(NamedTuple):
     done: int  # all other gradients
     ends_done: int  # of `done`, those of what is no layer
     units_done: int  # parameters of layers that are through their backward pass
+    sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
 
 
 class Source(StrEnum):
@@ -152,6 +159,7 @@ class TracedProfile:
     sequence_length: int
     autocast: bool
     profile: ModelProfile
+    cuda: bool = False  # whether autocast does as on CUDA, where more operations compute in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,18 @@ aten, prim = torch.ops.aten, torch.ops.prim
 NO_LAYER = -1
 
 
+def _group_norm_backward(
+    _grad: Tensor, given: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
+) -> list[Tensor | None]:
+    """Gradients in the types of what they belong to. Those of fake tensors are all fp32 where the weight is."""
+    of_each = (given, weight, weight)  # a bias has the type of its weight
+    asked = zip(of_each, sizes[-1], strict=True)
+    return [torch.empty_like(of) if of is not None and is_asked else None for of, is_asked in asked]
+
+
+AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.default: _group_norm_backward}
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
 
@@ -51,6 +63,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._layer_at: dict[int, int] = {}  # place -> layer
         self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
         self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
+        self._arrived: dict[int, Tensor] = {}  # in the order in which they had their first gradient
+        self._home: dict[int, Place] = {}  # of a parameter
         self._is_first_step = True
         self._live_bytes = self._resident_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -108,6 +122,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for parameter in self._parameters:
             if id(parameter) in self._unread:
                 self._settle(parameter, 0)
+        for key, arrived in self._arrived.items():
+            self._home[key].tensors += (arrived.numel(),)
+        self._arrived.clear()
         for (turn, passed), at in self._place_of.items():
             place = self.places[at]
             if not place.name:
@@ -131,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------------------------------------------ counting
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = op(*args, **(kwargs or {}))
+        out = AS_REAL.get(op, op)(*args, **(kwargs or {}))
         if op is prim.device.default:  # what fake tensors are asked all the time
             return out
         if self._is_forward and self._is_first_step:
@@ -171,6 +188,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _has_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        self._arrived.setdefault(id(parameter), parameter)
         self._gradients[self._layer_of[id(parameter)]] += parameter.numel()
         self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
 
@@ -250,12 +268,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attention = "memory-efficient" if kwargs.get("attn_mask") is not None else "flash"
         elif packet in flop_registry:
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out)
+            place.matmuls += _products(packet, args, out)
         elif packet is aten._softmax and out.dim() == 4:
             self.attention = self.attention or "eager"
 
     def _settle(self, parameter: nn.Parameter, at: int) -> None:
         """Count the parameter to the place."""
         place, count = self.places[at], parameter.numel()
+        self._home[id(parameter)] = place
         self._unread.discard(id(parameter))
         if not place.is_layer and count > place.largest_parameter:
             place.name = self._names[id(parameter)].rpartition(".")[0]
@@ -266,6 +286,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.factored += _factored(parameter.shape)
         else:
             place.frozen_bytes += count * parameter.element_size()
+
+
+def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """An operation as the product of matrices that it is: (rows, inner, columns). None where it is of activations only.
+
+    A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3); a transposed
+    one that of inputs and filters, whose results are added up.
+    """
+    if packet in (aten.mm, aten.addmm):
+        left, right = args[-2:]
+        return ((left.shape[0], left.shape[1], right.shape[1]),)
+    if packet is aten.convolution:
+        given, weight, transposed = args[0], args[1], args[6]
+        at = given if transposed else out
+        rows = at.shape[0] * math.prod(at.shape[2:])
+        patch = math.prod(weight.shape[1:])
+        return ((rows, weight.shape[0], patch) if transposed else (rows, patch, weight.shape[0]),)
+    return ()
 
 
 def _factored(shape: Sequence[int]) -> int:

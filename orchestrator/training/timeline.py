@@ -42,6 +42,8 @@ class Place:
     largest_parameter: int = 0
     factored: int = 0
     flops: float = 0.0
+    matmuls: tuple[tuple[int, int, int], ...] = ()
+    tensors: tuple[int, ...] = ()
 
     def is_like(self, other: Place) -> bool:
         """Whether both are layers that differ in nothing but their names."""
@@ -63,6 +65,7 @@ class Steps:
     """The same training step at two micro-batch sizes."""
 
     mode: ActivationCheckpointing
+    sharded: bool
     samples: tuple[int, int]
     phases: tuple[list[Phase], list[Phase]]
 
@@ -112,7 +115,7 @@ def deeper(shallow: Timeline, deep: Timeline, *, apart: int, more: int) -> Timel
             raise Unlike("its layers differ")
         return second + added
 
-    if [place.name for place, _ in shallow.segments] != [place.name for place, _ in deep.segments]:
+    if [_name(*each) for each in shallow.segments] != [_name(*each) for each in deep.segments]:
         raise Unlike("other segments at another depth")
     counts = [line(few, many) for (_, few), (_, many) in zip(shallow.segments, deep.segments, strict=True)]
     if [_kind(one[0]) for one in shallow.stretches] != [_kind(two[0]) for two in deep.stretches]:
@@ -142,7 +145,7 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
         source=Source.TRACED,
         segments=tuple(
             Segment(
-                name=place.name if count == 1 else place.name.rpartition(".")[0] or place.name,
+                name=_name(place, count),
                 count=count,
                 parameters=place.parameters,
                 saved_bytes=found.saved_bytes.get((at, none), 0),
@@ -154,6 +157,8 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 trained=place.trained,
                 frozen_bytes=place.frozen_bytes,
                 factored=place.factored,
+                matmuls=place.matmuls,
+                tensors=place.tensors if sum(place.tensors) == place.trained else (),
                 unit=place.is_layer and count == 1,
             )
             for at, (place, count) in enumerate(found.segments)
@@ -161,6 +166,11 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
         moments=_worst(found),
         **known,
     )
+
+
+def _name(place: Place, count: int) -> str:
+    """Of a segment: where there are several layers, what stands before their numbers."""
+    return place.name if count == 1 else place.name.rpartition(".")[0] or place.name
 
 
 def _lines(steps: Steps) -> list[Stretch]:
@@ -190,6 +200,7 @@ def _lines(steps: Steps) -> list[Stretch]:
                     done=two.done,
                     ends_done=two.ends_done,
                     units_done=two.units_done,
+                    sharded=steps.sharded,
                 )
             )
         found.append(tuple(stretch))
@@ -207,7 +218,8 @@ def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpoint
     found: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):
         start, end = this[0], following[0]
-        if not start.backward and (start.mode, start.turn) == (end.mode, end.turn):
+        is_same_pass = (start.mode, start.turn, start.sharded) == (end.mode, end.turn, end.sharded)
+        if is_same_pass and not start.backward and not start.sharded:
             key = start.segment, start.mode
             found[key] = found.get(key, 0) + max(0, end.sample_bytes - start.sample_bytes)
     return found
@@ -250,7 +262,7 @@ def _is_line(*stretches: Stretch) -> bool:
 
 
 def _kind(moment: TracedMoment) -> tuple[object, ...]:
-    return (moment.segment, moment.mode, moment.turn, moment.backward)
+    return (moment.segment, moment.mode, moment.sharded, moment.turn, moment.backward)
 
 
 def _worst(found: Timeline) -> tuple[TracedMoment, ...]:

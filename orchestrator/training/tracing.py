@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.batch_norm import batch_norms
 from orchestrator.training.batch_norm import prepare as prepare_batch_norms
+from orchestrator.training.cuda_autocast import as_on_cuda
 from orchestrator.training.decoder import decoder_recipe
 from orchestrator.training.freezing import freeze_for
 from orchestrator.training.precision import LOW_PRECISION
@@ -48,6 +50,9 @@ SAMPLES = (1, 2)  # micro-batches: beyond them everything is linear
 DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
 BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # when all has thawed that ever will
+# What a trace may take beside what is there once torch is imported: fake tensors are a few hundred MB of Python objects
+# (a decoder of 70 billion parameters, measured); a model that makes its weights with a memory of their own is stopped.
+ADDRESS_SPACE_BYTES = 16 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,7 @@ class Arithmetic:
 
     precision: Precision
     autocast: bool
+    cuda: bool = False  # autocast as it is there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +83,7 @@ def request_from_json(data: dict[str, Any]) -> Request:
         family=data["family"],
         sequence_length=data["sequence_length"],
         arithmetics=tuple(
-            Arithmetic(precision=Precision(each["precision"]), autocast=each["autocast"])
+            Arithmetic(precision=Precision(each["precision"]), autocast=each["autocast"], cuda=each["cuda"])
             for each in data["arithmetics"]
         ),
     )
@@ -116,8 +122,11 @@ class _Traced:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
         self._recorder = Recorder(self._recipes)
-        with _as_with_values():
-            recorded = [self._steps(mode) for mode in ActivationCheckpointing]
+        with _as_with_values(), as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
+            cases = [(mode, False) for mode in ActivationCheckpointing]
+            if recipe.then and self._autocast is None:
+                cases += [(mode, True) for mode in ActivationCheckpointing]
+            recorded = [self._steps(mode, sharded=sharded) for mode, sharded in cases]
         self.timeline: Timeline = timeline(self._recorder.named_places(), recorded)
 
     def profile(self, found: Timeline) -> ModelProfile:
@@ -132,22 +141,26 @@ class _Traced:
             updated_before_largest=self._recorder.updated_before_largest,
         )
 
-    def _steps(self, mode: ActivationCheckpointing) -> Steps:
+    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool) -> Steps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]
         norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
         with _forwards_put_back((*layers, *norms)):
             recompute(layers, mode)
-            first, second = (self._step(samples, norms) for samples in SAMPLES)
-        return Steps(mode=mode, samples=SAMPLES, phases=(first, second))
+            first, second = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
+        return Steps(mode=mode, sharded=sharded, samples=SAMPLES, phases=(first, second))
 
-    def _step(self, samples: int, norms: list[Any]) -> list[Phase]:
-        """The forward and backward passes of one optimizer step, every recipe in its turn."""
+    def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> list[Phase]:
+        """The forward and backward passes of one optimizer step, every recipe in its turn.
+
+        `sharded`: as FSDP2 has it, under which recipes out of turn ask for gradients too (training/alternating.py).
+        """
         real = self._recipes[0].dataset.batch(range(samples))
         training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
         with _forwards_put_back(norms), self._fake, self._recorder.step():
             prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
-                with self._recorder.turn(turn), _standing_still(self._recipes, recipe):
+                still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
+                with self._recorder.turn(turn), still:
                     self._forward_backward(recipe, tuple(map(self._fake.from_tensor, real)))
         return self._recorder.phases
 
@@ -337,12 +350,26 @@ def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def _limit_address_space(more_bytes: int) -> None:
+    """From now on this process may map so much more: asking for more fails there and then, not by the kernel's hand.
+
+    Where the system does not count mapped pages (all but Linux) there is no limit.
+    """
+    mapped = Path("/proc/self/statm")
+    if mapped.exists():
+        used_bytes = int(mapped.read_text().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = used_bytes + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
 def main(arguments: list[str]) -> int:
     """Print the profiles of the request file, or on exit code 2 what is wrong with the job.
 
     What the model's own code prints goes to standard error.
     """
     request = request_from_json(json.loads(Path(arguments[0]).read_text()))
+    _limit_address_space(ADDRESS_SPACE_BYTES)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)
         try:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
-from orchestrator.specs.model import Freeze, ModelSpec, TrainingSpec
+from orchestrator.memory.profiles import decoder_profile
+from orchestrator.service.profiling import PROGRAM
+from orchestrator.specs.model import DecoderSpec, Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, TracedMoment
 from orchestrator.training import tracing
+from orchestrator.training.cuda_autocast import as_on_cuda
+from orchestrator.training.recipe import Recipe
 from orchestrator.training.timeline import Place, Timeline, Unlike, deeper
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 
@@ -43,20 +54,79 @@ def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfi
 
 @pytest.mark.timeout(600)  # 10 s on an idle core: importing transformers
 def test_a_few_layers_stretched_are_the_profile_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths: list[int] = []
+    build = tracing.build
+
+    def counted(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+        depths.append(config.num_hidden_layers)
+        return build(request, arithmetic, config)
+
+    monkeypatch.setattr(tracing, "build", counted)
     stretched = traced(ModelSpec(hf=LLAMA))
+    assert depths == [4, 6]
     monkeypatch.setattr(tracing, "DEPTHS", (4, 100))
     assert stretched == traced(ModelSpec(hf=LLAMA))
+    assert depths == [4, 6, 8]
     assert [(segment.name, segment.count) for segment in stretched.segments][1] == ("model.layers", 8)
     assert stretched.attention == "flash"
 
 
-def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time() -> None:
+def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_but_under_fsdp2() -> None:
     config = {"width": 16, "frames": 16, "samples": 8, "discriminator_learning_rate": 1e-3}
     found = traced(ModelSpec(factory=f"{EXAMPLES}/vocoder_gan.py:build", config=config))
     discriminator, generator = found.turns
     assert found.trained_parameters == found.parameters == discriminator + generator
-    made = [max(one.own + one.done for one in found.moments if one.turn == turn) for turn in (0, 1)]
-    assert all(0 < elements <= of_turn for elements, of_turn in zip(made, found.turns, strict=True)), made
+
+    def made(turn: int, *, sharded: bool) -> int:
+        return max(one.own + one.done for one in found.moments if (one.turn, one.sharded) == (turn, sharded))
+
+    assert 0 < made(0, sharded=False) <= discriminator
+    assert 0 < made(1, sharded=False) <= generator
+    assert generator < made(1, sharded=True) <= discriminator + generator
+
+
+def test_products_of_matrices_are_those_of_the_closed_form() -> None:
+    decoder = DecoderSpec(
+        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
+    )
+    found, known = traced(ModelSpec(decoder=decoder)), decoder_profile(decoder, "model", Precision.FP32, 32, 1, False)
+    ours, theirs = (next(each for each in one.segments if each.count == 3) for one in (found, known))
+    assert sorted(ours.matmuls) == sorted(theirs.matmuls)
+    assert ours.forward_flops == theirs.forward_flops
+
+
+def test_a_convolution_is_the_product_of_patches_and_filters() -> None:
+    model = ModelSpec(
+        factory=f"{EXAMPLES}/vocoder_gan.py:build",
+        config={"width": 16, "frames": 16, "samples": 8, "discriminator_learning_rate": 1e-3},
+    )
+    for segment in traced(model).segments:
+        products = sum(2.0 * rows * inner * columns for rows, inner, columns in segment.matmuls)
+        assert products == segment.forward_flops, segment.name
+
+
+def test_autocast_as_on_cuda_widens_what_cuda_does_and_nothing_else() -> None:
+    given, weight = torch.ones(2, 8, 4, dtype=torch.bfloat16), torch.ones(8)
+
+    def widths() -> dict[str, torch.dtype]:
+        with torch.autocast("cpu", torch.bfloat16):
+            made = {
+                "norm": functional.group_norm(given, 4, weight, weight),
+                "softmax": functional.softmax(given, -1),
+                "said": functional.softmax(given, -1, dtype=torch.bfloat16),
+                "sum": given.sum(),
+                "enlarged": functional.interpolate(given, scale_factor=2.0),
+                "product": given @ given.mT,
+                "activation": functional.silu(given),
+            }
+        return {name: tensor.dtype for name, tensor in made.items()}
+
+    before = widths()
+    with as_on_cuda():
+        inside = widths()
+    assert {name for name, dtype in inside.items() if dtype is torch.float32} == {"norm", "softmax", "sum", "enlarged"}
+    assert set(before.values()) == {torch.bfloat16}
+    assert widths() == before
 
 
 def test_what_is_frozen_has_no_gradients() -> None:
@@ -67,6 +137,23 @@ def test_what_is_frozen_has_no_gradients() -> None:
     assert part.parameters == whole.parameters
     assert part.trained_parameters == whole.trained_parameters - layer
     assert max(one.own + one.done for one in part.moments) <= part.trained_parameters
+
+
+def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
+    factory = tmp_path / "greedy.py"
+    factory.write_text("import torch\ndef build(config):\n    return torch.ones(2**34)\n")  # 64 GiB
+    request = Request(
+        model=ModelSpec(factory=f"{factory}:build"),
+        training=TrainingSpec(),
+        family="model",
+        sequence_length=8,
+        arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
+    )
+    asked = tmp_path / "request.json"
+    asked.write_text(json.dumps(dataclasses.asdict(request)))
+    child = subprocess.run([sys.executable, "-m", PROGRAM, str(asked)], capture_output=True, text=True, check=False)
+    assert child.returncode not in (0, -signal.SIGKILL)
+    assert "allocate" in child.stderr.splitlines()[-1], child.stderr
 
 
 def test_layers_that_do_not_grow_by_equal_steps_are_not_stretched() -> None:

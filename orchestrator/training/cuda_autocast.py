@@ -1,0 +1,80 @@
+"""What autocast does on CUDA, done to CPU tensors: there more operations compute in fp32, and save it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch 2.13.0.
+FP32 = (
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+    *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus"),
+    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm"),
+    *("frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss"),
+    *("cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss"),
+    *("smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss"),
+    *("soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits"),
+    *("dist", "pdist", "cdist", "renorm", "logsumexp"),
+    *("upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d"),
+    *("upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
+    *("_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+)
+FP32_UNLESS_SAID = (
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
+)
+LOW = (torch.bfloat16, torch.float16)
+_AUTOCAST = torch._C.DispatchKey.AutocastCPU
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within, `torch.autocast("cpu")` computes in fp32 what `torch.autocast("cuda")` does.
+
+    What both do is left to torch. What only the CPU's does in fp32 (pooling, padding, sampling of images) stays so.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    names = [(name, _in_fp32) for name in FP32] + [(name, _in_fp32_unless_said) for name in FP32_UNLESS_SAID]
+    for name, kernel in names:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+            library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]  # private: it ends with the context, not with the process
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _in_fp32(operation: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
+            return operation(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+
+    return kernel
+
+
+def _in_fp32_unless_said(operation: Any) -> Callable[..., Any]:
+    """The result is fp32, from what is given as it is; where a type is said, that one."""
+    schema = [argument.name for argument in operation._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        said = {**dict(zip(schema, args, strict=False)), **kwargs}
+        if said["self"].dtype in LOW and said.get("dtype") is None:
+            said["dtype"] = torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST)):
+            return operation(said.pop("self"), **said)
+
+    return kernel
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value

@@ -1,0 +1,71 @@
+"""Laws of what DeepSpeed's gradients fill."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.memory.buckets import filling, largest_share
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import ModelProfile, Segment, Source
+
+SIZES = st.lists(st.integers(1, 90), min_size=1, max_size=5)
+MODELS = st.lists(st.tuples(st.integers(1, 4), SIZES), min_size=1, max_size=4)
+
+
+def model(parts: list[tuple[int, list[int]]]) -> ModelProfile:
+    """Segments of so many parts with gradients of these sizes."""
+    segments = tuple(
+        Segment(
+            name=str(number),
+            count=count,
+            parameters=sum(sizes),
+            saved_bytes=0,
+            checkpointed_bytes=0,
+            transient_bytes=0,
+            forward_flops=0.0,
+            largest_parameter=max(sizes),
+            tensors=tuple(sizes),
+        )
+        for number, (count, sizes) in enumerate(parts)
+    )
+    return ModelProfile(family="drawn", precision=Precision.FP32, source=Source.DECLARED, segments=segments)
+
+
+def in_order(profile: ModelProfile) -> list[int]:
+    """Of parameters: the reverse of the order of gradients."""
+    backward = [each for segment in reversed(profile.segments) for each in segment.tensors * segment.count]
+    return backward[::-1]
+
+
+@given(MODELS, st.integers(1, 200))
+def test_every_gradient_is_reduced_once_and_no_bucket_holds_more_than_it_can(
+    parts: list[tuple[int, list[int]]], bucket: int
+) -> None:
+    profile = model(parts)
+    found, largest = filling(profile, bucket), max(in_order(profile))
+    reduced = [elements for each in found.reduced.values() for _, elements in each]
+    assert sum(reduced) + found.rest == profile.trained_parameters
+    assert all(0 < elements <= max(bucket, largest) for elements in (*reduced, found.rest))
+    assert bool(reduced) == (profile.trained_parameters > bucket and len(in_order(profile)) > 1)
+
+
+@given(MODELS)
+def test_at_the_start_of_a_backward_pass_nothing_was_reduced(parts: list[tuple[int, list[int]]]) -> None:
+    profile = model(parts)
+    found, last = filling(profile, 50), len(profile.segments) - 1
+    assert not found.has_begun((last, 0), 0)
+    first = next(iter(found.reduced), None)
+    if first is not None:
+        assert found.has_begun(first, profile.segments[first[0]].trained_parameters)
+
+
+@given(MODELS, st.integers(1, 9))
+def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
+    parts: list[tuple[int, list[int]]], shares: int
+) -> None:
+    profile = model(parts)
+    sizes, each = in_order(profile), -(-profile.trained_parameters // shares)
+    owners = [rank for tensor, size in enumerate(sizes) for rank in [tensor] * size]
+    held = [sum(sizes[tensor] for tensor in set(owners[begin : begin + each])) for begin in range(0, len(owners), each)]
+    assert largest_share(profile, shares) == max(held)
