@@ -61,7 +61,7 @@ class Lease:
         """`journal` is its name in what is said. Nothing is held before `take`."""
         self._journal = journal
         self._fence: int | None = None
-        self._renewed_s = 0.0
+        self._renewed_s = -LEASE_S  # by the monotonic clock
 
     @property
     def is_sure(self) -> bool:
@@ -104,6 +104,7 @@ class Lease:
 
     def give_up(self, connection: sa.Connection) -> None:
         """Let others take it at once."""
+        self._renewed_s = -LEASE_S
         connection.execute(_lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now))
 
     def holder(self, connection: sa.Connection) -> str:

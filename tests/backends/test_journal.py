@@ -144,7 +144,7 @@ def build(noun: type) -> st.SearchStrategy:
 attempts = build(Attempt)
 jobs = st.builds(
     Job,
-    id=st.text(),
+    id=st.integers(1, 10**9).map("lm.x_y-{}".format),
     spec=...,
     order=...,
     submitted_at_s=...,

@@ -1,0 +1,120 @@
+"""Two services on one journal never both act, on a file and on a database, whoever is stopped and for how long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends import ownership
+from orchestrator.backends.journal import Journal
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.state import Woke
+from tests.backends.postgres import PASSWORD, Server
+
+LEASE_S = 2.0
+SECOND = 1_000_000  # first number of the second leader
+
+
+@pytest.fixture
+def database(postgres: Server) -> str:
+    """The address of a journal whose tables are there already."""
+    url = postgres.new_database()
+    Journal(url).close()
+    return url
+
+
+@contextmanager
+def leader(url: str, first: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.backends.leader", url, str(first), str(LEASE_S)]
+    root = Path(__file__).parents[2]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=root, text=True, bufsize=1, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def acts(process: subprocess.Popen[str], times: int) -> list[int]:
+    return [int(process.stdout.readline()) for _ in range(times)]
+
+
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_a_leader_that_was_stopped_beyond_its_lease_never_acts_again(database: str, turn: int) -> None:
+    """Wherever it was stopped: between two transactions, or in the middle of one."""
+    with ExitStack() as stack:
+        old = stack.enter_context(leader(database, 0))
+        acted = acts(old, 5 + 7 * turn)
+        os.kill(old.pid, signal.SIGSTOP)
+        new = stack.enter_context(leader(database, SECOND))
+        taken = acts(new, 5)
+        os.kill(old.pid, signal.SIGCONT)
+        rest, said = old.communicate(timeout=30)
+        acted += [int(line) for line in rest.split()]
+        assert old.returncode == 1
+        assert "taken over by process" in said or "idle-in-transaction" in said
+        assert PASSWORD not in said
+        taken += acts(new, 5)  # the old one's end did not disturb it
+    with closing(Journal(database)) as journal:
+        kept = [int(event.at_s) for event in journal.events()]
+    first_of_new = kept.index(SECOND)
+    assert all(number < SECOND for number in kept[:first_of_new])
+    assert all(number >= SECOND for number in kept[first_of_new:]), "both wrote"
+    assert set(acted) <= set(kept[:first_of_new]), "the old leader acted on what was not kept"
+    assert set(taken) <= set(kept)
+
+
+def test_the_lease_of_a_killed_leader_ends_by_itself(database: str) -> None:
+    with leader(database, 0) as old:
+        acts(old, 3)
+        old.kill()
+        began_s = time.monotonic()
+        with leader(database, SECOND) as new:
+            acts(new, 3)
+            assert time.monotonic() - began_s < 60
+
+
+def test_a_living_leader_keeps_others_out_and_is_named(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "LEASE_S", LEASE_S)
+    with closing(Journal(database)) as first:
+        with pytest.raises(ServiceError, match=f"in use by process {os.getpid()} on ") as refused:
+            Journal(database)
+        assert PASSWORD not in str(refused.value)
+        first.append([(Woke(at_s=1), ())])
+    with closing(Journal(database)) as second:  # at once: the lease was given up
+        assert [event.at_s for event in second.events()] == [1]
+        with pytest.raises(ServiceError, match="is closed in this process"):
+            first.confirm()
+
+
+def test_a_stopped_holder_of_a_file_keeps_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/journal.db"
+    with leader(url, 0) as old:
+        acts(old, 3)
+        os.kill(old.pid, signal.SIGSTOP)
+        with pytest.raises(ServiceError, match=f"in use by process {old.pid}"):
+            Journal(url)
+        os.kill(old.pid, signal.SIGCONT)
+        acts(old, 3)
+
+
+def test_a_wrong_password_is_refused_and_not_shown(postgres: Server) -> None:
+    wrong = "n0t-th1s"
+    with pytest.raises(ServiceError, match="password authentication failed") as refused:
+        Journal(postgres.url(password=wrong))
+    assert wrong not in str(refused.value)
+    assert refused.value.__cause__ is None or wrong not in str(refused.value.__cause__)
+
+
+def test_a_database_that_went_away_is_told_as_such(postgres: Server) -> None:
+    with pytest.raises(ServiceError, match="database that is away") as refused:
+        Journal(postgres.url().replace(str(postgres.port), "1"))
+    assert PASSWORD not in str(refused.value)

@@ -1,0 +1,98 @@
+"""A world that outlives the service: a folder in which attempts are files that say when they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
+from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, Released, Started, Stop
+
+RUNS_S = 0.03
+POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An attempt as the world saw it."""
+
+    name: str
+    order: int  # of its job
+    devices: tuple[tuple[str, int], ...]
+    began_s: float
+    ends_s: float
+
+
+class FolderBackend:
+    """Every attempt succeeds RUNS_S after its launch, whether or not a service is there to see it."""
+
+    def __init__(self, folder: Path, cluster: ClusterSpec) -> None:
+        self._folder = folder
+        self._nodes = idle_nodes(cluster)
+        self._told_nodes = False
+        self._watched: dict[str, tuple[Attempt, float]] = {}
+        self._outbox: list[Event] = []
+
+    def launch(self, action: Launch) -> None:
+        self.adopt(action.job, action.attempt)
+
+    def adopt(self, job: Job, attempt: Attempt) -> None:
+        path = self._folder / f"{attempt.name}.json"
+        if not path.exists() and attempt.status is not AttemptStatus.ENDED:
+            _begin(path, job, attempt)
+        ends_s = json.loads(path.read_text())["ends_s"] if path.exists() else 0.0
+        self._watched[attempt.name] = attempt, ends_s
+        self._outbox.append(Started(job_id=job.id, number=attempt.number, at_s=time.time()))
+
+    def stop(self, action: Stop) -> None:
+        raise AssertionError(f"nobody asked for the end of {action.name}")
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        deadline_s = time.time() + timeout_s
+        while True:
+            self._look()
+            if self._outbox or time.time() >= deadline_s:
+                told, self._outbox = self._outbox, []
+                return told
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        self._watched.clear()
+
+    def _look(self) -> None:
+        now_s = time.time()
+        if not self._told_nodes:
+            self._told_nodes = True
+            self._outbox.append(NodesSeen(nodes=self._nodes, declared=self._nodes, at_s=now_s))
+        over = [attempt for attempt, ends_s in self._watched.values() if ends_s <= now_s]
+        for attempt in over:
+            del self._watched[attempt.name]
+            ranks = tuple(RankEnd(rank=rank, exit_code=0) for rank in range(attempt.plan.world_size))
+            which = {"job_id": attempt.job_id, "number": attempt.number, "at_s": now_s}
+            self._outbox += (Finished(evidence=Evidence(ranks=ranks), **which), Released(**which))
+
+
+def _begin(path: Path, job: Job, attempt: Attempt) -> None:
+    """Write the file whole or not at all; a second one of that name would be an error."""
+    now_s = time.time()
+    held = [(part.node, index) for part in attempt.placement for index in part.devices]
+    text = {"order": job.order, "devices": held, "began_s": now_s, "ends_s": now_s + RUNS_S}
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(text))
+    os.link(draft, path)
+    draft.unlink()
+
+
+def runs(folder: Path) -> list[Run]:
+    """Every attempt that ever began, in the order of their beginnings."""
+    found = []
+    for path in folder.glob("*.json"):
+        said = json.loads(path.read_text())
+        held = tuple((node, index) for node, index in said.pop("devices"))
+        found.append(Run(name=path.stem, devices=held, **said))
+    return sorted(found, key=lambda run: run.began_s)

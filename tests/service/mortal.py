@@ -1,0 +1,51 @@
+"""A process that forks a service for every home named on its input, so that a kill meets the service, not imports.
+
+Answers each line with the service's pid, and then with how it ended. The service is the real one (journal, controller,
+HTTP), on a world that is a folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+from orchestrator.backends.journal import Journal
+from orchestrator.service.api import Service, create_app
+from orchestrator.service.controller import Controller
+from orchestrator.service.daemon import served
+from orchestrator.service.lifecycle import write_service_file
+from tests.scheduling.world import cluster, device
+from tests.service.folder_world import FolderBackend
+
+CLUSTER = cluster(("node", 2, 2, device("small", "512MiB")))
+
+
+def serve(home: Path) -> None:
+    """Serve until killed."""
+    with closing(Journal(f"sqlite:///{home / 'journal.sqlite'}")) as journal:
+        controller = Controller(journal, FolderBackend(home / "world", CLUSTER), time.time)
+        service = Service(
+            controller=controller,
+            home=home,
+            token=(home / "token").read_text(),
+            cluster=CLUSTER.name,
+            tracking_uri="",
+            shut_down=lambda: None,
+        )
+        with served(create_app(service)) as port:
+            write_service_file(home, port)
+            controller.run(threading.Event())
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            serve(Path(line.strip()))
+            os._exit(0)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
