@@ -121,6 +121,8 @@ def attempt_content(
         "family": job.spec.family_name,
         "peak_moment": attempt.estimate.moment,
     }
+    if attempt.evidence is not None and attempt.evidence.lost:
+        tags["not_resumed"] = hide(", ".join(attempt.evidence.lost))
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
     outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()

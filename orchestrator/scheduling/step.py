@@ -15,7 +15,7 @@ from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admit
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.menu import NeverFits
 from orchestrator.scheduling.outcome import observe
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
 from orchestrator.specs.plan import changes
 from orchestrator.specs.state import (
     Action,
@@ -153,14 +153,15 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
         attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence, failure=failure
     )
     job = _with_attempt(job, attempt)
-    job = _succeeded(job) if failure is None else _failed(job, attempt, failure, event.at_s)
+    job = _succeeded(job, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return _with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _succeeded(job: Job) -> Job:
-    return replace(job, status=JobStatus.SUCCEEDED, reason="finished")
+def _succeeded(job: Job, evidence: Evidence) -> Job:
+    lost = f"; its last start did not take up again {', '.join(evidence.lost)}" if evidence.lost else ""
+    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}")
 
 
 def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:

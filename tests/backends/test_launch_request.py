@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
+from orchestrator.backends.launch_request import GUARD, INHERITED, LaunchNode, LaunchRequest, guarded, launch_request
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job import JobSpec
@@ -143,3 +144,89 @@ GUARDED = (str(GUARD), "guard.json", "--")
 )
 def test_the_guard_stands_between_interpreter_and_program(command: str, started: tuple[str, ...]) -> None:
     assert guarded(tuple(command.split()), "guard.json", PYTHON) == started
+
+
+def launched(
+    launch: str, *, device: DeviceSpec = GPU, command: str = "python -u train.py --x", **changes: object
+) -> LaunchRequest:
+    """On two nodes of two devices, or one where the launcher knows no other."""
+    placement = BOTH[:1] if launch in ("self", "dora") else BOTH
+    start = launch_of("j", script(launch=launch, command=command, gpus=4, **changes), placement)
+    return launch_request(start.job, start.attempt, HOME, nodes(device), master_port=29999, python=PYTHON)
+
+
+PROGRAM = (str(GUARD), str(HOME / "jobs/j/attempts/1/guard.json"), "--", "train.py", "--x")
+
+
+@pytest.mark.parametrize(
+    ("launch", "own"),
+    [
+        (
+            "torchrun",
+            "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank {} --master-addr 10.0.0.1 "
+            "--master-port 29999",
+        ),
+        (
+            "accelerate",
+            f"-m accelerate.commands.launch --config_file {HOME}/jobs/j/attempts/1/accelerate.yaml --num_machines 2 "
+            "--num_processes 4 --machine_rank {} --main_process_ip 10.0.0.1 --main_process_port 29999",
+        ),
+    ],
+)
+def test_a_launcher_starts_the_guard_on_every_node_and_meets_on_the_first(launch: str, own: str) -> None:
+    made = launched(launch)
+    starts = [rank for _, ranks in made.ranks for rank in ranks]
+    assert [start.rank for start in starts] == [0, 2], "the first rank of each node"
+    for number, start in enumerate(starts):
+        assert start.argv == (PYTHON, "-u", *own.format(number).split(), *PROGRAM)
+    told = [dict(start.env) for start in starts]
+    assert not [name for env in told for name in env if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in told} == {"0,1"}
+
+
+def test_deepspeeds_launcher_is_told_every_node_and_its_devices() -> None:
+    starts = [rank for _, ranks in launched("deepspeed").ranks for rank in ranks]
+    for number, start in enumerate(starts):
+        world = next(word for word in start.argv if word.startswith("--world_info="))
+        assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"n0": [0, 1], "n1": [0, 1]}
+        assert f"--node_rank={number}" in start.argv
+        assert start.argv[-len(PROGRAM) :] == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("launch", "command", "argv"),
+    [
+        ("self", "python -u train.py -e voice", (PYTHON, "-u", "train.py", "-e", "voice")),
+        ("self", "./train.sh", ("./train.sh",)),
+        ("dora", "dora run solver=x", ("dora", "run", "-d", "--ddp_workers", "2", "solver=x")),
+    ],
+)
+def test_ranks_that_others_spawn_inherit_the_guard(launch: str, command: str, argv: tuple[str, ...]) -> None:
+    made = launched(launch, command=command, env={"PYTHONPATH": "/repo"})
+    ((_, (start,)),) = made.ranks
+    env = dict(start.env)
+    assert start.argv == argv
+    assert env["PYTHONPATH"] == f"{INHERITED}:/repo", "the user's own comes along"
+    assert env["ORC_GUARD"] == str(HOME / "jobs/j/attempts/1/guard.json")
+    assert (INHERITED / "sitecustomize.py").is_file()
+
+
+def test_a_script_that_opens_its_config_itself_runs_in_a_folder_of_links() -> None:
+    knobs = {"micro_batch_size": {"key": "batch_size"}}
+    made = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml"}, knobs=knobs)
+    assert (made.workdir, made.linked) == (f"{HOME}/jobs/j/attempts/1/work", ("/repo", "conf/config.yaml"))
+    assert dict(made.files)[f"{HOME}/jobs/j/attempts/1/work/conf/config.yaml"] == "batch_size: 1\n"
+    told = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml", "flag": "-c"}, knobs=knobs)
+    assert (told.workdir, told.linked) == ("/repo", None)
+    assert told.ranks[0][1][0].argv[-2:] == ("-c", f"{HOME}/jobs/j/attempts/1/config.yaml")
+
+
+def test_what_goes_before_a_restart_is_told_the_checkpoint_and_the_arguments() -> None:
+    spec = script(resume={"before": "python carry.py {checkpoint} {arguments}"}, knobs={"output_dir": {"flag": "-o"}})
+    start = launch_of("j", spec, BOTH)
+    made = [
+        launch_request(start.job, start.attempt, HOME, nodes(), master_port=1, python=PYTHON, resume_from=checkpoint)
+        for checkpoint in (None, "/c")
+    ]
+    assert made[0].before is None, "there is nothing to go on from"
+    assert made[1].before == (PYTHON, "carry.py", "/c", "-u", "train.py", "-o", f"{HOME}/jobs/j/output")

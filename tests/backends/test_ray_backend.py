@@ -364,3 +364,32 @@ def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+MEETING = """
+import os
+import torch
+
+torch.distributed.init_process_group("gloo")
+ranks = torch.ones(1)
+torch.distributed.all_reduce(ranks)
+print(f"rank {os.environ['RANK']} met {int(ranks)} in group {os.environ['GROUP_RANK']}", flush=True)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.long
+def test_torchrun_meets_over_nodes_by_the_placement_and_its_ranks_are_guarded(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MEETING)
+    placement = (NodeDevices(node="n0", devices=(0,)), NodeDevices(node="n1", devices=(0,)))
+    spec = script(command="python train.py", launch="torchrun", workdir=str(tmp_path))
+    launch = launch_of("meeting", spec, placement)
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert [(end.rank, end.exit_code) for end in evidence.ranks] == [(0, 0), (1, 0)], evidence.ranks[0].log_tail
+    for rank in (0, 1):
+        assert f"rank {rank} met 2 in group {rank}" in evidence.ranks[rank].log_tail
+    assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 1), (1, 1)]

@@ -69,6 +69,18 @@ def test_out_of_memory_before_the_first_checkpoint_is_cured_in_a_folder_that_is_
 
 
 @pytest.mark.long
+def test_out_of_memory_in_the_codec_lowers_its_own_batch_and_leaves_training_alone(tmp_path: Path) -> None:
+    folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
+    job = Drive(home, cluster("110MiB", devices=1)).run(parler(folder, "--codec_frames", "8192"))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), job.reason
+    first, second = job.attempts
+    assert first.failure is not None
+    assert first.failure.phase == "encoding"
+    assert second.plan.phase_batch_sizes == (("encoding", 4),)
+    assert second.plan.micro_batch_size == first.plan.micro_batch_size
+
+
+@pytest.mark.long
 def test_half_a_checkpoint_is_passed_over_for_the_whole_one_before(tmp_path: Path) -> None:
     folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
     job = Drive(home, cluster("256MiB", devices=1)).run(parler(folder, "--max_steps", "6", "--die_at", "4", steps=6))

@@ -1,0 +1,82 @@
+"""Laws of the watchdog's counter: it reads a log once, as it grows, and knows where it began."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from orchestrator.backends.outcome import lost, missing, newest_checkpoint
+from orchestrator.backends.progress import LogCounter, Progress
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import AttemptFolder, JobFolder
+
+
+def script(**changes: object) -> JobSpec:
+    return JobSpec.model_validate({"name": "j", "command": "./train.sh", "global_batch_size": 1, **changes})
+
+
+def test_a_counter_follows_a_growing_log_over_half_lines_and_progress_bars(tmp_path: Path) -> None:
+    log, counter = tmp_path / "rank0.log", LogCounter(re.compile(rb"step (\d+)"))
+    for text, counts in (
+        (b"loading\nste", None),
+        (b"p 7\nste", (7, 7)),
+        (b"p 12", (7, 7)),
+        (b"8\rstep 129\r", (7, 129)),
+        (b"no news\n", (7, 129)),
+    ):
+        with log.open("ab") as file:
+            file.write(text)
+        counter.follow([log, tmp_path / "none"])
+        assert counter.counts == counts
+
+
+def test_a_log_that_talks_without_counting_is_no_progress(tmp_path: Path) -> None:
+    """LatentSync tells of every error that it swallows, for ever."""
+    folder = AttemptFolder(tmp_path)
+    spec = script(progress=r"Steps: (\d+)", hang_timeout="0s", startup_timeout="1h")
+    progress = Progress(spec, folder, 1, (0,))
+    folder.log(0).write_text("INFO - retry\n")
+    assert progress.hung_for_s() is None, "it may still be starting"
+    folder.log(0).write_text("INFO - retry\nSteps: 1\n")
+    assert progress.hung_for_s() is None, "a step"
+    folder.log(0).write_text("INFO - retry\nSteps: 1\n" + "INFO - retry\n" * 9)
+    assert progress.hung_for_s() is not None
+    silent = Progress(script(hang_timeout="0s"), folder, 1, (0,))
+    assert silent.hung_for_s() is None
+    folder.log(0).write_text("x" * 1000)
+    assert silent.hung_for_s() is None, "without a counter, growth is all there is to see"
+
+
+def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:
+    spec = script(success={"artifacts": ["assets/*.pth"], "log": "^Saved: yes"}, workdir=str(tmp_path))
+    jobs = JobFolder(tmp_path / "home", "j")
+    folder = jobs.attempt(2)
+    folder.path.mkdir(parents=True)
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets/old.pth").write_text("x")
+    folder.guard.write_text("{}")
+    os.utime(tmp_path / "assets/old.pth", ns=(1, 1))
+    assert missing(spec, jobs, folder, (0,)) == ("assets/*.pth", "a log line '^Saved: yes'")
+    (tmp_path / "assets/new.pth").write_text("x")
+    folder.log(0).write_text("it is not\nSaved: yes\n")
+    assert missing(spec, jobs, folder, (0,)) == ()
+
+
+def test_the_newest_checkpoint_is_by_step_not_by_time_and_whole(tmp_path: Path) -> None:
+    spec = script(resume={"checkpoints": "run-*/c-*.pt", "step": r"c-(\d+)\.pt"})
+    for name in ("run-b/c-9.pt", "run-a/c-10.pt", "run-b/c-8.pt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "run-a/c-10.pt")
+    (tmp_path / "run-a/c-10.pt").write_text("")
+    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "run-b/c-9.pt")
+
+
+def test_a_restart_tells_what_it_lost() -> None:
+    spec = script(resume={"step": r"c-(\d+)", "loses": ["the optimizer"]})
+    assert list(lost(spec, None, (1, 5), 9)) == [], "it was not to go on from anything"
+    assert list(lost(spec, "c-7", (8, 9), 7)) == ["the optimizer"]
+    began_again = "everything: it began at 1 again, after 7, with c-7 there"
+    assert list(lost(spec, "c-7", (1, 9), None)) == ["the optimizer", began_again]
