@@ -340,6 +340,19 @@ def simulate(
 
 
 @app.command()
+def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Tell when each job that runs or waits is expected to start and to end, with nothing more submitted."""
+    import time
+
+    from orchestrator.service.replay import expected_jobs, kept_state
+    from orchestrator.service.tables import expected_table
+
+    home = home.expanduser()
+    expected = expected_jobs(kept_state(home / "journal.sqlite"), time.time())
+    _answer({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
+
+
+@app.command()
 def replay(
     journal: Annotated[Path, typer.Argument(metavar="JOURNAL", help="Of a service, up or not: journal.sqlite.")],
     as_json: AsJson = False,

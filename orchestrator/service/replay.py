@@ -1,4 +1,4 @@
-"""What was decided, event by event, why, and would today's code decide the same?"""
+"""What does a journal tell of the past (every decision, and why), and of what is to come (each job's start and end)?"""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TypedDict
 
 from orchestrator.backends.journal import Journal
 from orchestrator.backends.ports import decisions
+from orchestrator.scheduling.forecast import Expected, forecast
 from orchestrator.scheduling.step import step
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.state import Action, Event, Launch, Record, State, Stop
+from orchestrator.specs.state import Action, Event, Job, Launch, Record, State, Stop
 
 
 class Decision(TypedDict):
@@ -25,6 +28,17 @@ class Decision(TypedDict):
     now: str  # what this version decides
     why: str  # in the words of this version, a line for each job
     same: bool
+
+
+class ExpectedJob(TypedDict):
+    """When a job runs, as far as can be known now."""
+
+    id: str
+    status: str
+    devices: int | None
+    start_s: float | None  # None: nothing is expected of it yet
+    end_s: float | None
+    why: str
 
 
 def kept_events(path: Path) -> Iterator[tuple[Event, str | None]]:
@@ -43,13 +57,32 @@ def kept_state(path: Path) -> State:
     return state
 
 
+def expected_jobs(state: State, now_s: float) -> list[ExpectedJob]:
+    """Every job that has not ended, the one that starts first on top; those of which nothing is expected last."""
+    found = forecast(replace(state, at_s=max(state.at_s, now_s)))
+    jobs = [job for job in state.jobs.values() if not job.status.ended]
+    told = [_expected(job, found.get(job.id)) for job in jobs]
+    return sorted(told, key=lambda one: inf if one["start_s"] is None else one["start_s"])
+
+
+def _expected(job: Job, one: Expected | None) -> ExpectedJob:
+    if one is None:
+        return ExpectedJob(id=job.id, status=job.status.value, devices=None, start_s=None, end_s=None, why=job.reason)
+    return ExpectedJob(
+        id=job.id,
+        status=job.status.value,
+        devices=one.devices,
+        start_s=one.start_s,
+        end_s=one.end_s,
+        why=job.reason,
+    )
+
+
 @contextmanager
 def copied(path: Path) -> Iterator[Journal]:
     """A copy of a journal: opening the journal itself would lock it and bring it up to date. Its service may be up."""
     if not path.is_file():
-        raise SpecError(
-            "there is no journal", source=str(path), hint="a service keeps journal.sqlite in its home"
-        )
+        raise SpecError("there is no journal", source=str(path), hint="a service keeps journal.sqlite in its home")
     with tempfile.TemporaryDirectory(prefix="orc-journal-") as folder:
         copy = Path(folder) / path.name
         try:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
-from orchestrator.service.replay import Decision
+from orchestrator.service.replay import Decision, ExpectedJob
 from orchestrator.service.simulate import Simulated, quantile
 from orchestrator.service.views import (
     AttemptView,
@@ -375,3 +375,27 @@ def replay_table(decided: Sequence[Decision]) -> RenderableType:
     if others:
         verdict += " Whatever follows the first of them may differ because of it."
     return Group(table, Text(verdict))
+
+
+def expected_table(expected: Sequence[ExpectedJob]) -> Table:
+    """When each job is expected to run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("WHY", overflow="fold")
+    for one in expected:
+        devices = "-" if one["devices"] is None else str(one["devices"])
+        table.add_row(
+            one["id"],
+            coloured(one["status"]),
+            devices,
+            _moment(one["start_s"]),
+            _moment(one["end_s"]),
+            Text(one["why"]),
+        )
+    return table
+
+
+def _moment(at_s: float | None) -> str:
+    """A minute of local time."""
+    return "not known" if at_s is None else time.strftime("%a %d %b %H:%M", time.localtime(at_s))

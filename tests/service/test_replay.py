@@ -81,6 +81,12 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     (tmp_path / "other.yaml").write_text(
         "name: three\nnodes: [{name: n, devices: 3, device: a100-80gb, host_memory: 64GiB}]\nlaunch_cost: 10s\n"
     )
+    assert ended(lambda: main(["forecast", "--home", str(tmp_path), "--json"])) == 0
+    first, second, third = json.loads(capsys.readouterr().out)["jobs"]
+    assert (first["status"], second["status"], third["status"]) == ("running", "queued", "queued")
+    assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], "one device, one after the other"
+    assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) == 0
+    assert third["id"] in capsys.readouterr().out
     asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
     assert ended(lambda: main(asked)) == 0
     report = json.loads(capsys.readouterr().out)
