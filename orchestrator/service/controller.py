@@ -50,14 +50,15 @@ Attempts may run that it would know nothing of. Start the version that wrote the
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     """Jobs whose submitter waits for an answer."""
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
     ids: list[str] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
     is_answered: bool = False
+    told: threading.Event = field(default_factory=threading.Event)  # that it is answered, or that it leads
 
 
 class Controller:
@@ -87,7 +88,9 @@ class Controller:
         self._version = 0
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
-        self._requests: deque[_Request] = deque()
+        self._queue = threading.Lock()
+        self._requests: deque[_Request] = deque()  # jobs that nobody has begun to keep
+        self._led = False  # whether a thread keeps them, or was told to
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
         for job in state.jobs.values():
@@ -118,10 +121,17 @@ class Controller:
         Whoever asks while others are being kept shares the next transaction with all who asked by then.
         """
         request = _Request(jobs)
-        self._requests.append(request)
-        with self._changed:
-            while not request.is_answered:
-                self._admit()
+        with self._queue:
+            self._requests.append(request)
+            leads, self._led = not self._led, True
+        if not leads:
+            request.told.wait()
+        if not request.is_answered:  # it is first in the queue, and its thread does the work of all who wait
+            self._admit()
+            with self._queue:
+                self._led = bool(self._requests)
+                if self._led:
+                    self._requests[0].told.set()
         if request.error is not None:
             raise request.error
         return request.ids
@@ -181,22 +191,27 @@ class Controller:
 
     def _admit(self) -> None:
         """Keep the jobs of those who wait for an answer, oldest first, in one transaction of about GROUP jobs."""
-        requests, events = [], list[Event]()
-        while self._requests and len(events) < GROUP:
-            request = self._requests.popleft()
-            requests.append(request)
-            for spec, fault in request.jobs:
-                order = self._state.submitted + len(events) + 1
-                job_id = f"{spec.name}-{order}"
-                request.ids.append(job_id)
-                events.append(Submitted(job_id=job_id, order=order, spec=spec, at_s=self._clock(), fault=fault))
-        error: Exception | None = None
-        try:
-            self._apply(events)
-        except Exception as refused:  # everybody who waits in this group is told, each in a thread of its own
-            error = refused
+        requests, events = list[_Request](), list[Event]()
+        error: BaseException | None = None
+        with self._changed:
+            while len(events) < GROUP and (request := self._next_request()) is not None:
+                requests.append(request)
+                for spec, fault in request.jobs:
+                    order = self._state.submitted + len(events) + 1
+                    job_id = f"{spec.name}-{order}"
+                    request.ids.append(job_id)
+                    events.append(Submitted(job_id=job_id, order=order, spec=spec, at_s=self._clock(), fault=fault))
+            try:
+                self._apply(events)
+            except BaseException as refused:  # told to everybody who waits in this group, each in a thread of its own
+                error = refused
         for request in requests:
             request.error, request.is_answered = error, True
+            request.told.set()
+
+    def _next_request(self) -> _Request | None:
+        with self._queue:
+            return self._requests.popleft() if self._requests else None
 
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide on each and commit them together; only what is committed is seen by others, and done."""
