@@ -16,9 +16,11 @@ from orchestrator.specs.attempt import Placement
 from orchestrator.specs.state import Job, Reservation, State
 
 RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break
-# Seconds that a job would wait to save a device-second, for each job per device of the cluster: an hour of the whole
-# cluster keeps every other job waiting for that hour.
-PRICE = 1.0
+# Seconds that a job would wait to save a device-second, for each other job per device of the cluster. At 1 a job would
+# count what it delays all that are there now; as many come while it runs, so that 2 is better on nearly all shaken
+# inputs of traces/plans/base.csv (2026-11), and 0 lets the first jobs take everything.
+PRICE = 2.0
+PRICE_ALONE = 0.1  # of a device-second where nobody else is there yet: for devices that hardly help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,8 @@ class _Offer:
 
 def price_of(desk: Desk) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
-    return PRICE * (len(desk.waiting) + len(desk.running)) / max(1, desk.devices)
+    others = max(0, len(desk.waiting) + len(desk.running) - 1)
+    return PRICE_ALONE + PRICE * others / max(1, desk.devices)
 
 
 def decide(

@@ -22,8 +22,8 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, State
 
-# What a job of unknown length is taken to need on the fewest devices that it may have: a day, so that it stands behind
-# what is known to be shorter, and its devices are promised to nobody too soon.
+# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
+# shorter, and its devices are promised to nobody too soon.
 UNKNOWN_LENGTH_S = 86_400.0
 
 
@@ -85,7 +85,7 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     ]
     if not fitting:
         return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted))
-    seconds = _lengths(job, [one for one, _, _ in fitting], device.name, calibrated)
+    seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
     all_of_them = tuple(
         Entry(candidate, shape, least, launch_cost_s + length_s)
         for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
@@ -121,11 +121,11 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     return max(0, job.spec.optimizer_steps - done)
 
 
-def attempt_seconds(job: Job, attempt: Attempt, calibrated: Calibration, launch_cost_s: float) -> float:
+def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:
     """How long an attempt is expected to take from its launch to its end."""
     left = steps_left(job, attempt)
     if left is None:
-        return launch_cost_s + UNKNOWN_LENGTH_S
+        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
     factor = calibrated.step_factors.get(attempt.plan.engine, 1.0)
     return launch_cost_s + left * (ran_before or attempt.step_s * factor)
@@ -150,15 +150,23 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
     return peaks
 
 
-def _lengths(job: Job, candidates: Sequence[Candidate], device: str, calibrated: Calibration) -> list[float]:
+def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration) -> list[float]:
     """Seconds of training left on each; the steps of a family that was measured are as slow as it was."""
     left = steps_left(job)
     if left is None:
-        slowest_s = max(one.step_s for one in candidates)
-        return [UNKNOWN_LENGTH_S * one.step_s / slowest_s for one in candidates]
-    measured = measured_step_s(job, device) if job.attempts else {}
+        return [_unknown_length_s(job, group, one.step_s) for one in candidates]
+    measured = measured_step_s(job, group.hardware.device.name) if job.attempts else {}
     factors = calibrated.step_factors
     return [left * (measured.get(one.plan) or one.step_s * factors.get(one.plan.engine, 1.0)) for one in candidates]
+
+
+def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
+    """Of a job of unknown length, on a plan of this step time: on the slowest plan it takes UNKNOWN_LENGTH_S."""
+    try:
+        slowest_s = max(one.step_s for one in frontier(job.spec, group.hardware).candidates)
+    except SpecError:  # what it runs on is no whole group any more
+        return UNKNOWN_LENGTH_S
+    return UNKNOWN_LENGTH_S * min(1.0, step_s / slowest_s)
 
 
 def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:

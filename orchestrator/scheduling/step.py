@@ -231,17 +231,17 @@ def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
 def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
     """Start whom to start. Whoever is ahead has its devices promised, so that nobody behind delays it.
 
-    A job that comes takes what is open; when devices come free, or other things are known, all is promised anew.
+    All is promised anew whenever devices are idle and a job came, devices came free, or other things are known.
     """
     if not state.nodes or not (desk.is_stale or desk.arrived):
         return state, ()
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
-    if desk.is_stale:
+    if desk.idle or desk.is_stale:
         desk.forget_promises()
         state = replace(state, reservations=())
     price = price_of(desk)
-    for waiting in desk.in_order() if desk.is_stale else tuple(desk.arrived):
+    for waiting in desk.in_order():
         if not desk.idle:
             break
         outcome = decide(state, desk, waiting, price, may_reserve=len(state.reservations) < RESERVATIONS_MAX)

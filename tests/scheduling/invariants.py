@@ -10,6 +10,7 @@ from typing import Any
 from orchestrator.backends.simulated_process import Process
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
+from orchestrator.scheduling.desk import Desk
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import Retries
 from orchestrator.specs.state import (
@@ -207,6 +208,20 @@ def _order(t: Transition) -> Iterator[str]:
                 yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
 
 
+def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
+    """What starts on devices that are promised to another is expected to have left them by then."""
+    promised = [one for one in t.after.reservations if t.after.jobs[one.job_id].status is JobStatus.QUEUED]
+    if len(promised) < len(t.after.reservations):
+        yield "devices are promised to a job that does not wait"
+    desk = Desk(t.after)
+    for launch in _of(Launch, t.actions):
+        end_s = desk.end_of(t.after.jobs[launch.job.id], launch.attempt)
+        for one in promised:
+            shared = set(devices(launch.attempt)) & {(part.node, i) for part in one.placement for i in part.devices}
+            if shared and end_s > one.start_s + 1e-6:
+                yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
+
+
 def _status_agrees(t: Transition) -> Iterator[str]:
     for job in t.after.jobs.values():
         live = bool(job.last and job.last.status is not AttemptStatus.ENDED)
@@ -275,6 +290,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _cancels_are_obeyed,
     _only_cancelled_jobs_are_stopped,
     _order,
+    _no_reservation_is_delayed,
     _status_agrees,
     _everything_is_recorded,
     _budgets_are_used,

@@ -1,0 +1,192 @@
+"""What the queue promises: a desk says no more than its state, nobody ahead is delayed, nobody starves, load saves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.scheduling import decide
+from orchestrator.scheduling import step as core
+from orchestrator.scheduling.availability import Pool
+from orchestrator.scheduling.desk import PATIENCE, Desk
+from orchestrator.scheduling.forecast import forecast
+from orchestrator.scheduling.step import step
+from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import (
+    CancelRequested,
+    Event,
+    Finished,
+    Launch,
+    NodesSeen,
+    Released,
+    State,
+    Submitted,
+)
+from tests.scheduling.factories import node
+from tests.scheduling.invariants import history, violations
+from tests.scheduling.test_properties import SLOW_IS_FINE, random_event
+
+SUCCESS = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
+LAUNCH_S = 30.0
+SEEDS = st.integers(0, 2**32)
+
+
+def script(seconds: dict[int, float], **said: object) -> JobSpec:
+    """A script that needs so many seconds of training on so many devices."""
+    speeds = {str(count): f"{each / 10}s" for count, each in seconds.items()}
+    spec = {"name": "job", "command": "python train.py", "global_batch_size": 8, "steps": 10, "speeds": speeds}
+    return JobSpec.model_validate(spec | said)
+
+
+def seen(*nodes: Node) -> NodesSeen:
+    return NodesSeen(nodes=nodes, declared=nodes, at_s=0.0)
+
+
+def submitted(number: int, spec: JobSpec, at_s: float = 1.0) -> Submitted:
+    return Submitted(job_id=f"job-{number}", order=number, spec=spec, at_s=at_s)
+
+
+def gone(number: int, at_s: float, attempt: int = 1) -> tuple[Event, ...]:
+    """The job has ended well and its devices are free."""
+    job_id = f"job-{number}"
+    return (
+        Finished(job_id=job_id, number=attempt, evidence=SUCCESS, at_s=at_s),
+        Released(job_id=job_id, number=attempt, at_s=at_s),
+    )
+
+
+def played(*events: Event) -> tuple[State, dict[str, Attempt]]:
+    """The state after all events, and every launch by job. No law may be broken on the way."""
+    transitions = history(events)
+    assert violations(transitions) == []
+    launches = (action for t in transitions for action in t.actions if isinstance(action, Launch))
+    return transitions[-1].after, {launch.job.id: launch.attempt for launch in launches}
+
+
+@SLOW_IS_FINE
+@given(SEEDS)
+def test_a_desk_says_what_its_state_says(seed: int) -> None:
+    """Carried along or made anew for each event: the same states and the same actions."""
+    draw = random.Random(seed)
+    state, desks = State(), list[Desk]()
+    for _ in range(draw.randint(1, 60)):
+        event = random_event(draw, state)
+        core._DESKS.clear()
+        anew = step(state, event)
+        core._DESKS[:] = desks
+        carried = step(state, event)
+        assert carried == anew
+        state, desks = carried[0], core._DESKS[:]
+
+
+def test_a_long_job_does_not_keep_the_short_ones_waiting_that_come_with_it() -> None:
+    long, short = script({1: 5000.0}), script({1: 10.0})
+    _, launches = played(
+        seen(node(devices=1)), submitted(1, short), submitted(2, long), submitted(3, short), *gone(1, 50.0)
+    )
+    assert list(launches) == ["job-1", "job-3"]
+
+
+def test_nobody_who_comes_after_a_job_was_due_goes_before_it() -> None:
+    """However short: so many come that the device is never idle, and still the long job runs."""
+    long, short = script({1: 1000.0}), script({1: 10.0})
+    due_s = 1.0 + PATIENCE * (LAUNCH_S + 1000.0)
+    events: list[Event] = [seen(node(devices=1)), submitted(1, short), submitted(2, long)]
+    state = State()
+    number, started = 2, []
+    for event in events:
+        state, actions = step(state, event)
+        started += [action.job.id for action in actions if isinstance(action, Launch)]
+    while "job-2" not in started:
+        number += 1
+        assert number < 1000, "starved"
+        now_s = state.at_s + 40.0
+        running = int(started[-1].split("-")[1])
+        for event in (submitted(number, short, now_s), *gone(running, now_s)):
+            state, actions = step(state, event)
+            started += [action.job.id for action in actions if isinstance(action, Launch)]
+    assert state.at_s <= due_s + 2 * 40.0
+
+
+def test_a_short_job_fills_the_gap_before_a_promise_and_a_longer_one_does_not() -> None:
+    wide, gap, longer = script({2: 100.0}), script({1: 20.0}), script({1: 400.0})
+    events = [
+        seen(node(devices=2)),
+        submitted(1, script({1: 100.0})),
+        submitted(2, wide),
+        submitted(3, longer),
+    ]
+    state, launches = played(*events)
+    assert set(launches) == {"job-1"}
+    (promise, *_) = state.reservations
+    assert (promise.job_id, promise.start_s) == ("job-2", 1.0 + LAUNCH_S + 100.0)
+    _, launches = played(*events, submitted(4, gap, 2.0))
+    assert set(launches) == {"job-1", "job-4"}
+
+
+def test_what_was_promised_to_a_cancelled_job_is_open_again() -> None:
+    _, launches = played(
+        seen(node(devices=2)),
+        submitted(1, script({1: 1000.0})),
+        submitted(2, script({2: 100.0})),
+        submitted(3, script({1: 5000.0})),
+        CancelRequested(job_id="job-2", at_s=5.0),
+    )
+    assert list(launches) == ["job-1", "job-3"]
+
+
+@pytest.mark.parametrize(("others", "devices"), [(0, 4), (8, 1)])
+def test_the_more_jobs_there_are_the_fewer_devices_each_takes(others: int, devices: int) -> None:
+    """Four devices make it twice as fast: alone it takes them; where others wait for them it does not."""
+    elastic = script({1: 1000.0, 2: 700.0, 4: 500.0})
+    crowd = [submitted(2 + number, elastic, 2.0) for number in range(1, others + 1)]
+    _, launches = played(
+        seen(node(devices=4)), submitted(1, script({4: 10.0})), submitted(2, elastic), *crowd, *gone(1, 60.0)
+    )
+    assert launches["job-2"].plan.world_size == devices
+
+
+def test_a_forecast_says_what_then_happens() -> None:
+    """With exact durations and nobody else, every job starts when it was told at its submission, on so many devices."""
+    jobs = [script({2: 50.0}), script({2: 80.0}), script({1: 30.0}), script({1: 300.0})]
+    events: list[Event] = [seen(node(devices=2)), *(submitted(i, spec, 0.0) for i, spec in enumerate(jobs, 1))]
+    state, launches = played(*events)
+    told = forecast(state)
+    assert set(told) == {"job-1", "job-2", "job-3", "job-4"}
+    for _ in range(len(jobs)):
+        running = {j.id: j for j in state.jobs.values() if j.last is not None and j.last.ended_at_s is None}
+        if not running:
+            break
+        first = min(running, key=lambda job_id: told[job_id].end_s)
+        for event in gone(int(first.split("-")[1]), told[first].end_s):
+            state, actions = step(state, event)
+            launches |= {action.job.id: action.attempt for action in actions if isinstance(action, Launch)}
+    assert {job_id: attempt.launched_at_s for job_id, attempt in launches.items()} == {
+        job_id: expected.start_s for job_id, expected in told.items()
+    }
+
+
+def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = script({1: 1000.0, 4: 900.0})
+    _, launches = played(seen(node(devices=4)), submitted(1, elastic), submitted(2, elastic))
+    assert launches["job-1"].plan.world_size == 1
+    monkeypatch.setattr(decide, "PRICE_ALONE", 0.0)
+    _, launches = played(seen(node(devices=4)), submitted(1, elastic), submitted(2, elastic))
+    assert launches["job-1"].plan.world_size == 4
+
+
+def test_a_gang_is_promised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: promises that keep nobody out are seen by the law of reservations."""
+    monkeypatch.setattr(Pool, "_next_promise_s", lambda self, _: [float("inf")] * self.devices_per_node)
+    events = [
+        seen(node(devices=2)),
+        submitted(1, script({1: 100.0})),
+        submitted(2, script({2: 100.0})),
+        submitted(3, script({1: 4000.0}), 2.0),
+    ]
+    assert any("holds devices until" in said for said in violations(history(events)))
