@@ -30,7 +30,7 @@ from orchestrator.backends.ray_backend import RayBackend
 from orchestrator.service.api import Service, create_app
 from orchestrator.service.controller import Controller
 from orchestrator.service.intake import read_cluster
-from orchestrator.service.lifecycle import prepare, write_service_file
+from orchestrator.service.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.rates import measured
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError
@@ -63,7 +63,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     cluster = read_cluster(_if_there(home / "cluster.yaml"))
     with ExitStack() as stack:
         rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
-        journal = stack.enter_context(closing(Journal(f"sqlite:///{home / 'journal.sqlite'}")))
+        journal = stack.enter_context(closing(Journal(journal_url(home))))
         mlflow = MlflowServer(home)
         stack.callback(_end_world, home, mlflow, down)
         mlflow.ensure_running()

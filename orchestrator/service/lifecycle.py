@@ -25,20 +25,22 @@ TAIL_LINES = 15
 def start(home: Path, cluster: Path | None, ray_address: str | None) -> bool:
     """Bring the service up and wait until it answers; False where it was up already. Raises ServiceError.
 
-    `cluster` and `ray_address` are kept in the home folder, so that a restart that names neither finds the same world.
+    `cluster`, `ray_address` and the variable ORC_JOURNAL (the address of a PostgreSQL journal) are kept in the home
+    folder, so that a restart that names none of them finds the same world.
     """
     prepare(home)
     with _only_one(home):
-        wanted = {} if ray_address is None else {"ray_address": ray_address}
+        named = {"ray_address": ray_address, "journal_url": os.environ.get("ORC_JOURNAL")}
+        wanted = {name: text for name, text in named.items() if text is not None}
         if cluster is not None:  # the whole world is said anew: without an address it is the embedded Ray's
-            wanted = {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+            wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
         up = is_up(home)
         if up or (home / "ray.json").exists():
             _refuse_another_world(home, wanted)
         if up:
             return False
         for name, text in wanted.items():
-            (home / name).write_text(text)
+            _write_private(home / name, text)
         (home / "service.json").unlink(missing_ok=True)
         _await_answer(home, _spawn(home))
     return True
@@ -112,6 +114,18 @@ def write_service_file(home: Path, port: int) -> None:
     temporary = home / f"service.json.{os.getpid()}"
     temporary.write_text(json.dumps({"pid": os.getpid(), "port": port}))
     temporary.replace(home / "service.json")
+
+
+def journal_url(home: Path) -> str:
+    """Where this home keeps its journal: where ORC_JOURNAL said when it was brought up, else in a file of its own."""
+    kept = home / "journal_url"
+    return kept.read_text().strip() if kept.exists() else f"sqlite:///{home / 'journal.sqlite'}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:
