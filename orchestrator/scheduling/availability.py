@@ -78,21 +78,21 @@ class Pool:
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
         self._when: dict[int, tuple[list[float], list[tuple[float, int]]]] = {}  # by share: of each node, and sorted
         self._open_until_s: dict[Shape, float] = {}
-        self._free_bytes = [node.free_bytes for node in group.nodes]
-        self._room_bytes: int | None = None
+        self.see(group.nodes)
 
     # what is
 
-    @property
-    def room_bytes(self) -> int:
-        """What every device offers to an attempt of ours once the others of ours are gone."""
+    def has_room(self, least_bytes: int) -> bool:
+        """Whether every device offers so much to an attempt of ours once the others of ours are gone."""
+        if least_bytes <= self._least_free_bytes:
+            return True
         if self._room_bytes is None:
             self._room_bytes = min(
                 self.room_of(number, device)
                 for number in range(len(self.names))
                 for device in range(self.devices_per_node)
             )
-        return self._room_bytes
+        return least_bytes <= self._room_bytes
 
     def room_of(self, number: int, device: int) -> int:
         """What one device offers: our own attempt leaves nothing behind when it ends."""
@@ -109,7 +109,8 @@ class Pool:
     def see(self, nodes: Sequence[Node]) -> None:
         """The same nodes, with other bytes free."""
         self._free_bytes = [node.free_bytes for node in nodes]
-        self._room_bytes = None
+        self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
+        self._room_bytes: int | None = None
 
     def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
         """These devices are held, by what is expected to end at `until_s`."""
@@ -148,7 +149,7 @@ class Pool:
 
         A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible.
         """
-        crowded = least_bytes > self.room_bytes
+        crowded = not self.has_room(least_bytes)
         for share in shape.shares:
             wanted = shape.devices // share
             found: list[tuple[int, tuple[int, ...]]] = []
@@ -163,7 +164,7 @@ class Pool:
 
     def could_hold(self, shape: Shape, least_bytes: int) -> bool:
         """Whether there are enough devices with so much memory once our own attempts are gone."""
-        if least_bytes <= self.room_bytes:
+        if self.has_room(least_bytes):
             return True
         roomy = [
             sum(self.room_of(number, device) >= least_bytes for device in range(self.devices_per_node))
@@ -229,7 +230,7 @@ class Pool:
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
         """Since when so many devices of each node are free for good, first things first; without nodes that cannot."""
-        if least_bytes > self.room_bytes:
+        if not self.has_room(least_bytes):
             return sorted(
                 (free_s[share - 1], number)
                 for number in range(len(self.names))
@@ -245,7 +246,7 @@ class Pool:
         return sorted(s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes))
 
     def _is_roomy(self, number: int, device: int, least_bytes: int) -> bool:
-        return least_bytes <= self.room_bytes or self.room_of(number, device) >= least_bytes
+        return self.has_room(least_bytes) or self.room_of(number, device) >= least_bytes
 
     def _free_from(self, number: int) -> list[float]:
         """When each device of a node is free for good."""

@@ -115,7 +115,7 @@ def _offers(
 
 def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
     """The menu; where others hold memory, what could be had of it."""
-    if one.most_bytes <= pool.room_bytes:
+    if pool.has_room(one.most_bytes):
         return one.entries
     return one.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
 
@@ -124,7 +124,7 @@ def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
     end_s = now_s + entry.seconds
     if end_s > pool.open_until_s(entry.shape):
         return False
-    return entry.least_bytes <= pool.room_bytes or pool.place(entry.shape, end_s, entry.least_bytes) is not None
+    return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
 def _soonest(offers: Sequence[_Offer], now_s: float) -> tuple[float, _Offer, Slot] | None:
