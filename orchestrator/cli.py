@@ -291,7 +291,7 @@ def simulate(
         float, typer.Option("--noise", min=0.0, max=2.0, help="How wrong told lengths are: sigma of their logarithm.")
     ] = 0.0,
     oom: Annotated[
-        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first plan runs out of memory.")
+        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs that run out of memory at first.")
     ] = 0.0,
     node_loss: Annotated[
         float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts that take down a node.")

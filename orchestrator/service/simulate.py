@@ -20,11 +20,10 @@ from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.state import Action, Event, Job, State
+from orchestrator.specs.state import Action, Event, Fault, FaultKind, Job, State
 
 FOREVER_S = 1e9
 TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug
-BURSTING = (1.02, 1.5)  # true peak of a job that runs out of memory, as a share of what its devices have
 SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
 
 
@@ -32,7 +31,7 @@ SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JS
 class Trouble:
     """What goes wrong in the simulated world."""
 
-    oom_chance: float = 0.0  # of a job whose first plan does not fit
+    oom_chance: float = 0.0  # of a job whose first attempt runs out of memory, so that it needs a lighter plan
     node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
 
 
@@ -100,13 +99,9 @@ class Recorded:
     stop_share: Span = (0.0, 0.0)
     release_s: Span = (0.0, 0.0)
 
-    def __init__(self, arrivals: Sequence[Arrival], launch_cost_s: float, seed: int, oom_chance: float) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], launch_cost_s: float) -> None:
         self.startup_s: Span = (launch_cost_s, launch_cost_s)
         self._arrivals = arrivals
-        self._shapes: dict[int, Mapping[tuple[int, ...], float]] = {}
-        self._seed = seed
-        self._oom_chance = oom_chance
-        self._bursts: dict[str, float] = {}  # true / predicted peak of the jobs that run out of memory
 
     def step_s(self, job: Job, attempt: Attempt) -> float:
         """As measured on these shares of nodes; where nobody measured them, as told, less what is told wrongly."""
@@ -115,16 +110,9 @@ class Recorded:
         measured = next((step_s for known, step_s in arrival.shapes if known == shape), None)
         return attempt.step_s * arrival.step_factor if measured is None else measured
 
-    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:
-        """0 where it fits: whose memory is not in question leaves no trace of it."""
-        if not self._oom_chance:
-            return 0
-        allocated_bytes = max(1, attempt.estimate.allocated_bytes)
-        if job.id not in self._bursts:
-            draw = stream(self._seed, "burst", job.id)
-            bursts = draw.random() < self._oom_chance
-            self._bursts[job.id] = draw.uniform(*BURSTING) * capacity_bytes / allocated_bytes if bursts else 0.0
-        return round(self._bursts[job.id] * allocated_bytes)
+    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
+        """0: a trace knows nothing of memory, and teaches nothing about it."""
+        return 0
 
 
 class Unkept:
@@ -172,11 +160,13 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
     controller = Controller(Unkept(), backend, backend.now, decide=decide)
     controller.turn(0.0)  # the cluster is seen
     turns = TURNS_PER_JOB * len(trace.arrivals)
+    burst = stream(seed, "burst")
     for arrival in trace.arrivals:
         while backend.now() < arrival.at_s:
             controller.turn(arrival.at_s - backend.now())
             turns -= 1
-        controller.submit(arrival.spec)
+        bursts = burst.random() < trouble.oom_chance
+        controller.submit(arrival.spec, Fault(kind=FaultKind.OOM, rank=0, step=1) if bursts else None)
     controller.turn(0.0)  # what was decided of the last is done
     while controller.state.jobs and (backend.is_busy or wake_at_s(controller.state) is not None):
         controller.turn(FOREVER_S)
@@ -191,7 +181,7 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
 def backend_for(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
     """The world in which the trace's jobs take as long as they truly do."""
     hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
-    nature = Recorded(trace.arrivals, cluster.launch_cost, seed, trouble.oom_chance)
+    nature = Recorded(trace.arrivals, cluster.launch_cost)
     return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
 
 

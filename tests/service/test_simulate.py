@@ -27,7 +27,7 @@ CLUSTER = ClusterSpec(
     nodes=[NodeSpec(name="node", count=3, devices=4, device="a100-80gb", host_memory="1TiB")],
     launch_cost=f"{LAUNCH_COST_S}s",
 )
-STORM = Trouble(oom_chance=0.2, node_loss_chance=0.1)
+STORM = Trouble(oom_chance=0.3, node_loss_chance=0.3)
 
 
 def job(name: str, steps: int, speeds: dict[int, float], **said: object) -> JobSpec:
