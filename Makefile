@@ -35,7 +35,7 @@ bench-cost: $(READY)
 	$(BIN)/python -m tests.bench cost
 
 bench-scheduler: $(READY)
-	$(BIN)/python -m tests.bench scheduler
+	$(BIN)/python -m tests.bench scheduler journal
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

@@ -17,7 +17,19 @@ from rich.table import Table
 
 from tests.bench.figure import Figure
 
-NAMES = ("plan", "memory", "published", "cost", "engines", "checkpoint", "guard", "launch", "recovery", "scheduler")
+NAMES = (
+    "plan",
+    "memory",
+    "published",
+    "cost",
+    "engines",
+    "checkpoint",
+    "guard",
+    "launch",
+    "recovery",
+    "scheduler",
+    "journal",
+)
 FOLDER = Path(".bench")
 
 
