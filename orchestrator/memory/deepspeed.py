@@ -62,9 +62,9 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     else:
         updated = temporaries(plan, -(-at_once // dp), cuda=cuda)
     if stage is ZeroStage.NONE:
-        # gloo's thread may still hold the flat copy that it reduced when the optimizer begins: seen on a busy machine.
-        reduced = (("gradients", width * at_once), ("gradient buckets", width * at_once))
-        found.append(Moment("optimizer step", (*fixed, *reduced, ("optimizer temporaries", updated))))
+        gradients = ("gradients", width * at_once)
+        found.append(Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once))))
+        found.append(Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated))))
         return found
     kept = width * (shard + _buckets(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
     step = (

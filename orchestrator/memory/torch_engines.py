@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.memory.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
-from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 
 
 def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, foreach: bool = False) -> list[Moment]:
@@ -65,6 +65,9 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("workspace", profile.workspace_bytes),
     )
     copies = int(plan.dp_replicate > 1)
+    of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
+    for passage in rank.passages if profile.turns else ():
+        of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.own)
     found: list[Moment] = []
     for at, passage in enumerate(rank.passages):
         if plan.layout.pp > 1:
@@ -73,7 +76,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
             transients = _unit(rank, plan, passage, compute, gloo=not cuda)
         # of reduced gradients the rank has a shard
         fresh = max(0, passage.done - passage.ends_done)
-        reduced = 0 if plan.layout.pp > 1 else trained + copies * fresh if rank.accumulates else fresh
+        whole = of_turn.get(passage.turn, trained)
+        reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
@@ -96,29 +100,33 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
 def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool) -> Causes:
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
-    When the backward pass of a unit starts, the flat buffer of the one behind it is still there, and so are a copy of
-    gloo, its weights at stage 2, and, where gradients add up over micro-batches, the shard that is to be added. At
-    stage 3 under full checkpointing the flat buffer that the unit came in was measured too (two gloo ranks, torch
-    2.13.0+cpu, 2026-11), under none and selective it was not.
+    Before the backward pass of a unit starts, the gradients of the one behind it are reduced: they are in the flat
+    input of their reduce-scatter, of which gloo makes a copy, while this one waits in the flat buffer in which it was
+    gathered ahead. Then its weights leave that, the one before comes in another, and the input is still there
+    (`post_backward` and `pre_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
+    Where gradients add up over micro-batches, the shard that is to be added lies beside. At stage 2 nothing is gathered
+    any more.
     """
     segment, keeps = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS
     gathered, reducing = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0
     ahead, behind, starts = passage.ahead, passage.behind, passage.point is Point.START
     if segment.is_unit and passage.backward:
-        unit = segment.parameters
-        if not keeps:
-            gathered += unit + max(unit if starts else 0, ahead.parameters if ahead else 0)
-            full = plan.activation_checkpointing is ActivationCheckpointing.FULL
-            gathered += unit if full and starts and gloo and ahead else 0
-        if behind:
-            gathered += behind.parameters if keeps and starts else 0
-            reducing = behind.trained_parameters * (2 if starts and gloo else 1)
-            if starts and rank.accumulates:
-                reducing += behind.trained_parameters * plan.dp_replicate // plan.layout.dp
+        unit, reducing = segment.parameters, behind.trained_parameters if behind else 0
+        before = 0 if keeps else unit
+        arriving = 0 if keeps else ahead.parameters if ahead else 0
+        if starts:
+            added = reducing * plan.dp_replicate // plan.layout.dp if rank.accumulates else 0
+            reduction = before, reducing * (2 if gloo else 1) + added
+            start = before + max(before, arriving), reducing
+            before, reducing = max(reduction, start, key=lambda one: compute * one[0] + FP32_BYTES * one[1])
+            arriving = 0
+        gathered += before + arriving
     elif segment.is_unit and rank.stage.moments:
-        gathered += 0 if keeps else segment.parameters
-        if passage.point is Point.ENTRY:  # see _last_gathering
-            gathered += segment.parameters + (ahead.parameters if ahead else 0)
+        gathered += segment.parameters * (1 if keeps else 2)  # the flat buffer stays until the next unit's is there
+        if passage.point is Point.ENTRY and ahead:  # see _last_gathering
+            gathered += ahead.parameters
+    elif passage.point is Point.FORWARD and not rank.stage.moments:  # the loss is a part of the root's forward pass
+        gathered += max((each.parameters for each in rank.held.segments if each.is_unit), default=0)
     whole = compute * (passage.ends_done + passage.own) + FP32_BYTES * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 

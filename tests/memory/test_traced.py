@@ -19,6 +19,7 @@ from tests.memory.models import DECODER, MODELS
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
 NONE, SELECTIVE, FULL = ActivationCheckpointing
+BF16 = Precision.BF16
 
 
 def traced(model: ModelSpec, *arithmetics: tuple[Precision, bool]) -> dict[tuple[Precision, bool], ModelProfile]:
@@ -75,6 +76,16 @@ PAIRS = [
     plan(Engine.TORCH, 3, 2, 1, 1),
     plan(Engine.TORCH, 3, 2, 3, 2),
     plan(Engine.TORCH, 3, 2, 4, 1, activation_checkpointing=FULL),
+    plan(Engine.TORCH, 0, 2, 4, 1, precision=BF16),
+    plan(Engine.TORCH, 2, 2, 1, 1, precision=BF16),
+    plan(Engine.TORCH, 3, 2, 4, 1, precision=BF16),
+    plan(Engine.DEEPSPEED, 0, 2, 1, 1),
+    plan(Engine.DEEPSPEED, 1, 2, 3, 2, activation_checkpointing=FULL),
+    plan(Engine.DEEPSPEED, 2, 2, 3, 2, activation_checkpointing=FULL),
+    plan(Engine.DEEPSPEED, 2, 2, 1, 1),
+    plan(Engine.DEEPSPEED, 2, 2, 4, 1, precision=BF16),
+    plan(Engine.DEEPSPEED, 3, 2, 1, 1),
+    plan(Engine.DEEPSPEED, 3, 2, 3, 2, activation_checkpointing=FULL, precision=BF16),
 ]
 
 
