@@ -78,6 +78,7 @@ class Pool:
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
         self._when: dict[int, tuple[list[float], list[tuple[float, int]]]] = {}  # by share: of each node, and sorted
         self._open_until_s: dict[Shape, float] = {}
+        self._room_bytes: int | None = None  # once asked
         self.see(group.nodes)
 
     # what is
@@ -110,7 +111,7 @@ class Pool:
         """The same nodes, with other bytes free."""
         self._free_bytes = [node.free_bytes for node in nodes]
         self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
-        self._room_bytes: int | None = None
+        self._room_bytes = None
 
     def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
         """These devices are held, by what is expected to end at `until_s`."""
