@@ -14,6 +14,7 @@ from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.service.intake import read_cluster, read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,7 @@ def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluste
     spec, found = job(name), fit(name, cluster)
     assert found
     assert {one.plan.global_batch_size for one in found} == {spec.global_batch_size}
+    assert job_from_data(spec.model_dump(mode="json"), "request") == spec, "as it goes to the service"
 
 
 def test_what_is_to_run_needs_its_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def parler(folder: Path, *arguments: str, **changes: object) -> JobSpec:
 
 def test_out_of_memory_before_the_first_checkpoint_is_cured_in_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
-    job = Drive(home, cluster("10MiB", devices=1)).run(parler(folder))
+    job = Drive(home, cluster("16MiB", devices=1)).run(parler(folder))
     assert (job.status, story(job)[0], story(job)[-1]) == (JobStatus.SUCCEEDED, "device_oom", "finished"), job.reason
     last = job.attempts[-1].plan
     assert last.micro_batch_size < 8
