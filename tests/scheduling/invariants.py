@@ -213,8 +213,11 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
     promised = [one for one in t.after.reservations if t.after.jobs[one.job_id].status is JobStatus.QUEUED]
     if len(promised) < len(t.after.reservations):
         yield "devices are promised to a job that does not wait"
+    launches = list(_of(Launch, t.actions))
+    if not promised or not launches:
+        return
     desk = Desk(t.after)
-    for launch in _of(Launch, t.actions):
+    for launch in launches:
         end_s = desk.end_of(t.after.jobs[launch.job.id], launch.attempt)
         for one in promised:
             shared = set(devices(launch.attempt)) & {(part.node, i) for part in one.placement for i in part.devices}
