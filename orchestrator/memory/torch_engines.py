@@ -125,8 +125,9 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool)
         gathered += segment.parameters * (1 if keeps else 2)  # the flat buffer stays until the next unit's is there
         if passage.point is Point.ENTRY and ahead:  # see _last_gathering
             gathered += ahead.parameters
-    elif passage.point is Point.FORWARD and not rank.stage.moments:  # the loss is a part of the root's forward pass
-        gathered += max((each.parameters for each in rank.held.segments if each.is_unit), default=0)
+    elif not passage.backward:  # the root goes on, and has the last one's flat buffer until it is done
+        earlier = reversed(rank.stage.segments[: passage.place])
+        gathered += next((each.parameters for each in earlier if each.is_unit), 0)
     whole = compute * (passage.ends_done + passage.own) + FP32_BYTES * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
