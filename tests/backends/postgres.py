@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 PASSWORD = "p4ss-w0rd"  # must never be shown
 TIMEOUT_S = 60
+PR_SET_PDEATHSIG = 1
 
 
 def programs() -> Path | None:
-    """The folder of initdb and pg_ctl, where this machine has a PostgreSQL."""
+    """The folder of initdb and postgres, where this machine has a PostgreSQL."""
     found = shutil.which("initdb")
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     return Path(found).resolve().parent if found else versions[-1].parent if versions else None
@@ -73,11 +77,33 @@ def running() -> Iterator[Server]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        options = (
-            f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories={home} -c shared_buffers=16MB"
+        settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": home}
+        server = subprocess.Popen(
+            [f"{folder}/postgres", "-D", str(data), *(f"--{name}={value}" for name, value in settings.items())],
+            user=user,
+            cwd=home,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
         )
-        run(f"{folder}/pg_ctl", "-D", str(data), "-w", "-l", f"{home}/log", "-o", options, "start")
         try:
+            _await(port)
             yield Server(port)
         finally:
-            run(f"{folder}/pg_ctl", "-D", str(data), "-m", "immediate", "stop")
+            server.send_signal(signal.SIGQUIT)  # at once: nobody needs its data
+            server.wait(TIMEOUT_S)
+
+
+def _die_with_parent() -> None:
+    """Tests that are killed leave no server behind."""
+    ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)
+
+
+def _await(port: int) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < deadline_s, "PostgreSQL does not come up"
+        time.sleep(0.05)
