@@ -225,12 +225,11 @@ def _candidate(spec: JobSpec, hardware: Hardware, costed: Costed, degradation: D
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[Iterator[Plan]]:
     """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
-    modes = checkpointing(spec)
     for layout in layouts(spec, hardware):
         cuts = batch_cuts(spec, layout.dp)
         for strategy in strategies(spec, hardware, layout):
             if cuts and _can_run(spec, strategy, variant):
-                yield _family(spec, strategy, modes, variant, cuts)
+                yield _family(spec, strategy, checkpointing(spec, strategy), variant, cuts)
 
 
 def _family(

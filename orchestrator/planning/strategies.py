@@ -58,8 +58,13 @@ def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Ite
             yield from _deepspeed(Engine.DEEPSPEED, hardware, layout, stage)
 
 
-def checkpointing(spec: JobSpec) -> tuple[ActivationCheckpointing, ...]:
-    """What may be recomputed: of a script what its knob can say, of a model what is known of its memory."""
+def checkpointing(spec: JobSpec, strategy: Strategy) -> tuple[ActivationCheckpointing, ...]:
+    """What may be recomputed: of a script what its knob can say, of a model what is known of its memory.
+
+    Where recipes take turns, ZeRO-3's hooks free parameters in the recomputation that they left alone in the forward
+    pass, and selective checkpointing refuses operations that it has not seen before: a GAN ends with "aten.empty ...
+    not found in storage" (torch 2.13.0, deepspeed 0.19.8, 2026-11).
+    """
     knob, all_of_it = spec.knobs.activation_checkpointing, ActivationCheckpointing.FULL
     if spec.is_script:
         if knob is None:
@@ -67,6 +72,9 @@ def checkpointing(spec: JobSpec) -> tuple[ActivationCheckpointing, ...]:
         told = {ours for one in knob.all for ours, _ in one.values}
         return tuple(m for m in ActivationCheckpointing if m is not ActivationCheckpointing.SELECTIVE or m in told)
     if spec.profile is not None and spec.profile.selective_per_sample is None:
+        return (ActivationCheckpointing.NONE, all_of_it)
+    take_turns = any(one.profile.turns for one in spec.traced)
+    if take_turns and strategy.engine is Engine.DEEPSPEED and strategy.zero_stage is ZeroStage.PARAMETERS:
         return (ActivationCheckpointing.NONE, all_of_it)
     return tuple(ActivationCheckpointing)
 

@@ -27,6 +27,7 @@ from orchestrator.specs.plan import (
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.profile import TracedProfile
 
 SIZES = {
     "vocab_size": 512,
@@ -245,3 +246,19 @@ def test_a_model_too_large_for_its_activations_on_one_device_is_cut() -> None:
     )
     best = next(fitting(frontier(long, machine()), 80 * 2**30, UNMEASURED))
     assert best.plan.layout.tp > 1
+
+
+@pytest.mark.parametrize("turns", [(), (10**6, 10**6)], ids=["one recipe", "recipes in turn"])
+def test_selective_checkpointing_under_zero_3_of_deepspeed_is_for_recipes_that_do_not_take_turns(
+    turns: tuple[int, ...],
+) -> None:
+    profile = replace(profile_for(job(), machine(), Plan(engine=Engine.TORCH, micro_batch_size=32)), turns=turns)
+    traced = TracedProfile(sequence_length=128, autocast=False, profile=profile)
+    model = job({"factory": "vocoder.py:build"}).model_copy(update={"traced": (traced,)})
+    selective = {
+        (one.engine, one.zero_stage)
+        for one in plans(model, machine())
+        if one.activation_checkpointing is ActivationCheckpointing.SELECTIVE
+    }
+    assert ((Engine.DEEPSPEED, ZeroStage.PARAMETERS) in selective) == (not turns)
+    assert {(Engine.DEEPSPEED, ZeroStage.GRADIENTS), (Engine.TORCH, ZeroStage.PARAMETERS)} <= selective
