@@ -38,7 +38,7 @@ IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "compile", "__import__
 STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that have nothing of ours installed
     "orchestrator/__init__.py",
     "orchestrator/specs/__init__.py",
-    *(f"orchestrator/specs/{name}.py" for name in ("plan", "attempt", "model", "run", "errors", "profile")),
+    *(f"orchestrator/specs/{name}.py" for name in ("plan", "attempt", "model", "run", "errors", "profile", "words")),
 }
 EXCEPTIONS = {  # file -> modules that it alone may import
     "orchestrator/specs/run.py": {"os", "pathlib"},  # defines the files of an attempt's folder

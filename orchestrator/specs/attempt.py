@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from orchestrator.specs.plan import Change, Plan
 from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.words import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

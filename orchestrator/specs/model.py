@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Optimizer
+from orchestrator.specs.words import StrEnum
 
 FORBID_EXTRA = {"extra": "forbid"}  # read by pydantic where these nouns stand inside a JobSpec
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 
 from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.words import StrEnum
 
 
 class Engine(StrEnum):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.words import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

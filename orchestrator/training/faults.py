@@ -39,4 +39,4 @@ def _ask_for_everything(virtual_capacity_bytes: int | None) -> None:
         torch.empty(virtual_capacity_bytes, dtype=torch.uint8)  # beside the model, which is there already
     elif torch.cuda.is_available():
         torch.empty(torch.cuda.get_device_properties().total_memory, dtype=torch.uint8, device="cuda")
-    raise torch.OutOfMemoryError("Device out of memory (rehearsed: this device has no memory of its own).")
+    raise torch.cuda.OutOfMemoryError("Device out of memory (rehearsed: this device has no memory of its own).")

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         sys.exit(2)
     program = 2 if argv[2] == "-m" else 1
     target = [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
-    if not sys.flags.safe_path:  # before anything is imported that could be found beside this file
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before anything beside this file is imported
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
     from orchestrator.specs.run import AttemptFolder, GuardSettings

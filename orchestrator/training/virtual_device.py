@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 MIB = 2**20
 
@@ -46,7 +46,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0  # highest since construction
         self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
-        self.on_out_of_memory: Callable[[torch.OutOfMemoryError, int], None] | None = None
+        self.on_out_of_memory: Callable[[torch.cuda.OutOfMemoryError, int], None] | None = None
         self.host = False  # whether what is new now is host memory
         self._sizes: dict[int, int] = {}  # address of the storage -> bytes it has
         self._deaths: dict[int, _Death] = {}
@@ -80,7 +80,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 except NotImplementedError:  # sparse and opaque layouts have no storage of their own
                     added = self._count_parts(out)
         elif out is not None:
-            added = sum(self._count_tensor(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+            added = sum(self._count_tensor(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor))
         if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
             out = storage = args = kwargs = None  # type: ignore[assignment]  # the traceback keeps nothing alive
             raise self._out_of_memory(added)
@@ -181,10 +181,10 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not death.host:
             self.live_bytes -= size
 
-    def _out_of_memory(self, requested_bytes: int) -> torch.OutOfMemoryError:
+    def _out_of_memory(self, requested_bytes: int) -> torch.cuda.OutOfMemoryError:
         """The error, in the words of PyTorch's CUDA allocator so that every reader of such messages understands it."""
         used = self.live_bytes
-        error = torch.OutOfMemoryError(
+        error = torch.cuda.OutOfMemoryError(
             f"Virtual device out of memory. Tried to allocate {_amount(requested_bytes)}. "
             f"Virtual device has a total capacity of {_amount(self.capacity_bytes)} "
             f"of which {_amount(max(self.capacity_bytes - used, 0))} is free. "

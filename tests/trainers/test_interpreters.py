@@ -1,0 +1,76 @@
+"""The guard runs in the interpreter of the trainer, not in ours: it needs no newer Python or PyTorch than that has."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from orchestrator.specs.run import GuardSettings, write_json
+from orchestrator.training import guard
+
+# What Python 3.10 has not (https://docs.python.org/3/whatsnew/3.11.html), nor PyTorch 2.1, which is MusicGen's.
+LATER = {"tomllib", "StrEnum", "ReprEnum", "UTC", "Self", "assert_never", "ExceptionGroup", "safe_path", "chdir"}
+LATER |= {"OutOfMemoryError", "tree_leaves"}  # of torch since 2.5, of torch.utils._pytree since 2.2
+
+TRAIN = """
+import sys
+import torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    torch.stack(model(torch.ones(8, 64)).split(4)).sum().backward()
+    optimizer.step()
+print([name for name in sys.modules if name.startswith("orchestrator")])
+torch.zeros(64, 2**20)
+"""
+
+
+def run(tmp_path: Path, *before: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The script of this test under the guard, on a virtual device of 64 MiB."""
+    folder = tmp_path / "jobs/job/attempts/1"
+    folder.mkdir(parents=True)
+    write_json(folder / "guard.json", GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=64 * 2**20))
+    (tmp_path / "train.py").write_text(TRAIN)
+    told = [str(folder / "guard.json"), "--", str(tmp_path / "train.py")]
+    lines = (
+        *before,
+        "import runpy, sys",
+        f"sys.argv[1:] = {told}",
+        f"runpy.run_path({guard.__file__!r}, None, '__main__')",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+    return done, folder
+
+
+def test_the_guard_caps_and_reports_under_a_pytorch_without_what_came_after_2_1(tmp_path: Path) -> None:
+    done, folder = run(tmp_path, "import torch", "del torch.OutOfMemoryError")
+    report = folder / "rank0.oom.json"
+    assert report.exists(), done.stdout + done.stderr
+    assert json.loads(report.read_text())["step"] == 3
+
+
+def test_what_comes_into_the_trainers_process_names_nothing_newer_than_python_3_10_and_pytorch_2_1(
+    tmp_path: Path,
+) -> None:
+    done, _ = run(tmp_path)
+    ours = [name for name in ast.literal_eval(done.stdout.splitlines()[0]) if "." in name]
+    assert "orchestrator.training.virtual_device" in ours
+    found = []
+    for path in {Path(guard.__file__), *(Path(sys.modules[name].__file__ or "") for name in map(_imported, ours))}:
+        for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("orchestrator"):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute):
+                names = {node.attr} if ast.unparse(node) != "torch.cuda.OutOfMemoryError" else set()
+            else:
+                names = set()
+            found += [f"{path.name}: {name}" for name in names & LATER]
+    assert found == []
+
+
+def _imported(name: str) -> str:
+    __import__(name)
+    return name
