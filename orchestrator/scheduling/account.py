@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from orchestrator.memory.calibration import (
+    CORRECTION_MAX,
     Calibration,
     calibration,
+    corrected_allocated_bytes,
     corrected_bytes,
     is_known,
+    observed_correction,
     predicted_peak_bytes,
 )
 from orchestrator.planning.frontier import Candidate, fits, needed_bytes
@@ -23,15 +26,17 @@ from orchestrator.specs.plan import in_short
 from orchestrator.specs.state import Job, Observation, State
 from orchestrator.specs.units import format_bytes, format_probability
 
+ANY_DIFFERENCE = 1.005  # of activations: what is less is shown as x1.00
+
 
 def lessons(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
-    """Prediction, measurement, what was wrong and what followed, each as a sentence."""
+    """Prediction, measurement, which term was wrong by more than the margin, and what followed, a sentence each."""
     seen = observation_of(state, job, attempt)
     said = [_predicted(state, attempt)]
     predicted = predicted_peak_bytes(attempt)
     if seen is not None:
         said.append(_measured(attempt, seen))
-    if seen is not None and (seen.ran_out or (predicted is not None and seen.measured_bytes > predicted)):
+    if seen is not None and (seen.ran_out or _differs(attempt, seen)):
         said += [] if predicted is None else [_wrong_term(attempt, seen)]
         said.append(_learned(state, attempt, seen))
     if ran_out(attempt) and attempt.number < len(job.attempts):
@@ -91,7 +96,7 @@ def _predicted(state: State, attempt: Attempt) -> str:
     said = f"predicted: {format_bytes(predicted)} allocated at {_worst_moment(attempt)}"
     if attempt.needed_bytes is None:
         return f"{said}; it was judged by the peak measured before"
-    around = corrected_bytes(attempt.estimate, attempt.correction) - predicted
+    around = _around_bytes(attempt)
     said += f" + {format_bytes(around)} around it" if around else ""
     said += f", {format_bytes(attempt.needed_bytes)} with margin"
     if (group := _group(state, attempt.device)) is not None:
@@ -99,6 +104,12 @@ def _predicted(state: State, attempt: Attempt) -> str:
     if attempt.fit_probability is not None:
         said += f": fits with {format_probability(attempt.fit_probability)}"
     return said
+
+
+def _around_bytes(attempt: Attempt) -> int:
+    """What a device was expected to hold beside what is allocated."""
+    estimate, factor = attempt.estimate, attempt.correction
+    return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
 
 
 def _worst_moment(attempt: Attempt) -> str:
@@ -116,21 +127,33 @@ def _measured(attempt: Attempt, seen: Observation) -> str:
     return f"measured: {format_bytes(seen.measured_bytes)}{least}{times}"
 
 
+def _differs(attempt: Attempt, seen: Observation) -> bool:
+    """Whether more was needed than predicted, by as much as can be seen of it."""
+    predicted = predicted_peak_bytes(attempt)
+    factor = observed_correction(seen.moments, seen.measured_bytes)
+    return predicted is not None and (
+        seen.measured_bytes > ANY_DIFFERENCE * predicted or factor >= ANY_DIFFERENCE * attempt.correction
+    )
+
+
 def _wrong_term(attempt: Attempt, seen: Observation) -> str:
-    """The moment that explains the measurement with the least change of its activations."""
+    """The moment that explains the measurement with the least change of its activations, if it needs one."""
     moments = [moment for moment in seen.moments if moment.activation_bytes > 0]
     if not moments:
         return "wrong: the estimate has no activations that could have been larger; its other terms are counted"
     needed = {moment: (seen.measured_bytes - moment.counted_bytes) / moment.activation_bytes for moment in moments}
     moment = min(moments, key=lambda one: needed[one])
-    if needed[moment] <= attempt.correction:
+    times = needed[moment] / attempt.correction
+    if times < ANY_DIFFERENCE:
         return "wrong: no term; it ran out within what was predicted"
     predicted = format_bytes(attempt.correction * moment.activation_bytes)
     true = format_bytes(seen.measured_bytes - moment.counted_bytes)
     least = " at the least" if seen.ran_out else ""
     beside = f"; the other {format_bytes(moment.counted_bytes)} are counted" if moment.counted_bytes else ""
-    times = needed[moment] / attempt.correction
-    return f"wrong: activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}"
+    far = f"; more than x{CORRECTION_MAX:.0f} is an outlier to other jobs" if needed[moment] > CORRECTION_MAX else ""
+    term = f"activations at {moment.name}, {predicted} predicted, {true} needed{least} (x{times:.2f}){beside}{far}"
+    is_expected = not seen.ran_out and seen.measured_bytes + _around_bytes(attempt) <= (attempt.needed_bytes or 0)
+    return f"within the margin: {term}" if is_expected else f"wrong: {term}"
 
 
 def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
@@ -141,7 +164,7 @@ def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
     )
     engine = attempt.plan.engine
     said = f"learned: activations of {seen.family} on {seen.device} x{was.correction:.2f} -> x{now.correction:.2f}"
-    margins = [_percent(known.errors_of(engine).margin) for known in (was, now)]
+    margins = [_percent(known.errors_of(engine, attempt.estimate.source).margin) for known in (was, now)]
     if margins[0] != margins[1]:
         said += f", margin of {engine} {' -> '.join(margins)}"
     if seen.ran_out:

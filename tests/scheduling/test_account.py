@@ -82,8 +82,19 @@ def test_a_job_without_nodes_has_no_picture() -> None:
 
 
 def test_a_measured_peak_above_the_prediction_is_a_lesson_although_it_fitted() -> None:
-    said = told_of_peak(MIB)
-    assert [sentence.partition(":")[0] for sentence in said] == ["predicted", "measured", "wrong", "learned"]
+    for more_bytes, judged in ((MIB, "within the margin"), (30 * MIB, "wrong")):
+        said = [sentence.partition(":")[0] for sentence in told_of_peak(more_bytes)]
+        assert said == ["predicted", "measured", judged, "learned"]
+
+
+def test_what_was_not_wrong_is_not_called_wrong() -> None:
+    for more_bytes in (-MIB, 0, 1, 1024):
+        assert len(told_of_peak(more_bytes)) == 2
+
+
+def test_activations_more_than_ten_times_as_large_as_predicted_are_called_an_outlier() -> None:
+    assert "outlier" in told_of_peak(1000 * MIB)[2]
+    assert "outlier" not in told_of_peak(30 * MIB)[2]
 
 
 def told_of_peak(more_bytes: int) -> tuple[str, ...]:
