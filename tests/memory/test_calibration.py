@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.calibration import (
     CONFIDENCE,
+    CORRECTION_MAX,
     MARGIN,
+    MARGINS,
     SUPPOSED,
     UNMEASURED,
     WINDOW,
@@ -29,7 +31,7 @@ from orchestrator.memory.calibration import (
     remembered,
 )
 from orchestrator.specs.plan import Engine, Plan
-from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.state import Observation
 from tests.scheduling.factories import DEVICE, MIB, observation
 
@@ -62,7 +64,7 @@ def learned(seen: list[Observation], job: str = "") -> Calibration:
 
 
 def margin_of(seen: list[Observation]) -> float:
-    return learned(seen).errors_of(Engine.TORCH).margin
+    return learned(seen).errors_of(Engine.TORCH, Source.DECLARED).margin
 
 
 def seen_of(ratios: tuple[float, ...], first: int = 1) -> list[Observation]:
@@ -87,7 +89,7 @@ def test_without_outcomes_the_margin_is_the_documented_one() -> None:
 def test_the_margin_is_the_least_room_that_holds_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
     found = learned(drawn(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
-        errors = found.errors_of(engine)
+        errors = found.errors_of(engine, Source.DECLARED)
         assert errors.within(errors.margin * (1 + 1e-9)) >= CONFIDENCE
         assert errors.within(errors.margin * (1 - 1e-6)) < CONFIDENCE
 
@@ -182,7 +184,9 @@ def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tupl
     """Each outcome came twice at least: alone, one might be an outlier."""
     some, more = learned(drawn(rows * 2)), learned(drawn(rows * 4))
     assert more.correction == some.correction
-    assert more.errors_of(Engine.TORCH).margin <= some.errors_of(Engine.TORCH).margin * (1 + 1e-12)
+    assert more.errors_of(Engine.TORCH, Source.DECLARED).margin <= some.errors_of(
+        Engine.TORCH, Source.DECLARED
+    ).margin * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.0168, 0.1])
@@ -216,7 +220,7 @@ def test_what_needed_less_than_predicted_is_no_risk() -> None:
 
 def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_documented_one() -> None:
     precise = learned(seen_of(PRECISE * 3))
-    assert precise.errors_of(Engine.TORCH).margin < MARGIN
+    assert precise.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
     asked = estimate(overhead=2)
     assert needed_bytes(PLAN, asked, precise) >= MARGIN * asked.device_bytes
 
@@ -225,20 +229,38 @@ def test_engines_share_the_correction_of_activations_but_not_the_precision_of_th
     seen = [observation(correction=2.0, number=at, at_s=float(at)) for at in range(3)]
     found = learned(seen)
     assert found.correction == pytest.approx(2.0)
-    assert found.errors_of(Engine.TORCH).margin < MARGIN
-    assert found.errors_of(Engine.DEEPSPEED).margin == pytest.approx(MARGIN)
+    assert found.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
+    assert found.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin == pytest.approx(MARGIN)
     far = [observation(correction=2.0, ratio=1.5, number=at, at_s=9.0, plan=OTHER_ENGINE) for at in (7, 8)]
     after = learned([*seen, *far])
-    assert after.errors_of(Engine.TORCH) == found.errors_of(Engine.TORCH)
-    assert after.errors_of(Engine.DEEPSPEED).margin > 1.4
+    assert after.errors_of(Engine.TORCH, Source.DECLARED) == found.errors_of(Engine.TORCH, Source.DECLARED)
+    assert after.errors_of(Engine.DEEPSPEED, Source.DECLARED).margin > 1.4
 
 
 def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None:
     found = learned([observation(correction=4.0, ran_out=True)])
-    assert (found.correction, found.errors_of(Engine.TORCH)) == (4.0, Errors())
+    assert (found.correction, found.errors_of(Engine.TORCH, Source.DECLARED)) == (4.0, Errors())
     found = learned([observation(correction=4.0)])
     assert found.correction == 4.0
-    assert found.errors_of(Engine.TORCH).margin == pytest.approx(MARGIN)
+    assert found.errors_of(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
+
+
+def test_a_trace_needs_less_room_than_other_profiles_but_on_virtual_devices_only() -> None:
+    for source in Source:
+        asked = replace(estimate(), source=source)
+        room = MARGINS[source]
+        assert needed_bytes(PLAN, asked, UNMEASURED) == pytest.approx(room * asked.device_bytes)
+        assert fit_probability(PLAN, asked, UNMEASURED, needed_bytes(PLAN, asked, UNMEASURED)) >= CONFIDENCE
+        allocator = replace(estimate(overhead=2), source=source)
+        assert needed_bytes(PLAN, allocator, UNMEASURED) == pytest.approx(MARGIN * allocator.device_bytes)
+    assert min(MARGINS.values()) == MARGINS[Source.TRACED] < MARGIN
+
+
+def test_what_is_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_own_in_full() -> None:
+    (failed,) = seen = [observation(correction=400.0, job="mine", ran_out=True)]
+    assert learned(seen).correction == CORRECTION_MAX
+    assert learned(seen, job="mine").correction == observed_correction(failed.moments, failed.measured_bytes) > 300
+    assert learned([*seen, *seen_of(PRECISE)]).correction < 1.1
 
 
 def test_a_job_is_held_to_its_own_failure() -> None:
