@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 
 from orchestrator.memory.calibration import is_known
@@ -12,6 +13,7 @@ from orchestrator.scheduling.availability import Pool, Slot
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.groups import groups_of
 from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measured_peaks, menu
+from orchestrator.scheduling.windows import Hours, hours_of, why_closed
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.state import Job, Reservation, State
 
@@ -52,6 +54,16 @@ class _Offer:
     entry: Entry
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """An offer that can be had later: from `slot` on, within the hours of its job."""
+
+    cost_s: float
+    offer: _Offer
+    slot: Slot
+    start_s: float
+
+
 def price_of(desk: Desk) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
     others = max(0, len(desk.waiting) + len(desk.running) - 1)
@@ -66,27 +78,27 @@ def decide(
     Of all numbers of devices the one that is best by its end and its price, now or when so many come free.
     """
     menus = desk.menus_of(waiting)
-    offers, now = _offers(menus, price, state.at_s)
+    offers, now, hours = _offers(waiting.job, menus, price, state.at_s)
     if not offers:
         return _without_offers(state, waiting.job, menus)
     later = None
     if now is not offers[0] and (may_reserve or now is not None):
-        later = _soonest(offers, state.at_s)
-    if later is not None and (now is None or later[0] < now.cost_s):
-        return _reserved(waiting.job, later[1], later[2]) if may_reserve else None
+        later = _soonest(offers, hours, state.at_s)
+    if later is not None and (now is None or later.cost_s < now.cost_s):
+        return _reserved(waiting.job, later) if may_reserve else None
     return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
 
 
 def expected(now_s: float, desk: Desk, waiting: Waiting, price: float) -> Reservation | None:
     """What the job would run as, and from when to when; None where it must wait for what has no time."""
-    offers, now = _offers(desk.menus_of(waiting), price, now_s)
-    later = _soonest(offers, now_s) if offers and now is not offers[0] else None
-    if now is not None and (later is None or now.cost_s <= later[0]):
+    offers, now, hours = _offers(waiting.job, desk.menus_of(waiting), price, now_s)
+    later = _soonest(offers, hours, now_s) if offers and now is not offers[0] else None
+    if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
         placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
         assert placement is not None, waiting.job.id
         return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
-    return None if later is None else _reserved(waiting.job, later[1], later[2]).reservation
+    return None if later is None else _reserved(waiting.job, later).reservation
 
 
 def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
@@ -96,13 +108,15 @@ def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     if not offers:
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
-    return Wait(reason=_waits_for(pool, entry))
+    spec, now_s = waiting.job.spec, state.at_s
+    start_s = hours_of(spec, (one.seconds for _, one in offers), now_s).start_s(now_s, entry.seconds)
+    return Wait(reason=_waits_for(pool, entry) if start_s == now_s else why_closed(spec, start_s))
 
 
 def _offers(
-    menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float, now_s: float
-) -> tuple[list[_Offer], _Offer | None]:
-    """All that the job could run as, the best first, were it free; and the best of what is."""
+    job: Job, menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float, now_s: float
+) -> tuple[list[_Offer], _Offer | None, Hours]:
+    """All that the job could run as, the best first, were it free; the best of what is; and when it may start."""
     offers = [
         _Offer(entry.seconds + price * entry.device_seconds, pool, entry)
         for pool, one in menus
@@ -110,7 +124,9 @@ def _offers(
         for entry in _entries(pool, one)
     ]
     offers.sort(key=attrgetter("cost_s"))
-    return offers, next((one for one in offers if _can_start(one.pool, one.entry, now_s)), None)
+    hours = hours_of(job.spec, (one.entry.seconds for one in offers), now_s)
+    open_now = (one for one in offers if hours.start_s(now_s, one.entry.seconds) == now_s)
+    return offers, next((one for one in open_now if _can_start(one.pool, one.entry, now_s)), None), hours
 
 
 def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
@@ -127,28 +143,32 @@ def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
     return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _soonest(offers: Sequence[_Offer], now_s: float) -> tuple[float, _Offer, Slot] | None:
-    """The best of what can be had later, with its cost."""
-    found: tuple[float, _Offer, Slot] | None = None
+def _soonest(offers: Sequence[_Offer], hours: Hours, now_s: float) -> _Later | None:
+    """The best of what can be had later."""
+    found: _Later | None = None
     for offer in offers:
-        if found is not None and offer.cost_s >= found[0]:
+        if found is not None and offer.cost_s >= found.cost_s:
             continue
         slot = offer.pool.earliest(offer.entry.shape, now_s, offer.entry.least_bytes)
         if slot is not None:
-            cost_s = slot.start_s - now_s + offer.cost_s
-            if found is None or cost_s < found[0]:
-                found = (cost_s, offer, slot)
+            start_s = hours.start_s(slot.start_s, offer.entry.seconds)
+            cost_s = start_s - now_s + offer.cost_s
+            if cost_s < (inf if found is None else found.cost_s):
+                found = _Later(cost_s, offer, slot, start_s)
     return found
 
 
-def _reserved(job: Job, offer: _Offer, slot: Slot) -> Wait:
+def _reserved(job: Job, later: _Later) -> Wait:
+    pool, entry = later.offer.pool, later.offer.entry
     reservation = Reservation(
         job_id=job.id,
-        start_s=slot.start_s,
-        end_s=slot.start_s + offer.entry.seconds,
-        placement=offer.pool.devices_of(slot, offer.entry.least_bytes),
+        start_s=later.start_s,
+        end_s=later.start_s + entry.seconds,
+        placement=pool.devices_of(later.slot, entry.least_bytes),
     )
-    return Wait(reason=_waits_for(offer.pool, offer.entry), reservation=reservation)
+    is_closed = later.start_s > later.slot.start_s
+    reason = why_closed(job.spec, later.start_s) if is_closed else _waits_for(pool, entry)
+    return Wait(reason=reason, reservation=reservation)
 
 
 def _waits_for(pool: Pool, entry: Entry) -> str:

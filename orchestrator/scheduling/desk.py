@@ -18,8 +18,10 @@ from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
 from orchestrator.scheduling.outcome import ran_out
+from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import Dependency
 from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, State
 
 # A job is due when the cluster could have done it this many times over. Nobody who comes after that goes before it, so
@@ -56,9 +58,11 @@ class Desk:
         self.running: dict[str, Job] = {}  # those that hold devices
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
+        self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._lines: dict[int, list[tuple[float, int, str]]] = {}  # by priority
         self._asleep: list[tuple[float, str]] = []
+        self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # by family
         self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
@@ -82,6 +86,10 @@ class Desk:
                     self._occupy(after, attempt)
         job = after or before
         assert job is not None
+        for one in _awaited(before):
+            self._followers.get(one.job, set()).discard(job.id)
+        for one in _awaited(after):
+            self._followers.setdefault(one.job, set()).add(job.id)
         if held_after:
             assert after is not None
             self.running[job.id] = after
@@ -146,6 +154,12 @@ class Desk:
             if waiting is not None and waiting.job.not_before_s <= at_s and not self._stands(waiting):
                 insort(self._lines.setdefault(waiting.job.spec.priority, []), waiting.place)
                 self.arrived.append(waiting)
+        while self._openings and self._openings[0][0] <= at_s:
+            _, job_id = heappop(self._openings)
+            waiting = self.waiting.get(job_id)
+            if waiting is not None:
+                self.is_stale = True
+                self._expect_opening(waiting.job, at_s)
 
     # what is
 
@@ -162,8 +176,12 @@ class Desk:
 
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more."""
-        times = (not_before_s for not_before_s, job_id in self._asleep if job_id in self.waiting)
+        times = (time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting)
         return min((time_s for time_s in times if time_s > at_s), default=None)
+
+    def followers_of(self, job_id: str) -> list[str]:
+        """Ids of the jobs that wait for the end of this one."""
+        return sorted(self._followers.get(job_id, ()))
 
     def menus_of(self, waiting: Waiting) -> Sequence[tuple[Pool, Menu | NeverFits]]:
         """What the job could run as on each pool, by what is known today."""
@@ -217,11 +235,16 @@ class Desk:
             return
         waiting = Waiting(job, job.submitted_at_s + PATIENCE * self._work_s(job))
         self.waiting[job.id] = waiting
+        self._expect_opening(job, self.state.at_s)
         if job.not_before_s > self.state.at_s:
             heappush(self._asleep, (job.not_before_s, job.id))
         else:
             insort(self._lines.setdefault(job.spec.priority, []), waiting.place)
             self.arrived.append(waiting)
+
+    def _expect_opening(self, job: Job, after_s: float) -> None:
+        if job.spec.between is not None:
+            heappush(self._openings, (opening_s(job.spec, after_s), job.id))
 
     def _leave(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
@@ -281,7 +304,12 @@ def _held(job: Job | None) -> dict[int, Attempt]:
 
 
 def _waits(job: Job) -> bool:
-    return job.status is JobStatus.QUEUED and all(attempt.released for attempt in job.attempts)
+    """For devices."""
+    return job.status is JobStatus.QUEUED and not job.waits_for and all(one.released for one in job.attempts)
+
+
+def _awaited(job: Job | None) -> Sequence[Dependency]:
+    return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
 
 
 def _names(group: Group) -> list[str]:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from orchestrator.memory.calibration import remembered
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.classify import classify
 from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, decide, price_of
+from orchestrator.scheduling.dependence import entered, heard
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.menu import NeverFits
 from orchestrator.scheduling.outcome import observe
+from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
 from orchestrator.specs.plan import changes
 from orchestrator.specs.state import (
@@ -63,18 +66,25 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     desk.state = before
     state, told = _absorb(before, event)
     desk = _told(desk, before, state, event)
-    state, begun = _schedule(state, desk)
+    actions, news = told, told
+    while True:
+        state, followed = _followed(state, desk, news)
+        state, news = _schedule(state, desk)
+        actions = (*actions, *followed, *news)
+        if not _ended(news):  # otherwise a job was refused, for which others may wait
+            break
     _keep_desk(desk, state)
-    return state, (*told, *begun)
+    return state, actions
 
 
 def wake_at_s(state: State) -> float | None:
-    """When the next back-off ends; None where nothing waits for a time."""
+    """When the next back-off ends, or the hours begin in which a job may start; None: nothing waits for a time."""
     for desk in _DESKS:
         if desk.state is state:
             return desk.wake_at_s(state.at_s)
-    queued = (job.not_before_s for job in state.jobs.values() if job.status is JobStatus.QUEUED)
-    return min((time_s for time_s in queued if time_s > state.at_s), default=None)
+    waiting = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED and not job.waits_for]
+    times = (time_s for job in waiting for time_s in (job.not_before_s, opening_s(job.spec, state.at_s)))
+    return min((time_s for time_s in times if state.at_s < time_s < inf), default=None)
 
 
 # 1. absorb the fact
@@ -111,7 +121,9 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         fault=event.fault,
         reason="waiting for the cluster to be seen",
     )
-    return replace(_with_job(state, job), submitted=event.order), (Record(job=job),)
+    job = entered(job, state.jobs, event.met)
+    state, archived = _settled(state, job)
+    return replace(state, submitted=event.order), (Record(job=job), *archived)
 
 
 def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
@@ -223,6 +235,26 @@ def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
                 desk.is_stale = True
     desk.wake(after.at_s)
     return desk
+
+
+def _followed(state: State, desk: Desk, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
+    """What becomes of those who waited for a job that has ended, and in turn of those who waited for them."""
+    done: list[Action] = []
+    ended = _ended(actions)
+    for one in ended:
+        for job_id in desk.followers_of(one.id):
+            known = state.jobs[job_id]
+            job = heard(known, one)
+            state, archived = _settled(state, job)
+            desk.learn(known, job)
+            if job.status.ended:
+                ended.append(job)
+                done += (Record(job=job), *archived)
+    return state, tuple(done)
+
+
+def _ended(actions: Sequence[Action]) -> list[Job]:
+    return [action.job for action in actions if isinstance(action, Record) and action.job.status.ended]
 
 
 # 3. plan and place

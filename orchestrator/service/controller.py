@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
+from orchestrator.scheduling.dependence import resolved
 from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
-from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
     Action,
@@ -118,6 +119,8 @@ class Controller:
     def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]]) -> list[str]:
         """The ids of new jobs, which are in the journal by now, all of them or, with a ServiceError, none.
 
+        Raises SpecError where one comes after a job that there is not, or that has ended otherwise than it wants.
+
         Whoever asks while others are being kept shares the next transaction with all who asked by then.
         """
         request = _Request(jobs)
@@ -196,18 +199,30 @@ class Controller:
         with self._changed:
             while len(events) < GROUP and (request := self._next_request()) is not None:
                 requests.append(request)
-                for spec, fault in request.jobs:
-                    order = self._state.submitted + len(events) + 1
-                    job_id = f"{spec.name}-{order}"
-                    request.ids.append(job_id)
-                    events.append(Submitted(job_id=job_id, order=order, spec=spec, at_s=self._clock(), fault=fault))
+                try:
+                    events += self._submissions(request, self._state.submitted + len(events))
+                except SpecError as refused:
+                    request.error = refused
             try:
                 self._apply(events)
             except BaseException as refused:  # told to everybody who waits in this group, each in a thread of its own
                 error = refused
         for request in requests:
-            request.error, request.is_answered = error, True
+            request.error, request.is_answered = request.error or error, True
             request.told.set()
+
+    def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
+        """The request's jobs, which get their ids. Raises SpecError where one comes after what is no job."""
+        events = list[Submitted]()
+        together: dict[str, list[str]] = {}  # ids by name
+        at_s = self._clock()
+        for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
+            spec, met = resolved(asked, together, self.job) if asked.after else (asked, ())
+            job_id = f"{spec.name}-{order}"
+            together.setdefault(spec.name, []).append(job_id)
+            events.append(Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, met=met))
+        request.ids = [event.job_id for event in events]
+        return events
 
     def _next_request(self) -> _Request | None:
         with self._queue:

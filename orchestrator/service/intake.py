@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.profiling import traced
+from orchestrator.specs.clock import known_zone
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
@@ -95,6 +97,8 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     }
     tokenizer = _folder_or_name(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
+    if spec.between is not None and spec.between.zone is None:
+        changed["between"] = dataclasses.replace(spec.between, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`
@@ -109,6 +113,15 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
         config = _folder_config(hf) if Path(hf).is_absolute() else spec.model.config or _hub_config(hf)
         changed["model"] = dataclasses.replace(spec.model, hf=hf, config=config)
     return spec.model_copy(update=changed)
+
+
+def local_zone() -> str:
+    """Name of this machine's time zone, as TZ or the link /etc/localtime tells it; UTC where neither does."""
+    linked = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").removeprefix(":"), linked):
+        with suppress(ValueError):
+            return known_zone(name)
+    return "UTC"
 
 
 def _at(folder: Path, path: str) -> Path:

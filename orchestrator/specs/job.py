@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
+from orchestrator.specs.clock import Window, parse_window
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.noun import Command, Counter, Noun, Words
 from orchestrator.specs.plan import Degradation, Precision
@@ -55,6 +56,13 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
         lambda speeds: {str(count): f"{Decimal(repr(each)):f}s" for count, each in speeds}, return_type=dict[str, str]
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
+]
+
+Hours = Annotated[
+    Window,
+    BeforeValidator(lambda said: said if isinstance(said, Window) else parse_window(said)),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
 ]
 
 
@@ -110,12 +118,27 @@ class Retries(Noun):
     preemption: int = Field(default=16, ge=0, le=64)
 
 
+class Dependency(Noun):
+    """Another job, which has to end first: with success, or in whatever way."""
+
+    job: str  # its id; in a submission of several also the name of one that stands before
+    when: Literal["success", "always"] = "success"
+
+
+def _dependencies(said: object) -> object:
+    """`prepare-1`, `[prepare-1, encode-2]` and `{job: prepare-1, when: always}` as a list of the last."""
+    entries = said if isinstance(said, list | tuple) else [said]
+    return tuple({"job": one} if isinstance(one, str) else one for one in entries)
+
+
 class JobSpec(Noun):
     """One training job: a `command` with `knobs`, or a `model` with `data`."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     family: str | None = None  # jobs of one family share their calibration; None: the name
     priority: int = 0  # higher first
+    after: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
+    between: Hours | None = None  # starts within these hours only; without a zone: that of the machine that reads it
     gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
     steps: int | None = Field(default=None, ge=1)  # optimizer steps of a script; a model says training.max_steps
     speeds: Speeds = ()  # seconds per optimizer step that a script was measured at, by number of devices

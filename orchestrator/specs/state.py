@@ -10,7 +10,7 @@ from pydantic import InstanceOf
 
 from orchestrator.specs.attempt import Attempt, Evidence, Placement, attempt_name
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import MomentBytes
@@ -61,6 +61,7 @@ class Job:
     status: JobStatus = JobStatus.QUEUED
     reason: str = ""  # why it waits, or why it ended
     not_before_s: float = 0.0  # back-off after a failure that was not its own
+    waits_for: tuple[Dependency, ...] = ()  # of those that it comes after, the ones that have not ended
     cancelling: bool = False
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again
@@ -131,6 +132,7 @@ class Submitted:
     spec: JobSpec
     at_s: float
     fault: Fault | None = None
+    met: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
     type: Literal["submitted"] = "submitted"
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from orchestrator.backends.simulated_process import Process
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.desk import Desk
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.clock import Window
 from orchestrator.specs.job import Retries
 from orchestrator.specs.state import (
     Action,
@@ -202,7 +205,7 @@ def _order(t: Transition) -> Iterator[str]:
     for launch in launches:
         for other in t.after.jobs.values():
             ahead = (-other.spec.priority, other.order) < (-launch.job.spec.priority, launch.job.order)
-            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s
+            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
             fresh = not other.attempts and launch.attempt.number == 1
             if ahead and ready and fresh and _shape(other) == _shape(launch.job):
                 yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
@@ -223,6 +226,48 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
             shared = set(devices(launch.attempt)) & {(part.node, i) for part in one.placement for i in part.devices}
             if shared and end_s > one.start_s + 1e-6:
                 yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
+
+
+def _dependants_wait(t: Transition) -> Iterator[str]:
+    """Nobody begins before what it comes after has ended as it wants, nor waits for what has ended otherwise."""
+    for launch in _of(Launch, t.actions):
+        for one in launch.job.spec.after:
+            other = t.after.jobs.get(one.job)
+            status = other.status if other else None
+            if status is not JobStatus.SUCCEEDED and (one.when == "success" or (status and not status.ended)):
+                yield f"{launch.job.id} begins before {one.job}, after which it comes, has ended: it is {status}"
+    for job in t.after.jobs.values():
+        for one in job.spec.after if job.status is JobStatus.QUEUED else ():
+            other = t.after.jobs.get(one.job)
+            if one.when == "success" and other and other.status.ended and other.status is not JobStatus.SUCCEEDED:
+                yield f"{job.id} waits for {one.job}, which is {other.status}"
+
+
+def _windows_are_kept(t: Transition) -> Iterator[str]:
+    """What says hours starts when the clocks of its zone show them, and is expected to end within them if it can."""
+    launches = [launch for launch in _of(Launch, t.actions) if launch.job.spec.between is not None]
+    if not launches:
+        return
+    desk = Desk(t.after)
+    for launch in launches:
+        window, begin_s = launch.job.spec.between, launch.attempt.launched_at_s
+        assert window is not None
+        local = datetime.fromtimestamp(begin_s, ZoneInfo(window.zone or "UTC"))
+        if not _shows(window, local):
+            yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
+        seconds = desk.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
+        spans = [window.span(begin_s + day * 86400) for day in range(7)]
+        has_end = launch.job.spec.optimizer_steps is not None
+        if has_end and begin_s + seconds > spans[0][1] + 1 and any(b - a >= seconds for a, b in spans[1:]):
+            yield f"{launch.attempt.name} is expected to run on after {window}, and could end within it"
+
+
+def _shows(window: Window, local: datetime) -> bool:
+    """Said once more, on purpose: whether a clock that shows this time shows one of the window."""
+    begin = local.date() if local.hour * 60 + local.minute >= window.opens_min else local.date() - timedelta(days=1)
+    length_min = (window.closes_min - window.opens_min) % 1440 or 1440
+    shown_min = (local.date() - begin).days * 1440 + local.hour * 60 + local.minute - window.opens_min
+    return begin.weekday() in window.days and 0 <= shown_min < length_min
 
 
 def _status_agrees(t: Transition) -> Iterator[str]:
@@ -294,6 +339,8 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _only_cancelled_jobs_are_stopped,
     _order,
     _no_reservation_is_delayed,
+    _dependants_wait,
+    _windows_are_kept,
     _status_agrees,
     _everything_is_recorded,
     _budgets_are_used,

@@ -6,15 +6,18 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta, timezone
 from typing import Any, ClassVar
+from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import desk, menu
+from orchestrator.scheduling import decide, desk, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
 from orchestrator.service import controller as service
+from orchestrator.specs import clock
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job import Retries
@@ -181,6 +184,37 @@ def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryJournal, "load", lambda self: (true_load(self)[0], true_load(self)[1][:-1]))
 
 
+def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "entered", lambda job, *_: job)
+
+
+def broken_promises_unheard(patch: pytest.MonkeyPatch) -> None:
+    """Whoever comes after a job runs however that ended."""
+    true_heard = core.heard
+    patch.setattr(core, "heard", lambda job, ended: true_heard(job, replace(ended, status=JobStatus.SUCCEEDED)))
+
+
+def the_clock_is_utc(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clock, "_zone", lambda _: ZoneInfo("UTC"))
+    patch.setattr(clock, "_spans", clock._spans.__wrapped__)  # which remembers
+
+
+def clocks_never_change(patch: pytest.MonkeyPatch) -> None:
+    """A zone is as far from UTC as it is in winter."""
+    winter = {"Europe/Berlin": 1, "America/New_York": -5, "UTC": 0}
+    patch.setattr(clock, "_zone", lambda name: timezone(timedelta(hours=winter[name or "UTC"])))
+    patch.setattr(clock, "_spans", clock._spans.__wrapped__)
+
+
+def windows_never_close(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(windows.Hours, "start_s", lambda _self, from_s, _seconds: from_s)
+
+
+def ends_unforeseen(patch: pytest.MonkeyPatch) -> None:
+    """What starts within its hours may end whenever it likes."""
+    patch.setattr(decide, "hours_of", lambda spec, *_: windows.Hours(spec.between))
+
+
 def launch_twice(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
     return after, (*actions, *(action for action in actions if isinstance(action, Launch)))
 
@@ -220,6 +254,12 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "the tail forgotten": (the_tail_forgotten, "does not hold"),
     "launched twice": (patched_step(launch_twice), "was launched 2 times"),
     "launch not remembered": (patched_step(launch_untold), "is launched but is not its job's newest attempt"),
+    "dependants begin at once": (dependants_begin_at_once, "after which it comes"),
+    "broken promises unheard": (broken_promises_unheard, "after which it comes"),
+    "the clock is UTC": (the_clock_is_utc, "outside of"),
+    "clocks never change": (clocks_never_change, "outside of"),
+    "windows never close": (windows_never_close, "outside of"),
+    "ends unforeseen": (ends_unforeseen, "could end within it"),
     "nothing recorded": (patched_step(untold), "no record says so"),
 }
 

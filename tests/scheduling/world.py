@@ -11,6 +11,7 @@ from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
     Action,
@@ -168,6 +169,10 @@ class MortalBackend(SimulatedBackend):
     kill_at_launches: Collection[int] = ()
     launches = 0
 
+    def begin(self, at_s: float) -> None:
+        """The world begins at this time."""
+        self._now_s = at_s
+
     def launch(self, action: Launch) -> None:
         self.launches += 1
         if self.launches - 1 in self.kill_at_launches:
@@ -185,6 +190,7 @@ class Scenario:
     hazards: Mapping[FailureKind, float]
     repeat_chance: float
     seed: int
+    begin_s: float = 0.0  # of the night, in seconds since the epoch; all other times count from it
 
 
 CALM: Mapping[FailureKind, float] = {}
@@ -205,7 +211,7 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     chosen = draw.choice(CLUSTERS)
     most = max(node.devices * node.count for node in chosen.nodes)
     submissions = sorted(draw.uniform(0, HOUR_S) if draw.random() < 0.7 else 0.0 for _ in range(jobs))
-    return Scenario(
+    scenario = Scenario(
         cluster=chosen,
         jobs=tuple((at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions),
         cancels=tuple(
@@ -215,6 +221,29 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
         repeat_chance=draw.choice((0.0, 0.3)),
         seed=draw.randint(0, 2**32),
     )
+    return timed(scenario, random.Random(scenario.seed))
+
+
+# An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or back soon after
+NIGHTS = {"UTC": (7200.0,), "Europe/Berlin": (1774738800.0, 1792882800.0), "America/New_York": (1772948700.0,)}
+HOURS = ("02:00-02:30", "02:20-03:10", "02:50-02:10", "23:00-01:00", "03:00-04:00 sun")
+
+
+def timed(scenario: Scenario, draw: random.Random) -> Scenario:
+    """The same, on another night; some of its jobs come after others, and some start within certain hours only."""
+    zone = draw.choice(list(NIGHTS))
+    jobs: list[tuple[float, JobSpec, Fault | None]] = []
+    for at_s, spec, fault in scenario.jobs:
+        said: dict[str, object] = {}
+        if jobs and draw.random() < 0.25:
+            number = draw.randint(1, len(jobs))
+            said["after"] = (
+                {"job": f"{jobs[number - 1][1].name}-{number}", "when": draw.choice(("success", "always"))},
+            )
+        if draw.random() < 0.25:
+            said["between"] = f"{draw.choice(HOURS)} {zone}"
+        jobs.append((at_s, JobSpec.model_validate(spec.model_dump() | said), fault))
+    return replace(scenario, jobs=tuple(jobs), begin_s=draw.choice(NIGHTS[zone]))
 
 
 def random_job(draw: random.Random, devices: int) -> JobSpec:
@@ -236,12 +265,14 @@ def random_fault(draw: random.Random) -> Fault | None:
 
 
 def backend_of(scenario: Scenario) -> MortalBackend:
-    return MortalBackend(
+    backend = MortalBackend(
         scenario.cluster,
         seed=scenario.seed,
         hazards=scenario.hazards,
         repeat_chance=scenario.repeat_chance,
     )
+    backend.begin(scenario.begin_s)
+    return backend
 
 
 def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) -> State:
@@ -250,8 +281,8 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
     After each death of the service a new one begins.
     """
     errands = sorted(
-        [(at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
-        + [(at_s, 1, index) for at_s, index in scenario.cancels]
+        [(scenario.begin_s + at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
+        + [(scenario.begin_s + at_s, 1, index) for at_s, index in scenario.cancels]
     )
     controller = Controller(journal, backend, backend.now)
     for _ in range(TURNS_MAX):
@@ -276,7 +307,10 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
     _, spec, fault = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"
     if kind == 0 and controller.state.submitted <= index:
-        assert controller.submit(spec, fault) == job_id
+        try:
+            assert controller.submit(spec, fault) == job_id
+        except SpecError:  # what it comes after has failed by now
+            assert controller.submit(spec.model_copy(update={"after": ()}), fault) == job_id
     elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
         controller.cancel(job_id)
 

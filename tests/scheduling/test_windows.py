@@ -1,0 +1,105 @@
+"""What says `between` starts within its hours, and ends within them if it can; nobody else is kept waiting by it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from orchestrator.scheduling.forecast import forecast
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import Event, State, Woke
+from tests.scheduling.factories import node
+from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
+
+HOUR_S = 3600.0
+NIGHT = "22:00-08:00 UTC"  # the world begins at midnight
+
+
+def nightly(seconds: dict[int, float], between: str = NIGHT) -> JobSpec:
+    return script(seconds, between=between)
+
+
+def folded(*events: Event) -> State:
+    state = State()
+    for event in events:
+        state, _ = step(state, event)
+    return state
+
+
+def test_a_job_waits_for_its_hours_and_is_woken_when_they_begin() -> None:
+    events = [seen(node()), submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S)]
+    state, launches = played(*events)
+    assert launches == {}
+    assert wake_at_s(state) == 22 * HOUR_S
+    assert state.jobs["job-1"].reason == "waits for Thu 22:00 UTC (between 22:00-08:00 UTC)"
+    _, launches = played(*events, Woke(at_s=22 * HOUR_S))
+    assert launches["job-1"].launched_at_s == 22 * HOUR_S
+
+
+def test_any_event_after_the_opening_starts_it() -> None:
+    """The timer may be late: whatever is heard first will do."""
+    _, launches = played(
+        seen(node(devices=2)),
+        submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S),
+        submitted(2, script({1: 10 * HOUR_S}), 13 * HOUR_S),
+        gone(2, 22.5 * HOUR_S)[0],
+    )
+    assert launches["job-1"].launched_at_s == 22.5 * HOUR_S
+
+
+@pytest.mark.parametrize(("hours", "begins"), [(1.0, 6.0), (3.0, 22.0), (12.0, 6.0)], ids=["fits", "next", "longer"])
+def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None:
+    """At six: one hour fits, three wait for the evening, and twelve, which no night holds, start at once."""
+    _, launches = played(seen(node()), submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S), Woke(at_s=22 * HOUR_S))
+    assert launches["job-1"].launched_at_s == begins * HOUR_S
+
+
+def test_more_devices_are_taken_where_only_they_end_it_in_time() -> None:
+    both = {1: 10.2 * HOUR_S, 2: 10.1 * HOUR_S, 4: 9.5 * HOUR_S}
+    _, launches = played(seen(node(devices=4)), submitted(1, nightly(both), 22 * HOUR_S))
+    assert launches["job-1"].plan.world_size == 4
+    _, launches = played(seen(node(devices=4)), submitted(1, script(both), 22 * HOUR_S))
+    assert launches["job-1"].plan.world_size == 1
+
+
+def test_what_is_of_unknown_length_starts_within_its_hours_only() -> None:
+    spec = JobSpec(name="job", command="python train.py", global_batch_size=8, between=NIGHT)
+    _, launches = played(seen(node()), submitted(1, spec, 9 * HOUR_S), Woke(at_s=31 * HOUR_S))
+    assert launches["job-1"].launched_at_s == 31 * HOUR_S
+
+
+def test_by_day_the_devices_are_for_others_who_leave_them_by_the_evening() -> None:
+    state, launches = played(
+        seen(node(devices=1)),
+        submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S),
+        submitted(2, script({1: 5 * HOUR_S}), 13 * HOUR_S),
+    )
+    assert set(launches) == {"job-2"}
+    assert [(one.job_id, one.start_s) for one in state.reservations] == [("job-1", 22 * HOUR_S)]
+    _, launches = played(
+        seen(node(devices=1)),
+        submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S),
+        submitted(2, script({1: 12 * HOUR_S}), 13 * HOUR_S),
+    )
+    assert launches == {}
+
+
+def test_a_forecast_knows_the_hours() -> None:
+    state = folded(seen(node(devices=1)), submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S))
+    expected = forecast(state)["job-1"]
+    assert (expected.start_s, expected.end_s) == (22 * HOUR_S, 22 * HOUR_S + LAUNCH_S + HOUR_S)
+
+
+@pytest.mark.parametrize(("day", "late"), [("2026-03-28", 9), ("2026-10-24", 11)], ids=["forward", "back"])
+def test_clocks_that_change_make_a_night_shorter_or_longer(day: str, late: int) -> None:
+    """What needs ten hours and a half starts only in the long night; nine hours less a little in both."""
+    ten = datetime.fromisoformat(f"{day}T22:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+    begun = []
+    for hours in (8.9, 9.9, 10.9):
+        spec = nightly({1: hours * HOUR_S}, "22:00-08:00 Europe/Berlin")
+        _, launches = played(seen(node()), submitted(1, spec, ten + 1))
+        begun.append("job-1" in launches)
+    assert begun == ([True, False, True] if late == 9 else [True, True, True])

@@ -1,0 +1,123 @@
+"""Laws of hours that come back each day: what the clocks of a zone show decides, also when they are changed."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.specs.clock import DAYS, Window, local_text, parse_window
+
+ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Africa/Cairo", "Asia/Kathmandu")
+CHANGES = [  # clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
+    datetime(2026, 3, 29, 1, tzinfo=UTC),
+    datetime(2026, 10, 25, 1, tzinfo=UTC),
+    datetime(2026, 3, 8, 7, tzinfo=UTC),
+    datetime(2026, 11, 1, 6, tzinfo=UTC),
+    datetime(2026, 4, 4, 15, tzinfo=UTC),
+    datetime(2026, 4, 23, 22, tzinfo=UTC),
+    datetime(2026, 7, 1, 12, tzinfo=UTC),
+]
+MINUTES = st.integers(0, 1439)
+MOMENTS = st.builds(
+    lambda change, offset_s: change.timestamp() + offset_s, st.sampled_from(CHANGES), st.integers(-3 * 86400, 3 * 86400)
+)
+WINDOWS = st.builds(
+    lambda opens, length, days, zone: Window(
+        opens_min=opens,
+        closes_min=(opens + length) % 1440 or 1440,
+        days=tuple(sorted(days)),
+        zone=zone,
+    ),
+    MINUTES,
+    st.integers(1, 1439),
+    st.sets(st.integers(0, 6), min_size=1),
+    st.sampled_from(ZONES),
+)
+QUICK = settings(deadline=None, derandomize=True, max_examples=300)
+
+
+def shows(window: Window, at_s: float) -> bool:
+    """Whether a clock on the wall shows a time of the window, counted from the day on which it began."""
+    local = datetime.fromtimestamp(at_s, ZoneInfo(window.zone or "UTC"))
+    shown = local.hour * 60 + local.minute
+    length = (window.closes_min - window.opens_min) % 1440 or 1440
+    return any(
+        (local - timedelta(days=ago)).weekday() in window.days and 0 <= shown + ago * 1440 - window.opens_min < length
+        for ago in (0, 1)
+    )
+
+
+@QUICK
+@given(WINDOWS, MOMENTS)
+def test_it_is_open_exactly_while_clocks_show_its_hours(window: Window, at_s: float) -> None:
+    opens_s, closes_s = window.span(at_s)
+    assert (opens_s <= at_s < closes_s) == shows(window, at_s) == window.holds(at_s)
+    assert shows(window, opens_s)
+    assert shows(window, closes_s - 1)
+    assert not shows(window, opens_s - 1) or opens_s <= at_s - 7 * 86400
+    assert not shows(window, closes_s)
+
+
+@QUICK
+@given(WINDOWS, MOMENTS)
+def test_nothing_of_it_is_missed_between_now_and_the_next_opening(window: Window, at_s: float) -> None:
+    opens_s, _ = window.span(at_s)
+    step_s = max(60.0, (opens_s - at_s) / 200)
+    moments = (at_s + number * step_s for number in range(200))
+    assert not any(shows(window, moment) for moment in moments if moment < opens_s)
+
+
+@QUICK
+@given(WINDOWS)
+def test_what_it_says_is_read_back_as_the_same(window: Window) -> None:
+    assert parse_window(str(window)) == window
+
+
+@pytest.mark.parametrize(
+    ("day", "hours"), [("2026-03-28", 9), ("2026-10-24", 11), ("2026-07-01", 10)], ids=["forward", "back", "summer"]
+)
+def test_a_night_is_as_long_as_it_is(day: str, hours: int) -> None:
+    """From ten to eight: nine hours when clocks are put forward, eleven when they are put back."""
+    evening = datetime.fromisoformat(f"{day}T20:00").replace(tzinfo=ZoneInfo("Europe/Berlin")).timestamp()
+    opens_s, closes_s = parse_window("22:00-08:00 Europe/Berlin").span(evening)
+    assert (opens_s, closes_s) == (evening + 2 * 3600, evening + (2 + hours) * 3600)
+
+
+def test_days_are_those_on_which_it_begins() -> None:
+    window = parse_window("fri 22:00-08:00 Europe/Berlin")
+    monday = datetime(2026, 6, 1, 12, tzinfo=UTC).timestamp()
+    opens_s, closes_s = window.span(monday)
+    assert local_text(opens_s, window.zone) == "Fri 22:00 Europe/Berlin"
+    assert local_text(closes_s, window.zone) == "Sat 08:00 Europe/Berlin"
+
+
+def test_a_weekend_is_one_span() -> None:
+    opens_s, closes_s = parse_window("00:00-24:00 sat,sun UTC").span(0.0)
+    assert (opens_s, closes_s) == (2 * 86400.0, 4 * 86400.0)  # 1970 began on a Thursday
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("22:00", "22:00-08:00"),
+        (22, "22:00-08:00"),
+        ("25:00-08:00", "22:00-08:00"),
+        ("22:00-08:00 Europe/Belin", "'Europe/Belin' is no time zone"),
+        ("22:00-08:00 mon-fry", "'fry' is no day; days are mon, tue"),
+        ("22:00-08:00 mon tue", "days are said twice"),
+        ("22:00-08:00 UTC Europe/Berlin", "one time zone"),
+        ("22:00-22:00", "is all day"),
+        ("00:00-24:00 mon-sun", "is all day"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(text: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_window(text)
+
+
+def test_days_may_go_round_the_week() -> None:
+    assert [DAYS[day] for day in parse_window("22:00-08:00 fri-mon").days] == ["mon", "fri", "sat", "sun"]
