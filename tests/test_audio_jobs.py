@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,20 @@ def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluste
     assert found
     assert {one.plan.global_batch_size for one in found} == {spec.global_batch_size}
     assert job_from_data(spec.model_dump(mode="json"), "request") == spec, "as it goes to the service"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "count"),
+    [
+        # Printed by the trainers at the commits that the job files name, with tiny models on CPU.
+        ("rvc/rvc_v2_48k.yaml", "INFO:voice:Training epoch: 3 [50%]", "3"),
+        ("rvc/rvc_v2_48k.yaml", "INFO:voice:====> Epoch: 3 [2026-11-22 08:31:40] | (0:00:21.104501)", "3"),
+    ],
+)
+def test_progress_is_counted_in_the_lines_that_the_trainer_prints(name: str, line: str, count: str) -> None:
+    progress = job(name).progress
+    assert progress is not None
+    assert re.findall(progress, line) == [count]
 
 
 def test_what_is_to_run_needs_its_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

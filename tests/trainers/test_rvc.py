@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, checkout, cluster, log, story
+
+SET_ASIDE = Path(__file__).parents[2] / "jobs" / "rvc" / "set_aside.py"
 
 
 def rvc(folder: Path, *arguments: str, **changes: object) -> JobSpec:
@@ -70,3 +75,13 @@ def test_a_restart_from_scratch_is_reported(tmp_path: Path) -> None:
     assert story(job) == ["finished"], "its exit code and its log say nothing of it"
     assert job.attempts[0].evidence is not None
     assert job.attempts[0].evidence.lost == ("everything: it began at 1 again, after 7, with G_7.pth there",)
+
+
+def test_a_pair_that_a_kill_tore_is_set_aside_before_a_restart(tmp_path: Path) -> None:
+    """It takes the newest of each kind: a whole generator without its discriminator would go on with an older one."""
+    for name in ("G_5", "D_5", "G_10", "D_10", "G_15"):
+        torch.save({"weight": torch.zeros(64)}, tmp_path / f"{name}.pth")
+    (tmp_path / "D_10.pth").write_bytes((tmp_path / "D_10.pth").read_bytes()[:-16])
+    subprocess.run([sys.executable, str(SET_ASIDE), str(tmp_path / "G_5.pth")], check=True)
+    assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["D_5.pth", "G_5.pth"]
+    assert sorted(path.name for path in tmp_path.glob("*.torn")) == ["D_10.torn", "G_10.torn", "G_15.torn"]
