@@ -105,11 +105,10 @@ def launch_request(
         ranks = _ranks(attempt, nodes, argv, common, master_port)
     else:
         ranks = _launchers(spec, attempt, nodes, paths, told.arguments, common, master_port, python)
-    linked = spec.workdir is not None and spec.config is not None and spec.config.flag is None
     return LaunchRequest(
         name=attempt.name,
-        workdir=str(_links(paths)) if linked else spec.workdir or str(paths.path),
-        linked=(str(spec.workdir), spec.config.file) if linked and spec.config is not None else None,
+        workdir=_workdir(spec, paths),
+        linked=(str(spec.workdir), spec.config.file) if spec.config is not None and _is_linked(spec) else None,
         files=files,
         before=_before(spec, told, resume_from, python),
         ranks=tuple(ranks),
@@ -184,6 +183,22 @@ def _links(paths: AttemptFolder) -> Path:
     return paths.path / "work"
 
 
+def _is_linked(spec: JobSpec) -> bool:
+    return spec.workdir is not None and spec.config is not None and spec.config.flag is None
+
+
+def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
+    """Where the ranks run."""
+    return str(_links(paths)) if _is_linked(spec) else spec.workdir or str(paths.path)
+
+
+def _output_dir(spec: JobSpec, folder: JobFolder, paths: AttemptFolder) -> str:
+    """The job's output folder as the script is told of it."""
+    if spec.knobs.output_dir is None or not spec.knobs.output_dir.relative:
+        return str(folder.output)
+    return os.path.relpath(os.path.realpath(folder.output), os.path.realpath(_workdir(spec, paths)))
+
+
 def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
     """Where the attempt's copy of the config file is: beside its logs, or where the script looks for it."""
     assert spec.config is not None, "only a job with a config file has a copy of it"
@@ -199,7 +214,7 @@ def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_fro
     return script_command(
         spec,
         attempt.plan,
-        output_dir=str(folder.output),
+        output_dir=_output_dir(spec, folder, paths),
         resume_from=resume_from,
         deepspeed_config_path=str(_deepspeed_path(paths)),
         config_path=None if spec.config is None else str(_config_path(spec, paths)),

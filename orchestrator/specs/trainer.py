@@ -68,6 +68,7 @@ class Knob(Noun):
     per: Literal["rank", "node", "global"] = "rank"  # whose samples a batch size counts
     multiplied_by_ranks: bool = False  # the script multiplies it by its number of ranks once more
     separator: str = ","  # between devices
+    relative: bool = False  # the script puts its working directory before the folder, whatever it is told
     phase: Literal["encoding", "evaluation"] | None = None  # a batch size of its own, outside training
     also: tuple[Knob, ...] = ()  # more that the script must be told with the same setting
 
@@ -118,6 +119,8 @@ class Knobs(Noun):
             setting = name.partition(".")[0]
             if knob.switch is not None and setting not in YES_OR_NO:
                 raise ValueError(f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`")
+            if knob.relative and name != "output_dir":
+                raise SpecError("only an output folder is told as a relative path", path=f"{name}.relative")
             if knob.accelerate is not None and setting != "zero_stage":
                 raise SpecError("only sharding is said in accelerate's file", path=f"{name}.accelerate")
             batch = setting == "micro_batch_size"

@@ -28,7 +28,7 @@ def orpheus(folder: Path, **changes: object) -> JobSpec:
             "knobs": {
                 "micro_batch_size": {"key": "batch_size"},
                 "zero_stage": {"accelerate": "fsdp"},
-                "output_dir": {"key": "save_folder"},
+                "output_dir": {"key": "save_folder", "relative": True},
             },
             "success": {"artifacts": ["done"]},
             "progress": r"'epoch': (\d+)",
