@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.trainer import Resume
+
+ZIP_START = b"PK\x03\x04"
+SAFETENSORS_LENGTH_BYTES = 8
 
 
 def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
@@ -64,13 +69,38 @@ def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, 
 
 
 def _is_whole(resume: Resume, path: Path) -> bool:
-    """Whether a checkpoint has every file that it should have, and none is empty."""
+    """Whether a checkpoint has every file that it should have, and each to its end."""
     try:
         files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
         held = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
-        return bool(files) and held and all(file.stat().st_size > 0 for file in files)
+        return bool(files) and held and not any(_is_torn(file) for file in files)
     except OSError:  # it is being removed
         return False
+
+
+def _is_torn(file: Path) -> bool:
+    """Whether a file stops before its own end, as one does whose writer was killed; only some formats tell.
+
+    torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of safetensors begins
+    with the length of its header, which says where the last tensor ends (huggingface/safetensors, README.md, Format).
+    """
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        start = content.read(len(ZIP_START))
+        if start == ZIP_START:
+            return not zipfile.is_zipfile(file)
+        if file.suffix != ".safetensors" or size < SAFETENSORS_LENGTH_BYTES:
+            return size == 0
+        content.seek(0)
+        header_bytes = int.from_bytes(content.read(SAFETENSORS_LENGTH_BYTES), "little")
+        if header_bytes > size:
+            return True
+        try:
+            header = json.loads(content.read(header_bytes))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return False  # it only has that name: nothing is known of its end
+        return size < SAFETENSORS_LENGTH_BYTES + header_bytes + max(ends, default=0)
 
 
 def _has_line(path: Path, pattern: re.Pattern[bytes]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from orchestrator.backends.outcome import newest_checkpoint
 from orchestrator.specs.job import JobSpec
@@ -99,6 +102,25 @@ def test_nothing_goes_on_from_the_last_step(tmp_path: Path) -> None:
     assert newest_checkpoint(spec.model_copy(update={"steps": 9}), tmp_path) == str(tmp_path / "checkpoint-4-epoch-0")
     (tmp_path / "checkpoint-2-epoch-0/optimizer.pt").write_text("")
     assert newest_checkpoint(spec, tmp_path) is None
+
+
+@pytest.mark.parametrize("torn", ["model.pt", "model.safetensors"])
+def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(tmp_path: Path, torn: str) -> None:
+    """Every file is there and none is empty: only that one of them stops before its own end tells."""
+    spec = parler(tmp_path, resume={"checkpoints": "checkpoint*"}, steps=None)
+    for step in (2, 4):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        torch.save({"weight": torch.zeros(4096)}, checkpoint / "model.pt")
+        save_file({"weight": torch.zeros(4096), "bias": torch.zeros(8)}, checkpoint / "model.safetensors")
+        os.utime(checkpoint, (step, step))
+    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
+    whole = (tmp_path / "checkpoint-4" / torn).read_bytes()
+    (tmp_path / "checkpoint-4" / torn).write_bytes(whole[: len(whole) - 16])
+    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-4" / torn).write_bytes(whole)
+    (tmp_path / "checkpoint-2" / "notes.safetensors").write_text("of this format in name only")
+    assert newest_checkpoint(spec, tmp_path) == str(tmp_path / "checkpoint-4")
 
 
 @pytest.mark.long
