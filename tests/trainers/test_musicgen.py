@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing
@@ -13,6 +14,7 @@ from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, checkout, cluster, log, story
 
 CARRY_OVER = Path(__file__).parents[2] / "jobs" / "musicgen" / "carry_over.py"
+JOB = CARRY_OVER.with_name("musicgen_small.yaml")
 
 
 def musicgen(folder: Path, **changes: object) -> JobSpec:
@@ -72,3 +74,14 @@ def test_without_carrying_over_the_restart_from_scratch_is_reported(tmp_path: Pa
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert job.attempts[-1].evidence is not None
     assert job.attempts[-1].evidence.lost == ("everything: it began at 1 again, after 2, with checkpoint.th there",)
+
+
+@pytest.mark.long
+def test_an_end_after_the_last_epochs_training_is_no_success(tmp_path: Path) -> None:
+    """There is a checkpoint of this attempt, of the epoch before; what `success` asks for is the job file's."""
+    folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
+    success = yaml.safe_load(JOB.read_text().replace("500", "3"))["success"]
+    argv = (str(folder / "bin/dora"), "run", "solver=musicgen", "optim.epochs=3", "die_in_valid=3")
+    job = Drive(home, cluster("64MiB", 1)).run(musicgen(folder, command=argv, gpus=1, success=success))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["preempted", "finished"]), job.reason
+    assert re.findall(r"Epoch (\d) \|", log(home, 2)) == ["3"]
