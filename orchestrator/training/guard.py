@@ -105,6 +105,7 @@ def _guard_from_now(settings_path: str, torch: Any) -> None:
         device.on_out_of_memory = guarded.note
         device.__enter__()
         _keep_out_loader_workers(device)
+        _take_in_forked_ranks(device)
     guarded.watch_end()
 
 
@@ -115,10 +116,25 @@ def _keep_out_loader_workers(device: VirtualDevice) -> None:
 
     @functools.wraps(loop)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        device.__exit__(None, None, None)
+        device.leave()
         return loop(*args, **kwargs)
 
     workers._worker_loop = outside
+
+
+def _take_in_forked_ranks(device: VirtualDevice) -> None:
+    """A child that a script forks is a host process, unless it joins a process group."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    if not distributed.is_available():
+        return
+    join = distributed.init_process_group
+
+    @functools.wraps(join)
+    def joined(*args: Any, **kwargs: Any) -> Any:
+        device.rejoin()
+        return join(*args, **kwargs)
+
+    distributed.init_process_group = joined
 
 
 def _leave(code: object) -> None:

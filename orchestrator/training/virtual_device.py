@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten
 
 MIB = 2**20
+UNLIMITED_BYTES = 2**63 - 1
 
 # gloo's thread holds what a collective worked on until it gets the interpreter once more after the collective is done,
 # which a busy main thread gives away after 5 ms only (sys.getswitchinterval).
@@ -42,7 +43,8 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = self._whole_bytes = capacity_bytes
+        self.has_left = False  # in a forked child
         self.live_bytes = 0
         self.peak_bytes = 0  # highest since construction
         self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
@@ -97,7 +99,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = resize
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees and refills by resizing
         self._registration = register_module_parameter_registration_hook(self._count_parameter)
-        os.register_at_fork(after_in_child=self._leave_in_child)
+        os.register_at_fork(after_in_child=self.leave)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -106,11 +108,21 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._registration.remove()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
-    def _leave_in_child(self) -> None:
-        """Data loader workers and other children are host processes."""
+    def leave(self) -> None:
+        """In a child, which is a host process, as workers of data loaders are, until it rejoins."""
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
-        self.capacity_bytes = 2**63 - 1  # where another mode lies on top
+            self.has_left = True
+        self.capacity_bytes = UNLIMITED_BYTES  # where another mode lies on top
+
+    def rejoin(self) -> None:
+        """In a forked child that has turned out to be a rank: from now on it has a device of its own, as large.
+
+        What it got from its parent stays counted; nothing happens where the device was not left.
+        """
+        if self.has_left:
+            self.has_left, self.capacity_bytes = False, self._whole_bytes
+            self.__enter__()
 
     def _count(self, storage: torch.UntypedStorage) -> int:
         """Bytes by which the storage has grown since it was last counted; negative where it shrank."""

@@ -61,3 +61,53 @@ def test_ranks_of_another_launcher_are_guarded(launch: str, tmp_path: Path) -> N
     assert os.getpid() not in pids
     assert alive(pids) == []
     assert not (JobFolder(tmp_path / "home", "job").attempt(1).path / "rank1.log").exists()
+
+
+FORKS = """
+import multiprocessing, os, sys
+import torch
+from torch import nn
+
+def run(rank):
+    torch.distributed.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in torch.utils.data.DataLoader(torch.ones(3, 8), num_workers=1, collate_fn=collate):
+        model(batch).sum().backward()
+        optimizer.step()
+    if rank == 1:
+        torch.zeros(64, 2**20)
+
+def collate(samples):
+    torch.zeros(64, 2**20)  # of the host: a loader's worker has no device
+    return torch.stack(samples)
+
+context = multiprocessing.get_context("fork")
+children = [context.Process(target=run, args=(rank,)) for rank in range(2)]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+"""
+
+
+def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are_not(tmp_path: Path) -> None:
+    """Its process has imported torch, and is on the device, before it forks; it exits 0 whatever its children do."""
+    (tmp_path / "train.py").write_text(FORKS)
+    spec = JobSpec.model_validate(
+        {
+            "name": "forks",
+            "command": "python train.py",
+            "workdir": str(tmp_path),
+            "launch": "self",
+            "gpus": 2,
+            "global_batch_size": 2,
+            "retries": {"oom": 0},
+        }
+    )
+    job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
+    evidence = job.attempts[0].evidence
+    assert evidence is not None
+    said = log(tmp_path / "home", 1)
+    assert [(report.rank, report.step, report.capacity_bytes) for report in evidence.ooms] == [(1, 3, 64 * 2**20)], said
+    assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 3), (1, 3)]
