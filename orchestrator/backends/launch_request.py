@@ -123,7 +123,14 @@ def _before(spec: JobSpec, told: Told, resume_from: str | None, python: str) -> 
     filled: list[str] = []
     for word in spec.resume.before:
         filled += told.arguments[1:] if word == "{arguments}" else [resume_from if word == "{checkpoint}" else word]
-    return (python if filled[0] in ("python", "python3") else filled[0], *filled[1:])
+    return (_own_python(spec, python) if filled[0] in ("python", "python3") else filled[0], *filled[1:])
+
+
+def _own_python(spec: JobSpec, python: str) -> str:
+    """The interpreter beside the script's program, or that itself; `python` where the command names no path to one."""
+    program = Path(spec.command[0] if spec.command else "").expanduser()
+    beside = program if is_python(program.name) else program.with_name("python")
+    return str(beside) if len(program.parts) > 1 and (Path(spec.workdir or ".") / beside).is_file() else python
 
 
 def attempt_files(

@@ -221,6 +221,21 @@ def test_a_script_that_opens_its_config_itself_runs_in_a_folder_of_links() -> No
     assert told.ranks[0][1][0].argv[-2:] == ("-c", f"{HOME}/jobs/j/attempts/1/config.yaml")
 
 
+def test_what_goes_before_a_restart_runs_in_the_environment_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("dora", "python"):
+        (tmp_path / "bin" / name).touch()
+    for command, runs in (
+        ("bin/dora run x", "bin/python"),
+        ("bin/python train.py", "bin/python"),
+        ("dora run", PYTHON),
+    ):
+        spec = script(command=command, workdir=str(tmp_path), resume={"before": "python carry.py"}, knobs={})
+        start = launch_of("j", spec, BOTH)
+        made = launch_request(start.job, start.attempt, HOME, nodes(), master_port=1, python=PYTHON, resume_from="/c")
+        assert made.before == (runs, "carry.py")
+
+
 def test_what_goes_before_a_restart_is_told_the_checkpoint_and_the_arguments() -> None:
     spec = script(resume={"before": "python carry.py {checkpoint} {arguments}"}, knobs={"output_dir": {"flag": "-o"}})
     start = launch_of("j", spec, BOTH)
