@@ -277,6 +277,16 @@ def estimate(
 
 
 @app.command()
+def init(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Training script (Python). It is read, never run.")],
+) -> None:
+    """Propose a job file for a training script, from its flags. Prints it; what it does not know it says."""
+    from orchestrator.service.proposal import proposal
+
+    sys.stdout.write(proposal(script))
+
+
+@app.command()
 def simulate(
     trace: Annotated[
         Path | None,

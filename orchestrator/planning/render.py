@@ -134,6 +134,7 @@ def script_command(
         *_same(knobs.deepspeed_config, deepspeed_config_path),
         *((one, one.separator.join(map(str, devices))) for one in _parts(knobs.devices)),
         *((one, str(len(devices) if one.per == "node" else plan.world_size)) for one in _parts(knobs.ranks)),
+        *_same(knobs.nodes, str(plan.world_size // max(1, len(devices)))),
         *_same(knobs.resume_from, resume_from),
         *_same(knobs.output_dir, output_dir),
     )

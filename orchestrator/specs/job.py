@@ -17,6 +17,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
 from orchestrator.specs.clock import Window, parse_window
+from orchestrator.specs.frameworks import Framework, completed
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.noun import Command, Counter, Noun, Words
 from orchestrator.specs.plan import Degradation, Precision
@@ -150,6 +151,7 @@ class JobSpec(Noun):
     training: TrainingSpec = TrainingSpec()
 
     command: Command | None = None
+    trainer: Framework | None = None  # says launch, knobs, resume, progress and phases, as far as the job does not
     launch: LaunchStyle = "ranks"
     workdir: str | None = None  # relative to the job file; None: the job file's folder
     env: Words = ()
@@ -190,6 +192,11 @@ class JobSpec(Noun):
         counts = [int(count) for count in map(str, said["speeds"]) if count.isdecimal()]
         return {**said, "gpus": {"min": min(counts), "max": max(counts)}} if counts else said
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_its_trainer_has_it(cls, said: object) -> object:
+        return completed(said) if isinstance(said, dict) and said.get("trainer") is not None else said
+
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
         if (self.command is None) == (self.model is None):
@@ -210,6 +217,8 @@ class JobSpec(Noun):
             raise ValueError("`speeds` names each number of devices once, with more than 0 seconds")
         if counts and not any(self.gpus.min <= count <= self.gpus.max for count in counts):
             raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
+        if self.trainer is not None and self.command is None:
+            raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
         check(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")

@@ -103,6 +103,7 @@ class Knobs(Noun):
     deepspeed_config: Knob | None = None  # takes the path of a DeepSpeed file, which is written from the plan
     devices: Knob | None = None  # takes the numbers of the node's devices
     ranks: Knob | None = None  # takes how many processes there are, `per` node or in all
+    nodes: Knob | None = None  # takes how many nodes they are on
     resume_from: Knob | None = None
     output_dir: Knob | None = None
 

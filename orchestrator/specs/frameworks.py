@@ -1,0 +1,203 @@
+"""What does the trainer of a common framework take? Knobs, launch and log lines that a job need not say."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+_Precision = Literal["fp32", "bf16", "fp16"]
+Framework = Literal["hf", "accelerate", "diffusers", "lightning", "deepspeed"]
+
+# A progress bar of tqdm without a name before it. At 0 nothing has been counted yet: resumed ones begin there, too.
+_BAR = r"^\s*\d+%\|[^|]*\| ([1-9]\d*)/\d+ \["
+_ACCUMULATION = {"flag": "--gradient_accumulation_steps", "default": 1}
+_OUTPUT = {"flag": "--output_dir"}
+_RESUME = {"flag": "--resume_from_checkpoint"}
+
+# hf: transformers/training_args.py as HfArgumentParser reads it (transformers 4 and 5; TRL's configurations inherit it,
+# and turn bf16 and gradient checkpointing on where they are told nothing). Shards are said in accelerate's file, since
+# `--fsdp` takes other words from one version to the next.
+# accelerate: transformers' examples/pytorch/*_no_trainer.py. diffusers: its examples/*/train_*.py.
+# lightning: lightning/pytorch/cli.py and trainer/trainer.py; a checkpoint's name ends in step=N by default.
+# deepspeed: the file of `--deepspeed_config`, with the keys of deepspeed/runtime/constants.py.
+_FRAMEWORKS: dict[str, dict[str, Any]] = {
+    "hf": {
+        "launch": "accelerate",
+        "knobs": {
+            "micro_batch_size": {
+                "flag": "--per_device_train_batch_size",
+                "default": 8,
+                "also": [{"flag": "--per_device_eval_batch_size", "phase": "evaluation", "default": 8}],
+            },
+            "gradient_accumulation_steps": _ACCUMULATION,
+            "activation_checkpointing": {"flag": "--gradient_checkpointing", "values": {"none": False, "full": True}},
+            "precision": {
+                "flag": "--bf16",
+                "values": {"bf16": True, "fp16": False, "fp32": False},
+                "also": [{"flag": "--fp16", "values": {"fp16": True, "bf16": None, "fp32": None}}],
+            },
+            "zero_stage": {"accelerate": "fsdp"},
+            "output_dir": _OUTPUT,
+            "resume_from": _RESUME,
+        },
+        "resume": {"checkpoints": "checkpoint-*", "holds": ["trainer_state.json"], "step": r"checkpoint-(\d+)"},
+        "progress": _BAR,
+        "phases": {
+            "training": r"\*\*\* Running training \*\*\*|^\s*\d+%\|",
+            "evaluation": r"\*\*\* Running (?:Evaluation|Prediction) \*\*\*",
+        },
+    },
+    "accelerate": {
+        "launch": "accelerate",
+        "knobs": {
+            "micro_batch_size": {"flag": "--per_device_train_batch_size", "default": 8},
+            "gradient_accumulation_steps": _ACCUMULATION,
+            "zero_stage": {"accelerate": "fsdp"},
+            "output_dir": _OUTPUT,
+            "resume_from": _RESUME,
+        },
+        "resume": {"checkpoints": ["step_*", "epoch_*"]},  # by their age: the names count two things
+    },
+    "diffusers": {
+        "launch": "accelerate",
+        "knobs": {
+            "micro_batch_size": {"flag": "--train_batch_size", "default": 16},
+            "gradient_accumulation_steps": _ACCUMULATION,
+            "activation_checkpointing": {"switch": "--gradient_checkpointing"},
+            "precision": {"flag": "--mixed_precision", "values": {"fp32": "no"}},
+            "output_dir": _OUTPUT,
+            "resume_from": _RESUME,
+        },
+        "resume": {"checkpoints": "checkpoint-*", "step": r"checkpoint-(\d+)"},
+    },
+    "lightning": {
+        "launch": "torchrun",
+        "knobs": {
+            "micro_batch_size": {"flag": "--data.batch_size"},
+            "gradient_accumulation_steps": {"flag": "--trainer.accumulate_grad_batches", "default": 1},
+            "precision": {
+                "flag": "--trainer.precision",
+                "values": {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"},
+            },
+            "zero_stage": {"flag": "--trainer.strategy", "values": {"0": None, "3": "fsdp"}},
+            "ranks": {"flag": "--trainer.devices", "per": "node"},
+            "nodes": {"flag": "--trainer.num_nodes"},
+            "output_dir": {"flag": "--trainer.default_root_dir"},
+            "resume_from": {"flag": "--ckpt_path"},
+        },
+        "resume": {"checkpoints": "**/*.ckpt", "step": r"step=(\d+)"},
+    },
+    "deepspeed": {
+        "launch": "deepspeed",
+        "knobs": {
+            "micro_batch_size": {"key": "train_micro_batch_size_per_gpu"},
+            "gradient_accumulation_steps": {"key": "gradient_accumulation_steps", "default": 1},
+            "precision": {
+                "key": "bf16.enabled",
+                "values": {"bf16": True, "fp16": False, "fp32": False},
+                "also": [{"key": "fp16.enabled", "values": {"fp16": True, "bf16": False, "fp32": False}}],
+            },
+        },
+        "resume": {"checkpoints": "global_step*", "holds": ["*model_states.pt"], "step": r"global_step(\d+)"},
+    },
+}
+WAYS = ("flag", "switch", "override", "key", "env", "accelerate")
+CONFIG_FLAG = {"deepspeed": "--deepspeed_config"}  # its file stands in the command, and is rewritten for each attempt
+assert tuple(_FRAMEWORKS) == get_args(Framework)
+
+
+def knobs_of(framework: str) -> dict[str, dict[str, Any]]:
+    """The knobs of a framework's trainers, as a job file says them."""
+    return dict(_FRAMEWORKS[framework]["knobs"])
+
+
+def completed(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The data of a job, with what its `trainer` leaves unsaid; what is said already stays, null included.
+
+    Batch size, accumulation and precision in the command are taken out of it, as defaults of their knobs and as the
+    job's precision; recomputation in the command stays there, and is no knob then. A script whose precision nobody says
+    keeps its own. Doing it again changes nothing.
+    """
+    known, command = _FRAMEWORKS.get(str(said.get("trainer"))), said.get("command")
+    words = _words(command)
+    if known is None or not words or not isinstance(said.get("knobs", {}), Mapping):
+        return dict(said)
+    told: dict[str, Any] = {**known, "launch": said.get("launch", known["launch"])}
+    own, knobs = said.get("knobs", {}), dict[str, Any]()
+    for name, knob in known["knobs"].items():
+        if name not in own and (knob.get("accelerate") is None or told["launch"] == "accelerate"):
+            knobs[name] = knob
+        elif isinstance(own.get(name), Mapping) and not any(own[name].get(way) is not None for way in WAYS):
+            knobs[name] = {**knob, **own[name]}  # the same way, with a default of its own
+    for name in ("micro_batch_size", "gradient_accumulation_steps"):
+        if name in knobs:
+            knobs[name], words = _with_default(knobs[name], words)
+    if _is_said(knobs.get("activation_checkpointing"), words):
+        knobs["activation_checkpointing"] = None
+    if "precision" in knobs and "precision" not in said:
+        precision, words = _precision(knobs["precision"], words)
+        told |= {} if precision is None else {"precision": precision}
+        knobs |= {"precision": None} if precision is None else {}
+    flag = CONFIG_FLAG.get(str(said["trainer"]))
+    if flag is not None and "config" not in said:
+        file, words = _taken(words, flag)
+        told |= {} if file is None else {"config": {"file": file, "flag": flag}}
+    for section in ("resume", "phases"):
+        if isinstance(said.get(section, {}), Mapping):
+            told[section] = {**known.get(section, {}), **said.get(section, {})}
+    return {**said, **{key: told[key] for key in told if key not in said or key in ("resume", "phases")}} | {
+        "command": words,
+        "knobs": {**own, **knobs},
+    }
+
+
+def _words(command: object) -> tuple[str, ...]:
+    """The words of a command, or none where it says nothing that can be read: its own check says why."""
+    if isinstance(command, str):
+        try:
+            return tuple(shlex.split(command))
+        except ValueError:
+            return ()
+    return tuple(map(str, command)) if isinstance(command, Sequence) else ()
+
+
+def _taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
+    """The value that a flag has in a command, `true` for a bare one, and the command without it."""
+    for index, word in enumerate(words):
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2], words[:index] + words[index + 1 :]
+        if word == flag:
+            bare = index + 1 == len(words) or words[index + 1].startswith("-")
+            value = "true" if bare else words[index + 1]
+            return value, words[:index] + words[index + (1 if bare else 2) :]
+    return None, words
+
+
+def _is_said(knob: Mapping[str, Any] | None, words: tuple[str, ...]) -> bool:
+    word = (knob or {}).get("flag") or (knob or {}).get("switch")
+    return word is not None and _taken(words, word)[0] is not None
+
+
+def _with_default(knob: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A knob that starts from what the command says, with those that go with it, and what is left of the command."""
+    value, rest = _taken(words, knob["flag"]) if "flag" in knob else (None, words)
+    if value is not None and value.isdecimal():
+        knob, words = {**knob, "default": int(value)}, rest
+    also = []
+    for one in knob.get("also", ()):
+        changed, words = _with_default(one, words)
+        also.append(changed)
+    return ({**knob, "also": also} if also else knob), words
+
+
+def _precision(knob: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """The precision that a command asks for in the words of this knob, and the command without them."""
+    asked = None
+    for one in (knob, *knob.get("also", ())):
+        value, rest = _taken(words, one["flag"]) if "flag" in one else (None, words)
+        meant = {str(theirs).lower(): ours for ours, theirs in one["values"].items() if theirs is not False}
+        ours = value if value in get_args(_Precision) else meant.get(str(value))
+        if ours is not None or value == "false":
+            asked, words = ours or asked or "fp32", rest
+    return asked, words

@@ -1,0 +1,148 @@
+"""Laws of `trainer`: what a framework's name says of a job, and what the job says above it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from orchestrator.planning.render import script_command
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.frameworks import Framework
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import job_from_data, parse_job
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
+
+FRAMEWORKS = get_args(Framework)
+
+
+def job(trainer: str, command: str = "python train.py", **changes: Any) -> JobSpec:
+    said = {"name": "a", "global_batch_size": 16, "trainer": trainer, "command": command, **changes}
+    return job_from_data(said, "job")
+
+
+def told(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
+    plan = Plan(
+        **{
+            "engine": Engine.SCRIPT,
+            "layout": ParallelLayout(dp=2),
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "activation_checkpointing": ActivationCheckpointing.FULL,
+            "precision": spec.precision,
+            **changes,
+        }
+    )
+    said = script_command(
+        spec, plan, output_dir="OUT", resume_from="CKPT", deepspeed_config_path=None, config_path="CONFIG", devices=(0,)
+    )
+    return (*said.arguments[2:], *(f"{key}={word}" for key, word in said.keys.items()))
+
+
+@pytest.mark.parametrize("trainer", FRAMEWORKS)
+def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: str) -> None:
+    command = "python train.py --per_device_train_batch_size 4 --bf16 --deepspeed_config ds.json"
+    spec = job(trainer, command)
+    assert job_from_data(spec.model_dump(mode="json"), "request") == spec
+    assert spec.knobs.micro_batch_size is not None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "command", "words"),
+    [
+        (
+            "hf",
+            "python train.py --bf16",
+            "--per_device_train_batch_size 2 --per_device_eval_batch_size 8 --gradient_accumulation_steps 4 "
+            "--gradient_checkpointing true --bf16 true --resume_from_checkpoint CKPT --output_dir OUT",
+        ),
+        (
+            "hf",
+            "python train.py",  # its own precision
+            "--per_device_train_batch_size 2 --per_device_eval_batch_size 8 --gradient_accumulation_steps 4 "
+            "--gradient_checkpointing true --resume_from_checkpoint CKPT --output_dir OUT",
+        ),
+        (
+            "accelerate",
+            "python train.py",
+            "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --resume_from_checkpoint CKPT "
+            "--output_dir OUT",
+        ),
+        (
+            "diffusers",
+            "python train.py --mixed_precision=fp16",
+            "--train_batch_size 2 --gradient_accumulation_steps 4 --gradient_checkpointing --mixed_precision fp16 "
+            "--resume_from_checkpoint CKPT --output_dir OUT",
+        ),
+        (
+            "lightning",
+            "python train.py fit --trainer.precision bf16-mixed",
+            "fit --data.batch_size 2 --trainer.accumulate_grad_batches 4 --trainer.precision bf16-mixed "
+            "--trainer.devices 1 --trainer.num_nodes 2 --ckpt_path CKPT --trainer.default_root_dir OUT",
+        ),
+        (
+            "deepspeed",
+            "python train.py --deepspeed --deepspeed_config ds.json",
+            "--deepspeed --deepspeed_config CONFIG train_micro_batch_size_per_gpu=2 gradient_accumulation_steps=4",
+        ),
+    ],
+)
+def test_a_plan_is_said_in_the_words_of_the_framework(trainer: str, command: str, words: str) -> None:
+    assert told(job(trainer, command)) == tuple(words.split())
+
+
+def test_what_the_command_says_is_where_the_knobs_begin() -> None:
+    spec = job(
+        "hf", "python train.py --per_device_train_batch_size=4 --gradient_accumulation_steps 2 --fp16 true --lr 1e-4"
+    )
+    assert spec.command == ("python", "train.py", "--lr", "1e-4")
+    assert spec.precision is Precision.FP16
+    micro, accumulation = spec.knobs.micro_batch_size, spec.knobs.gradient_accumulation_steps
+    assert micro is not None
+    assert accumulation is not None
+    assert (micro.default, accumulation.default) == (4, 2)
+    assert told(spec)[-8:-4] == ("--bf16", "false", "--fp16", "true")
+
+
+def test_what_the_job_says_stands_above_its_trainer() -> None:
+    spec = job(
+        "hf",
+        "python train.py --gradient_checkpointing",
+        launch="torchrun",
+        knobs={"micro_batch_size": {"flag": "--bs", "default": 3}, "resume_from": None},
+        resume={"checkpoints": "mine-*"},
+        progress=r"step (\d+)",
+        phases={"encoding": "codec"},
+    )
+    assert (spec.launch, spec.progress) == ("torchrun", r"step (\d+)")
+    assert spec.knobs.micro_batch_size is not None
+    assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.also) == ("--bs", ())
+    assert spec.knobs.resume_from is None
+    assert spec.knobs.zero_stage is None, "shards are said in accelerate's file, and torchrun reads none"
+    assert spec.knobs.activation_checkpointing is None, "the command says it for every plan"
+    assert (spec.resume.checkpoints, spec.resume.holds) == (("mine-*",), ("trainer_state.json",))
+    assert [phase for phase, _ in spec.phases] == ["training", "evaluation", "encoding"]
+
+
+def test_a_default_of_its_own_leaves_a_knob_as_it_is() -> None:
+    spec = job("lightning", knobs={"micro_batch_size": {"default": 8}})
+    assert spec.knobs.micro_batch_size is not None
+    assert (spec.knobs.micro_batch_size.flag, spec.knobs.micro_batch_size.default) == ("--data.batch_size", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("command: python t.py\ntrainer: hff\n", ["job.yaml:4: trainer", "'hff'", "did you mean 'hf'?"]),
+        ("command: accelerate launch t.py\ntrainer: hf\n", ["command", "leave out accelerate's own words"]),
+        ("command: python t.py\ntrainer: hf\nknobs: 3\n", ["job.yaml:5: knobs"]),
+        ("model: {factory: m.py:make}\ntrainer: hf\n", ["needs a `command`"]),
+        ('command: "python \'t"\ntrainer: hf\n', ["command", "No closing quotation"]),
+        ("command: python t.py\ntrainer: hf\nresume: {checkpoint: a}\n", ["job.yaml:5: resume.checkpoint"]),
+    ],
+)
+def test_a_mistake_beside_a_trainer_is_answered_by_one_error_that_says_where(text: str, said: list[str]) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_job(f"name: a\nglobal_batch_size: 8\n{text}", "job.yaml")
+    for part in said:
+        assert part in str(refused.value)

@@ -1,0 +1,62 @@
+"""Scripts of common frameworks run with their trainer's name and no knobs: sized, capped, recovered, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.run import JobFolder
+from orchestrator.specs.state import JobStatus
+from tests.trainers.driver import Drive, cluster, log, story
+
+SCRIPTS = Path(__file__).parent / "frameworks"
+
+
+def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_knob_written(tmp_path: Path) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "name": "diffusion",
+            "trainer": "diffusers",
+            "launch": "ranks",  # its own way costs an import of accelerate
+            "command": "python diffusion.py --train_batch_size 64 --mixed_precision no",
+            "workdir": str(SCRIPTS),
+            "steps": 4,
+            "global_batch_size": 64,
+            "success": {"artifacts": ["model.pt"]},
+        }
+    )
+    job = Drive(tmp_path, cluster("30MiB", devices=1)).run(spec)
+    assert job.status is JobStatus.SUCCEEDED, job.reason
+    assert story(job) == ["device_oom", "preempted", "finished"]
+    first, *_, last = job.attempts
+    assert (first.plan.micro_batch_size, last.plan.global_batch_size) == (64, 64)
+    assert f"per device = {last.plan.micro_batch_size}, precision no\nstep 3\nstep 4" in log(tmp_path, 3)
+
+
+@pytest.mark.long
+def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_written(tmp_path: Path) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "name": "hf",
+            "trainer": "hf",
+            "command": "python hf.py --max_steps 4 --save_steps 2 --report_to none --per_device_train_batch_size 16 "
+            "--die_at 3",
+            "workdir": str(SCRIPTS),
+            "steps": 4,
+            "global_batch_size": 16,
+            "success": {"artifacts": ["model.safetensors"]},
+        }
+    )
+    job = Drive(tmp_path, cluster("40MiB", devices=1)).run(spec)
+    assert job.status is JobStatus.SUCCEEDED, job.reason
+    assert story(job) == ["device_oom", "preempted", "finished"]
+    last = job.attempts[-1]
+    assert (last.plan.micro_batch_size, last.plan.global_batch_size) == (8, 16)
+    assert "trained 4 steps of 8 samples" in log(tmp_path, 3)
+    resumed = json.loads(JobFolder(tmp_path, "job").attempt(3).resume.read_text())["checkpoint"]
+    assert Path(resumed).name == "checkpoint-2"
+    assert last.evidence is not None
+    assert last.evidence.lost == ()
