@@ -62,6 +62,9 @@ def test_a_plan_is_found_for_each_on_the_hardware_of_its_users(name: str, cluste
     [
         # Printed by the trainers at the commits that the job files name, with tiny models on CPU.
         ("rvc/rvc_v2_48k.yaml", "INFO:voice:Training epoch: 3 [50%]", "3"),
+        ("parler_tts/parler_tts_mini.yaml", "Step... (3 / 8 | Loss: 4.399537563323975, Learning Rate: 5e-05)", "3"),
+        (ORPHEUS, " 17%|█▋        | 2/12 [00:02<00:13,  1.33s/it]", "2"),
+        ("musicgen/musicgen_small.yaml", "\x1b[0m] - \x1b[1mTrain Summary | Epoch 1 | lr=1.25E-08 | ce=6.459", "1"),
         ("rvc/rvc_v2_48k.yaml", "INFO:voice:====> Epoch: 3 [2026-11-22 08:31:40] | (0:00:21.104501)", "3"),
     ],
 )
