@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-long lint bench bench-memory bench-cost bench-scheduler clean
+.PHONY: demo demo-audio test test-long lint bench bench-memory bench-cost bench-scheduler clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -13,6 +13,9 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/python -m jobs.demo.run
+
+demo-audio: $(READY)
+	$(BIN)/python -m jobs.audio.run
 
 test: $(READY) lint
 	$(BIN)/python -m pytest -m "not long" --durations=25

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ PLAIN_WIDTH = 160  # columns where the output is no terminal
 ENDED = ("succeeded", "failed", "refused", "cancelled")
 
 Job = dict[str, Any]
+Promise = tuple[str, Callable[[Job], bool]]  # in words, and whether it was kept
 
 
 def outcomes(job: Job) -> list[str]:
@@ -62,7 +63,7 @@ def refused(job: Job) -> bool:
     return job["status"] == "refused" and not job["attempts"] and "would fit" in job["reason"]
 
 
-EXPECTED: dict[str, tuple[str, Callable[[Job], bool]]] = {
+EXPECTED: dict[str, Promise] = {
     "fits.yaml": ("is planned to fit, and does", fitted),
     "wrong_profile.yaml": ("runs out of memory, resumes from its checkpoint with a cheaper plan, finishes", resumed),
     "foreign.yaml": ("runs out of memory, finishes degraded through its knobs, unmodified", recovered),
@@ -72,12 +73,18 @@ EXPECTED: dict[str, tuple[str, Callable[[Job], bool]]] = {
 
 
 def main() -> int:
+    write_corpus()
+    _, wrong = night({FOLDER / name: promised for name, promised in EXPECTED.items()})
+    return 1 if wrong else 0
+
+
+def night(expected: Mapping[Path, Promise]) -> tuple[list[Job], list[Path]]:
+    """The jobs of these files once all have ended, and the files whose jobs did not end as promised."""
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     began_s = time.monotonic()
-    write_corpus()
     subprocess.run([*ORC, "up", "--cluster", str(CLUSTER), "--home", str(HOME)], check=True)
     client = Client(HOME)
-    ids = {name: submit(name) for name in EXPECTED}
+    ids = {path: submit(path) for path in expected}
     jobs = follow(client, list(ids.values()), console)
     console.print()
     console.print(attempts_table(jobs))  # type: ignore[arg-type]
@@ -86,26 +93,26 @@ def main() -> int:
     by_id = {job["id"]: job for job in jobs}
     wrong = []
     console.print()
-    for name, (promise, kept) in EXPECTED.items():
-        held = by_id[ids[name]]["status"] in ENDED and kept(by_id[ids[name]])
-        console.print(Text("  ✓ " if held else "  ✗ ", style="green" if held else "red") + f"{ids[name]} {promise}")
-        wrong += [] if held else [name]
+    for path, (promise, kept) in expected.items():
+        held = by_id[ids[path]]["status"] in ENDED and kept(by_id[ids[path]])
+        console.print(Text("  ✓ " if held else "  ✗ ", style="green" if held else "red") + f"{ids[path]} {promise}")
+        wrong += [] if held else [path]
     page = f"{client.cluster()['tracking_uri']}/#/experiments"
     console.print(
         f"\n{time.monotonic() - began_s:.0f} s. Every attempt stands in MLflow, experiment orchestrator: {page}"
     )
     console.print(f"The service is still up: `{Path(sys.executable).parent / 'orc'} down --home {HOME}` ends it.")
     client.close()
-    return 1 if wrong else 0
+    return jobs, wrong
 
 
-def submit(name: str) -> str:
+def submit(path: Path) -> str:
     """The id of the job that `orc submit` put into the queue.
 
     In a family of its own: else the service would know from the last demo what does not fit, and nothing would fail.
     """
-    family = f"{Path(name).stem}-{time.time_ns()}"
-    command = (*ORC, "submit", str(FOLDER / name), "--set", f"family={family}", "--home", str(HOME))
+    family = f"{path.stem}-{time.time_ns()}"
+    command = (*ORC, "submit", str(path), "--set", f"family={family}", "--home", str(HOME))
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
