@@ -74,6 +74,7 @@ class Pool:
         self._idle = [self.devices_per_node] * count
         self._by_idle: list[list[int]] = [[] for _ in range(self.devices_per_node + 1)]
         self._by_idle[self.devices_per_node] = list(range(count))
+        self._ends_s: list[float] = []  # of every device that is held, soonest first
         self.idle = count * self.devices_per_node
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
         self._when: dict[int, tuple[list[float], list[tuple[float, int]]]] = {}  # by share: of each node, and sorted
@@ -198,6 +199,11 @@ class Pool:
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 
+    def held_until_s(self, devices: float) -> float:
+        """From when on at most so many devices are still held, by what holds them now."""
+        others = len(self._ends_s) - max(0, int(devices))
+        return self._ends_s[others - 1] if others > 0 else -inf
+
     # how it is kept
 
     def _set(self, name: str, devices: Iterable[int], until_s: float) -> None:
@@ -208,6 +214,10 @@ class Pool:
         for device in devices:
             if device < len(until):
                 self._idle[number] += (until_s == IDLE) - (until[device] == IDLE)
+                if until[device] != IDLE:
+                    del self._ends_s[bisect_left(self._ends_s, until[device])]
+                if until_s != IDLE:
+                    insort(self._ends_s, until_s)
                 until[device] = until_s
         if self._idle[number] != idle:
             line = self._by_idle[idle]

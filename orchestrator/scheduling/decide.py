@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
@@ -10,10 +10,11 @@ from operator import attrgetter
 from orchestrator.memory.calibration import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.availability import Pool, Slot
+from orchestrator.scheduling.demand import room_from_s
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.groups import groups_of
 from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measured_peaks, menu
-from orchestrator.scheduling.windows import Hours, hours_of, why_closed
+from orchestrator.scheduling.windows import hours_of, why_closed
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.state import Job, Reservation, State
 
@@ -43,6 +44,7 @@ class Wait:
 
     reason: str
     reservation: Reservation | None = None
+    look_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,12 @@ class _Offer:
     entry: Entry
 
 
+Opening = Callable[[_Offer, float], float]  # when it may start, from a time on
+
+
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """An offer that can be had later: from `slot` on, within the hours of its job."""
+    """An offer that can be had later: its devices from `slot` on."""
 
     cost_s: float
     offer: _Offer
@@ -78,12 +83,11 @@ def decide(
     Of all numbers of devices the one that is best by its end and its price, now or when so many come free.
     """
     menus = desk.menus_of(waiting)
-    offers, now, hours = _offers(waiting.job, menus, price, state.at_s)
+    offers = _offers(menus, price)
     if not offers:
         return _without_offers(state, waiting.job, menus)
-    later = None
-    if now is not offers[0] and (may_reserve or now is not None):
-        later = _soonest(offers, hours, state.at_s)
+    opening = _opening(desk, waiting, offers, state.at_s)
+    now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
     if later is not None and (now is None or later.cost_s < now.cost_s):
         return _reserved(waiting.job, later) if may_reserve else None
     return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
@@ -91,8 +95,8 @@ def decide(
 
 def expected(now_s: float, desk: Desk, waiting: Waiting, price: float) -> Reservation | None:
     """What the job would run as, and from when to when; None where it must wait for what has no time."""
-    offers, now, hours = _offers(waiting.job, desk.menus_of(waiting), price, now_s)
-    later = _soonest(offers, hours, now_s) if offers and now is not offers[0] else None
+    offers = _offers(desk.menus_of(waiting), price)
+    now, later = _best(offers, _opening(desk, waiting, offers, now_s), now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
         placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
@@ -113,10 +117,8 @@ def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     return Wait(reason=_waits_for(pool, entry) if start_s == now_s else why_closed(spec, start_s))
 
 
-def _offers(
-    job: Job, menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float, now_s: float
-) -> tuple[list[_Offer], _Offer | None, Hours]:
-    """All that the job could run as, the best first, were it free; the best of what is; and when it may start."""
+def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> list[_Offer]:
+    """All that the job could run as, the best first, were it free."""
     offers = [
         _Offer(entry.seconds + price * entry.device_seconds, pool, entry)
         for pool, one in menus
@@ -124,9 +126,34 @@ def _offers(
         for entry in _entries(pool, one)
     ]
     offers.sort(key=attrgetter("cost_s"))
-    hours = hours_of(job.spec, (one.entry.seconds for one in offers), now_s)
-    open_now = (one for one in offers if hours.start_s(now_s, one.entry.seconds) == now_s)
-    return offers, next((one for one in open_now if _can_start(one.pool, one.entry, now_s)), None), hours
+    return offers
+
+
+def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float) -> Opening:
+    """When the job may start: within its hours, and with room left for shorter ones.
+
+    No room is left by a job that is due, that is put before others, or that says itself when it may start.
+    """
+    spec, demand = waiting.job.spec, desk.state.demand
+    if spec.between is not None:
+        hours = hours_of(spec, (one.entry.seconds for one in offers), now_s)
+        return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
+    if waiting.due_s <= now_s or spec.priority > 0:
+        return lambda _, from_s: from_s
+    return lambda offer, from_s: max(
+        from_s, room_from_s(demand, now_s, offer.pool, offer.entry.devices, offer.entry.seconds)
+    )
+
+
+def _best(
+    offers: Sequence[_Offer], opening: Opening, now_s: float, *, may_reserve: bool
+) -> tuple[_Offer | None, _Later | None]:
+    """The best of what can be had now, and, unless that is the best of all, of what can be had later."""
+    free = (one for one in offers if _can_start(one.pool, one.entry, now_s))
+    now = next((one for one in free if opening(one, now_s) == now_s), None)
+    if not offers or now is offers[0] or not (may_reserve or now is not None):
+        return now, None
+    return now, _soonest(offers, opening, now_s)
 
 
 def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
@@ -143,7 +170,7 @@ def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
     return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _soonest(offers: Sequence[_Offer], hours: Hours, now_s: float) -> _Later | None:
+def _soonest(offers: Sequence[_Offer], opening: Opening, now_s: float) -> _Later | None:
     """The best of what can be had later."""
     found: _Later | None = None
     for offer in offers:
@@ -151,7 +178,7 @@ def _soonest(offers: Sequence[_Offer], hours: Hours, now_s: float) -> _Later | N
             continue
         slot = offer.pool.earliest(offer.entry.shape, now_s, offer.entry.least_bytes)
         if slot is not None:
-            start_s = hours.start_s(slot.start_s, offer.entry.seconds)
+            start_s = opening(offer, slot.start_s)
             cost_s = start_s - now_s + offer.cost_s
             if cost_s < (inf if found is None else found.cost_s):
                 found = _Later(cost_s, offer, slot, start_s)
@@ -166,13 +193,20 @@ def _reserved(job: Job, later: _Later) -> Wait:
         end_s=later.start_s + entry.seconds,
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
-    is_closed = later.start_s > later.slot.start_s
-    reason = why_closed(job.spec, later.start_s) if is_closed else _waits_for(pool, entry)
-    return Wait(reason=reason, reservation=reservation)
+    if later.start_s == later.slot.start_s:
+        return Wait(reason=_waits_for(pool, entry), reservation=reservation)
+    if job.spec.between is not None:
+        return Wait(reason=why_closed(job.spec, later.start_s), reservation=reservation)
+    reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
+    return Wait(reason=reason, reservation=reservation, look_at_s=later.start_s)
 
 
 def _waits_for(pool: Pool, entry: Entry) -> str:
-    return f"waits for {entry.devices} free {pool.group.hardware.device.name}"
+    return f"waits for {_wanted(pool, entry)}"
+
+
+def _wanted(pool: Pool, entry: Entry) -> str:
+    return f"{entry.devices} free {pool.group.hardware.device.name}"
 
 
 def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:

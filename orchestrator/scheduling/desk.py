@@ -233,7 +233,7 @@ class Desk:
         if known is not None and not is_new:
             known.job = job
             return
-        waiting = Waiting(job, job.submitted_at_s + PATIENCE * self._work_s(job))
+        waiting = Waiting(job, job.submitted_at_s + PATIENCE * self.size_of(job)[0])
         self.waiting[job.id] = waiting
         self._expect_opening(job, self.state.at_s)
         if job.not_before_s > self.state.at_s:
@@ -259,19 +259,19 @@ class Desk:
         at = bisect_left(line, waiting.place)
         return at < len(line) and line[at] == waiting.place
 
-    def _work_s(self, job: Job) -> float:
-        """Between the seconds that the job needs, and those of the whole cluster, as predicted before any measurement.
+    def size_of(self, job: Job) -> tuple[float, float, float]:
+        """Between the seconds that the job needs, and those of the whole cluster; its seconds; its device-seconds.
 
-        Of the number of devices that is best for both.
+        Of the number of devices that is best for both, as predicted before any measurement.
         """
         left = steps_left(job)
         found = [
-            sqrt(one.plan.world_size / self.devices)
-            * (pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s))
+            (sqrt(one.plan.world_size / self.devices) * seconds, seconds, one.plan.world_size * seconds)
             for pool in self.pools
             for one in _candidates(job, pool.group)
+            for seconds in [pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s)]
         ]
-        return min(found, default=0.0)
+        return min(found, default=(0.0, 0.0, 0.0))
 
     def _occupy(self, job: Job, attempt: Attempt) -> None:
         end_s = self.end_of(job, attempt)

@@ -13,6 +13,7 @@ from orchestrator.memory.calibration import remembered
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.classify import classify
 from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, decide, price_of
+from orchestrator.scheduling.demand import asked
 from orchestrator.scheduling.dependence import entered, heard
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.menu import NeverFits
@@ -66,6 +67,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     desk.state = before
     state, told = _absorb(before, event)
     desk = _told(desk, before, state, event)
+    state = desk.state = _with_demand(state, desk, event)
     actions, news = told, told
     while True:
         state, followed = _followed(state, desk, news)
@@ -78,13 +80,17 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 
 def wake_at_s(state: State) -> float | None:
-    """When the next back-off ends, or the hours begin in which a job may start; None: nothing waits for a time."""
+    """When a back-off ends, hours begin, or a job has left room long enough; None: nothing waits for a time."""
     for desk in _DESKS:
         if desk.state is state:
-            return desk.wake_at_s(state.at_s)
-    waiting = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED and not job.waits_for]
-    times = (time_s for job in waiting for time_s in (job.not_before_s, opening_s(job.spec, state.at_s)))
-    return min((time_s for time_s in times if state.at_s < time_s < inf), default=None)
+            next_s = desk.wake_at_s(state.at_s)
+            break
+    else:
+        waiting = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED and not job.waits_for]
+        times = (time_s for job in waiting for time_s in (job.not_before_s, opening_s(job.spec, state.at_s)))
+        next_s = min((time_s for time_s in times if state.at_s < time_s < inf), default=None)
+    known = [one for one in (next_s, state.look_at_s) if one is not None and one > state.at_s]
+    return min(known, default=None)
 
 
 # 1. absorb the fact
@@ -233,6 +239,8 @@ def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
                 desk.learn(known, now)
             if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: nobody waits for these
                 desk.is_stale = True
+    if after.look_at_s is not None and after.look_at_s <= after.at_s:
+        desk.is_stale = True
     desk.wake(after.at_s)
     return desk
 
@@ -271,7 +279,7 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
     if desk.idle or desk.is_stale:
         desk.forget_promises()
-        state = replace(state, reservations=())
+        state = replace(state, reservations=(), look_at_s=None)
     price = price_of(desk)
     for waiting in desk.in_order():
         if not desk.idle:
@@ -301,7 +309,9 @@ def _answered(
         case Wait() as wait:
             if wait.reservation is not None:
                 desk.promise((wait.reservation,))
-                state = replace(state, reservations=(*state.reservations, wait.reservation))
+                looks = [one for one in (state.look_at_s, wait.look_at_s) if one is not None]
+                reservations = (*state.reservations, wait.reservation)
+                state = replace(state, reservations=reservations, look_at_s=min(looks, default=None))
             if wait.reason == job.reason:
                 return state, ()
             job = replace(job, reason=wait.reason)
@@ -382,6 +392,15 @@ def _with_observations(state: State, observed: Sequence[Observation]) -> State:
 def _with_attempt(job: Job, attempt: Attempt) -> Job:
     attempts: Sequence[Attempt] = job.attempts
     return replace(job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :]))
+
+
+def _with_demand(state: State, desk: Desk, event: Event) -> State:
+    """The state that remembers what was submitted."""
+    waiting = desk.waiting.get(event.job_id) if isinstance(event, Submitted) else None
+    if waiting is None or not desk.devices:
+        return state
+    _, length_s, device_s = desk.size_of(waiting.job)
+    return replace(state, demand=asked(state.demand, state.at_s, length_s, device_s))
 
 
 def _capacity_bytes(state: State, attempt: Attempt) -> int | None:

@@ -106,6 +106,15 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What was asked for lately: device-seconds of submitted jobs by their length, as they counted at a time."""
+
+    since_s: float  # of the first of them
+    at_s: float
+    device_s: tuple[float, ...]  # of jobs of 1 to 2 seconds, of 2 to 4, of 4 to 8 ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Everything that a decision may need. Replaced, never changed.
 
@@ -118,6 +127,8 @@ class State:
     declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
     reservations: tuple[Reservation, ...] = ()  # as of the last decision, first come first
+    look_at_s: float | None = None  # when somebody has left room for shorter jobs long enough, as of the last decision
+    demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
     at_s: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,0 +1,78 @@
+"""Long jobs leave as much room as shorter ones asked for lately, and no more; nobody waits for room for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.scheduling.demand import LEAST_S, MEMORY_S, SHORT, asked, devices_wanted
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.specs.state import Event, State, Woke
+from tests.scheduling.factories import node
+from tests.scheduling.test_queue import gone, played, script, seen, submitted
+
+LONG_S, SHORT_S = 20_000.0, 1000.0
+NODES = seen(node("a", devices=4), node("b", devices=4))
+
+
+def shorts(first: int, count: int, at_s: float) -> list[Event]:
+    """Short jobs that came and went, one at a time: together they kept four devices busy."""
+    spec = script({4: SHORT_S})
+    told: list[Event] = []
+    for number in range(first, first + count):
+        told += [submitted(number, spec, at_s), *gone(number, at_s + SHORT_S)]
+        at_s += SHORT_S
+    return told
+
+
+def test_what_is_remembered_is_the_mean_and_fades() -> None:
+    demand = None
+    for hour in range(100):
+        demand = asked(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
+    assert devices_wanted(demand, 99 * 3600.0, 1024.0) == pytest.approx(4.0, rel=0.1)
+    assert devices_wanted(demand, 99 * 3600.0, 512.0) == 0.0
+    assert devices_wanted(demand, 99 * 3600.0 + 5 * MEMORY_S, 1024.0) < 0.1
+
+
+def test_a_first_burst_is_no_rate() -> None:
+    """Eight device-hours asked for in the first second are eight devices for an hour, not thousands."""
+    assert devices_wanted(asked(None, 0.0, 600.0, 8 * 3600.0), 1.0, 1e6) < 8 * 3600.0 / LEAST_S * 1.2
+
+
+def test_two_long_jobs_do_not_close_a_cluster_that_short_ones_come_to() -> None:
+    """The second long job would hold the other half of the devices for hours: it lets short ones have them."""
+    long = script({4: LONG_S})
+    before = [NODES, *shorts(1, 10, 10.0)]
+    state, launched = played(*before, submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
+    assert "job-11" in launched
+    assert "job-12" not in launched
+    assert "room for shorter jobs" in state.jobs["job-12"].reason
+    state, launched = played(
+        *before,
+        submitted(11, long, 10_020.0),
+        submitted(12, long, 10_021.0),
+        submitted(13, script({4: 900.0}), 10_022.0),
+    )
+    assert "job-13" in launched
+
+
+def test_where_nothing_short_comes_no_device_stays_idle() -> None:
+    long = script({4: LONG_S})
+    _, launched = played(NODES, submitted(1, long), submitted(2, long))
+    assert set(launched) == {"job-1", "job-2"}
+
+
+def test_room_is_left_no_longer_than_it_matters() -> None:
+    """A quarter of its length before the other ends, it starts, though nothing happens then: `step` is woken."""
+    long = script({4: LONG_S})
+    state, _ = played(NODES, *shorts(1, 10, 10.0), submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
+    while "job-12" in {one.job_id for one in state.reservations}:
+        at_s = wake_at_s(state)
+        assert at_s is not None
+        assert at_s > state.at_s
+        state, _ = step(state, Woke(at_s=at_s))
+    assert state.jobs["job-12"].attempts
+    assert state.at_s <= 10_020.0 + 30.0 + (1 - SHORT) * (LONG_S + 30.0) + 1.0
+
+
+def test_earlier_states_know_no_demand() -> None:
+    assert State().demand is None
