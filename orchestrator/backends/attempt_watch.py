@@ -38,7 +38,7 @@ from orchestrator.backends.workdir import link_all_but
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.specs.state import Event, Finished, Job, Released, Started
+from orchestrator.specs.state import Event, Finished, Job, Paced, Released, Started
 
 LONG_POLL_S = 2.0
 TICK_S = 0.25
@@ -226,6 +226,7 @@ class AttemptWatch:
         known.lost = {part.node for part in self._attempt.placement if part.node not in launchers}
         progress = Progress(self._job.spec, self._folder, self._attempt.plan.world_size, self._started)
         stopped, hung_for_s, aborted, give_up_at_s = False, None, False, float("inf")
+        known_step_s = self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
         while known.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
             self._poll(known)
@@ -233,6 +234,11 @@ class AttemptWatch:
             if not aborted and hung_for_s is None and not stopped:
                 hung_for_s = progress.hung_for_s()
                 grace_s = 0.0 if hung_for_s is not None else grace_s
+                pace = progress.pace(known_step_s, self._world.clock())
+                if pace is not None:
+                    known_step_s = pace.step_s
+                    told = Paced(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
+                    self._emit(told)
             if grace_s is not None and not aborted:
                 aborted, give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
                 self._tell(known, "abort", grace_s)

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.evidence import heartbeats
+from orchestrator.specs.attempt import Heartbeat, Pace
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder
 
 READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
+PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up and fill caches
+ANOTHER_PACE = 1.1  # times as fast or as slow as known: told, so that ends are expected anew
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 
 
@@ -49,13 +52,14 @@ class LogCounter:
 
 
 class Progress:
-    """The watchdog: how long an attempt has stood still beyond its job's limits."""
+    """The watchdog: how long an attempt has stood still beyond its job's limits, and how fast it is."""
 
     def __init__(self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int]) -> None:
         self._spec, self._folder, self._world_size = spec, folder, world_size
         self._logs = [folder.log(rank) for rank in started]
         self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
         self._seen: tuple[object, ...] = ()
+        self._beats: Sequence[Heartbeat] = ()
         self._since_s = time.monotonic()
 
     @property
@@ -66,6 +70,14 @@ class Progress:
         self._counter.follow(self._logs)
         return self._counter.counts
 
+    def pace(self, known_step_s: float, at_s: float) -> Pace | None:
+        """How fast its slowest rank was when last asked whether it hangs; None where that is known, or too early."""
+        timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
+        step_s, steps = max((one for one, _ in timed), default=0.0), min((done for _, done in timed), default=0)
+        if steps < PACE_STEPS or 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE:
+            return None
+        return Pace(steps_done=steps, step_s=step_s, at_s=at_s)
+
     def hung_for_s(self) -> float | None:
         """Seconds without a training step, where they are too many; None otherwise.
 
@@ -73,6 +85,7 @@ class Progress:
         sign has but its log: then its growth is the progress.
         """
         beats, counts = heartbeats(self._folder, self._world_size), self.counts
+        self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
         if beats or self._counter is not None:
             seen, trains = (steps, counts), steps > 0 or counts is not None

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from orchestrator.backends.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated_nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated_process import Process, evidence_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
-from orchestrator.specs.state import Event, FaultKind, Finished, Job, Launch, NodesSeen, Released, Started, Stop
+from orchestrator.specs.state import Event, FaultKind, Finished, Job, Launch, NodesSeen, Paced, Released, Started, Stop
 
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)
@@ -186,6 +187,13 @@ class SimulatedBackend:
         if process.evidence is None:
             process.started_at_s = self._now_s
             self._tell(process.started())
+            known = process.attempt.step_s
+            if not 1 / ANOTHER_PACE < process.step_s / max(known, 1e-9) < ANOTHER_PACE:
+                self._after(PACE_STEPS * process.step_s, partial(self._pace, process))
+
+    def _pace(self, process: Process) -> None:
+        if process.evidence is None:
+            self._tell(process.paced(PACE_STEPS, self._now_s))
 
     def _meet(self, process: Process, ending: FailureKind | None, step: int) -> None:
         """The end that was waiting for the attempt; a lost node takes everything on it along."""
@@ -269,7 +277,7 @@ class SimulatedBackend:
         if process.released_at_s is not None:
             self._tell(process.released())
 
-    def _tell(self, event: Started | Finished | Released) -> None:
+    def _tell(self, event: Started | Paced | Finished | Released) -> None:
         if f"{event.job_id}-{event.number}" not in self._watched:
             return
         self._outbox.append(event)

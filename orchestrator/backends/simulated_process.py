@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
+from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, Pace, RankEnd
 from orchestrator.specs.run import OOM_EXIT_CODE
-from orchestrator.specs.state import Fault, Finished, Job, Released, Started
+from orchestrator.specs.state import Fault, Finished, Job, Paced, Released, Started
 
 SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
 OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."
@@ -53,6 +53,10 @@ class Process:
     def started(self) -> Started:
         assert self.started_at_s is not None, self.attempt.name
         return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
+
+    def paced(self, steps_done: int, at_s: float) -> Paced:
+        pace = Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s)
+        return Paced(job_id=self.job.id, number=self.attempt.number, pace=pace, at_s=at_s)
 
     def finished(self) -> Finished:
         assert self.evidence is not None, self.attempt.name

@@ -46,6 +46,9 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     return Shape(devices=devices, shares=tuple(tight)) if tight else None
 
 
+_Times = dict[int, tuple[list[float], list[tuple[float, int]]]]
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """From when on so many devices of each of these nodes are free together."""
@@ -77,7 +80,9 @@ class Pool:
         self._ends_s: list[float] = []  # of every device that is held, soonest first
         self.idle = count * self.devices_per_node
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
-        self._when: dict[int, tuple[list[float], list[tuple[float, int]]]] = {}  # by share: of each node, and sorted
+        self._when: _Times = {}  # by share: of each node, and sorted
+        self._unpromised: _Times = {}  # the same, as it was before anything was promised
+        self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
         self._open_until_s: dict[Shape, float] = {}
         self._room_bytes: int | None = None  # once asked
         self.see(group.nodes)
@@ -125,15 +130,23 @@ class Pool:
     def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float) -> None:
         """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to."""
         number = self.numbers.get(name)
-        if number is not None:
-            self._promised.setdefault(number, []).append((start_s, end_s, devices))
-            self._changed(number)
+        if number is None:
+            return
+        if not self._promised:
+            self._unpromised = {share: (by_node[:], order[:]) for share, (by_node, order) in self._when.items()}
+        self._promised.setdefault(number, []).append((start_s, end_s, devices))
+        self._changed(number)
 
     def forget_promises(self) -> None:
         """All that is reserved, and all maintenance."""
-        for number in [*self._promised]:
-            del self._promised[number]
+        if not self._promised:
+            return
+        self._promised.clear()
+        self._open_until_s.clear()
+        self._when, self._unpromised = self._unpromised, {}
+        for number in self._changed_since:
             self._changed(number)
+        self._changed_since.clear()
 
     # what can be
 
@@ -192,10 +205,12 @@ class Pool:
     def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
         """Those devices of a slot's nodes that are free first."""
         placement = []
+        has_room = self.has_room(least_bytes)
         for number in slot.nodes:
-            free_s = self._free_from(number)
-            able = (d for d in range(self.devices_per_node) if self._is_roomy(number, d, least_bytes))
-            first = sorted(able, key=lambda device: (free_s[device], device))[: slot.share]
+            able: Iterable[int] = range(self.devices_per_node)
+            if not has_room:
+                able = (device for device in able if self.room_of(number, device) >= least_bytes)
+            first = sorted(able, key=self._free_from(number).__getitem__)[: slot.share]
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 
@@ -225,6 +240,8 @@ class Pool:
             insort(self._by_idle[self._idle[number]], number)
             self.idle += self._idle[number] - idle
         self._room_bytes = None
+        if self._promised:
+            self._changed_since.add(number)
         self._changed(number)
 
     def _changed(self, number: int) -> None:

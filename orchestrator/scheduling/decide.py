@@ -134,15 +134,13 @@ def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: floa
 
     No room is left by a job that is due, that is put before others, or that says itself when it may start.
     """
-    spec, demand = waiting.job.spec, desk.state.demand
+    spec, wanted = waiting.job.spec, desk.wanted(now_s)
     if spec.between is not None:
         hours = hours_of(spec, (one.entry.seconds for one in offers), now_s)
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
     if waiting.due_s <= now_s or spec.priority > 0:
         return lambda _, from_s: from_s
-    return lambda offer, from_s: max(
-        from_s, room_from_s(demand, now_s, offer.pool, offer.entry.devices, offer.entry.seconds)
-    )
+    return lambda offer, from_s: max(from_s, room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds))
 
 
 def _best(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from math import exp, log2
+from collections.abc import Sequence
+from itertools import accumulate
+from math import exp, frexp
 
 from orchestrator.scheduling.availability import Pool
 from orchestrator.specs.state import Demand
@@ -15,6 +17,7 @@ LEAST_S = 3600.0  # over which a first burst is taken to spread
 # 1,914 s (1,263 to 3,271): two jobs of three hours hold all devices together.
 SHORT = 0.25
 LENGTHS = 24  # powers of two: the longest begins at 97 days
+NOBODY = (0.0,) * (LENGTHS + 1)
 
 
 def asked(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
@@ -23,24 +26,24 @@ def asked(demand: Demand | None, at_s: float, length_s: float, device_s: float) 
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
     kept = exp((demand.at_s - at_s) / MEMORY_S)
     device_seconds = [kept * one for one in demand.device_s]
-    device_seconds[min(LENGTHS - 1, int(log2(max(1.0, length_s))))] += device_s
+    device_seconds[min(LENGTHS - 1, frexp(max(1.0, length_s))[1] - 1)] += device_s
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
 
 
-def devices_wanted(demand: Demand | None, at_s: float, shorter_s: float) -> float:
-    """Devices that jobs shorter than this kept busy on average."""
-    if demand is None or shorter_s < 2.0:
-        return 0.0
-    lengths = min(LENGTHS, int(log2(shorter_s)))
+def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
+    """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy on average."""
+    if demand is None:
+        return NOBODY
     counted_s = MEMORY_S * (1.0 - exp(-max(LEAST_S, at_s - demand.since_s) / MEMORY_S))
-    return sum(demand.device_s[:lengths]) * exp((demand.at_s - at_s) / MEMORY_S) / counted_s
+    kept = exp((demand.at_s - at_s) / MEMORY_S) / counted_s
+    return tuple(accumulate((kept * one for one in demand.device_s), initial=0.0))
 
 
-def room_from_s(demand: Demand | None, at_s: float, pool: Pool, devices: int, seconds: float) -> float:
+def room_from_s(wanted: Sequence[float], pool: Pool, devices: int, seconds: float) -> float:
     """From when on so many devices can be held for so long with room left for what is much shorter.
 
     What is held for as long as such jobs matter leaves as many devices as they wanted lately, or is nothing but this.
     """
     shorter_s = SHORT * seconds
-    wanted = devices_wanted(demand, at_s, shorter_s)
-    return pool.held_until_s(pool.group.devices - wanted - devices) - shorter_s
+    others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
+    return pool.held_until_s(pool.group.devices - others - devices) - shorter_s

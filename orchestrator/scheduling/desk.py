@@ -15,6 +15,7 @@ from orchestrator.memory.calibration import UNMEASURED, Calibration
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
+from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
 from orchestrator.scheduling.outcome import ran_out
@@ -61,8 +62,10 @@ class Desk:
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._lines: dict[int, list[tuple[float, int, str]]] = {}  # by priority
+        self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, or were before
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
+        self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # by family
         self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
@@ -81,7 +84,7 @@ class Desk:
                 if number not in held_after:
                     self._vacate(attempt)
             for number, attempt in held_after.items():
-                if number not in held_before:
+                if number not in held_before or held_before[number].pace is not attempt.pace:
                     assert after is not None
                     self._occupy(after, attempt)
         job = after or before
@@ -134,6 +137,13 @@ class Desk:
                 for attempt in _held(job).values():
                     self._occupy(job, attempt)
 
+    def expect(self, attempt: Attempt, end_s: float) -> None:
+        """What an attempt holds it is expected to hold until then."""
+        for part in attempt.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is not None:
+                pool.occupy(part.node, part.devices, end_s)
+
     def promise(self, reservations: Iterable[Reservation]) -> None:
         """Nothing may stand in the way of these."""
         for one in reservations:
@@ -147,7 +157,11 @@ class Desk:
             pool.forget_promises()
 
     def wake(self, at_s: float) -> None:
-        """Those whose time has come wait for devices again."""
+        """Those whose time has come wait for devices again; what should have ended is expected to take longer."""
+        while self._ends and self._ends[0][0] <= at_s:
+            _, job_id = heappop(self._ends)
+            for attempt in _held(self.running.get(job_id)).values():
+                self._occupy(self.running[job_id], attempt)
         while self._asleep and self._asleep[0][0] <= at_s:
             _, job_id = heappop(self._asleep)
             waiting = self.waiting.get(job_id)
@@ -183,6 +197,13 @@ class Desk:
         """Ids of the jobs that wait for the end of this one."""
         return sorted(self._followers.get(job_id, ()))
 
+    def wanted(self, at_s: float) -> Sequence[float]:
+        """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy lately."""
+        key = (self.state.demand, at_s)
+        if key != self._wanted[0]:
+            self._wanted = (key, devices_wanted(*key))
+        return self._wanted[1]
+
     def menus_of(self, waiting: Waiting) -> Sequence[tuple[Pool, Menu | NeverFits]]:
         """What the job could run as on each pool, by what is known today."""
         job = waiting.job
@@ -209,7 +230,8 @@ class Desk:
         if pool is None:
             return inf
         calibrated = self.calibrated(job, attempt.device)
-        return attempt.launched_at_s + attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
+        length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
+        return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     # how it is kept
 
@@ -275,10 +297,8 @@ class Desk:
 
     def _occupy(self, job: Job, attempt: Attempt) -> None:
         end_s = self.end_of(job, attempt)
-        for part in attempt.placement:
-            pool = self._pool_of.get(part.node)
-            if pool is not None:
-                pool.occupy(part.node, part.devices, end_s)
+        heappush(self._ends, (end_s, job.id))
+        self.expect(attempt, end_s)
 
     def _vacate(self, attempt: Attempt) -> None:
         for part in attempt.placement:
@@ -286,6 +306,17 @@ class Desk:
             if pool is not None:
                 pool.vacate(part.node, part.devices)
         self.is_stale = True
+
+
+OVERDUE = 1.25  # what runs longer than expected is expected to take this much longer, again and again
+
+
+def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
+    """The end, after `at_s`, of an attempt that was expected to take `length_s`."""
+    length_s = max(1.0, length_s)
+    while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
+        length_s *= OVERDUE
+    return launched_s + length_s
 
 
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs

@@ -123,7 +123,9 @@ def steps_left(job: Job, before: Attempt | None = None) -> int | None:
 
 def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:
     """How long an attempt is expected to take from its launch to its end."""
-    left = steps_left(job, attempt)
+    left, pace = steps_left(job, attempt), attempt.pace
+    if left is not None and pace is not None:
+        return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
     if left is None:
         return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)

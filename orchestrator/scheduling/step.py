@@ -33,6 +33,7 @@ from orchestrator.specs.state import (
     NodesSeen,
     Observation,
     Observed,
+    Paced,
     Record,
     Released,
     Started,
@@ -67,7 +68,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     desk.state = before
     state, told = _absorb(before, event)
     desk = _told(desk, before, state, event)
-    state = desk.state = _with_demand(state, desk, event)
+    state = desk.state = _with_demand(before, state, desk, event)
     actions, news = told, told
     while True:
         state, followed = _followed(state, desk, news)
@@ -106,6 +107,8 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return replace(state, nodes=event.nodes, declared=event.declared), ()
         case Started():
             return _started(state, event)
+        case Paced():
+            return _paced(state, event)
         case Finished():
             return _finished(state, event)
         case Released():
@@ -152,6 +155,15 @@ def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
     attempt = replace(attempt, status=AttemptStatus.RUNNING)
     job = _with_attempt(job, attempt)
     return _with_job(state, job), (Record(job=job, attempt=attempt),)
+
+
+def _paced(state: State, event: Paced) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
+        return state, ()
+    if attempt.pace is not None and event.pace.at_s <= attempt.pace.at_s:
+        return state, ()
+    return _with_job(state, _with_attempt(job, replace(attempt, pace=event.pace))), ()
 
 
 def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
@@ -277,18 +289,25 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         return state, ()
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
+    promised, looks_s = list(state.reservations), [] if state.look_at_s is None else [state.look_at_s]
     if desk.idle or desk.is_stale:
         desk.forget_promises()
-        state = replace(state, reservations=(), look_at_s=None)
+        promised, looks_s = [], []
     price = price_of(desk)
     for waiting in desk.in_order():
         if not desk.idle:
             break
-        outcome = decide(state, desk, waiting, price, may_reserve=len(state.reservations) < RESERVATIONS_MAX)
-        if outcome is not None:
-            unheard.pop(waiting.job.id, None)
-            state, done = _answered(state, desk, waiting, outcome)
-            actions += done
+        outcome = decide(state, desk, waiting, price, may_reserve=len(promised) < RESERVATIONS_MAX)
+        if outcome is None:
+            continue
+        if isinstance(outcome, Wait) and outcome.reservation is not None:
+            desk.promise((outcome.reservation,))
+            promised.append(outcome.reservation)
+            looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
+        unheard.pop(waiting.job.id, None)
+        state, done = _answered(state, desk, waiting, outcome)
+        actions += done
+    state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
     for waiting in unheard.values():
         state, done = _answered(state, desk, waiting, admitted(state, desk, waiting))
         actions += done
@@ -307,11 +326,6 @@ def _answered(
             job, attempt = _begin(state, job, chosen)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
-            if wait.reservation is not None:
-                desk.promise((wait.reservation,))
-                looks = [one for one in (state.look_at_s, wait.look_at_s) if one is not None]
-                reservations = (*state.reservations, wait.reservation)
-                state = replace(state, reservations=reservations, look_at_s=min(looks, default=None))
             if wait.reason == job.reason:
                 return state, ()
             job = replace(job, reason=wait.reason)
@@ -394,10 +408,10 @@ def _with_attempt(job: Job, attempt: Attempt) -> Job:
     return replace(job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :]))
 
 
-def _with_demand(state: State, desk: Desk, event: Event) -> State:
+def _with_demand(before: State, state: State, desk: Desk, event: Event) -> State:
     """The state that remembers what was submitted."""
     waiting = desk.waiting.get(event.job_id) if isinstance(event, Submitted) else None
-    if waiting is None or not desk.devices:
+    if waiting is None or not desk.devices or state.submitted == before.submitted:
         return state
     _, length_s, device_s = desk.size_of(waiting.job)
     return replace(state, demand=asked(state.demand, state.at_s, length_s, device_s))

@@ -161,6 +161,15 @@ class Evidence:
     checkpoint_step: int | None = None  # newest complete checkpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast an attempt was seen to train."""
+
+    steps_done: int  # optimizer steps completed in this attempt
+    step_s: float  # median of recent steps of its slowest rank
+    at_s: float
+
+
 class AttemptStatus(StrEnum):
     """LAUNCHING -> RUNNING -> ENDED, with STOPPING in between where we asked for the end."""
 
@@ -189,6 +198,7 @@ class Attempt:
     status: AttemptStatus = AttemptStatus.LAUNCHING
     launched_at_s: float
     ended_at_s: float | None = None
+    pace: Pace | None = None  # as last told while it ran; None: as was expected
     released: bool = False  # its devices report their memory free again
     evidence: Evidence | None = None
     failure: Failure | None = None

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import InstanceOf
 
-from orchestrator.specs.attempt import Attempt, Evidence, Placement, attempt_name
+from orchestrator.specs.attempt import Attempt, Evidence, Pace, Placement, attempt_name
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
@@ -175,6 +175,17 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paced:
+    """A running attempt trains at another speed than was known."""
+
+    job_id: str
+    number: int
+    pace: Pace
+    at_s: float
+    type: Literal["paced"] = "paced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Every process of an attempt is gone."""
 
@@ -212,7 +223,7 @@ class Woke:
     type: Literal["woke"] = "woke"
 
 
-Event = Submitted | CancelRequested | NodesSeen | Started | Finished | Released | Observed | Woke
+Event = Submitted | CancelRequested | NodesSeen | Started | Paced | Finished | Released | Observed | Woke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
