@@ -38,6 +38,8 @@ class ExpectedJob(TypedDict):
     devices: int | None
     start_s: float | None  # None: nothing is expected of it yet
     end_s: float | None
+    start_range_s: tuple[float, float] | None  # within which it starts with a probability of 80 %; None: not known
+    end_range_s: tuple[float, float] | None
     why: str
 
 
@@ -66,14 +68,14 @@ def expected_jobs(state: State, now_s: float) -> list[ExpectedJob]:
 
 
 def _expected(job: Job, one: Expected | None) -> ExpectedJob:
-    if one is None:
-        return ExpectedJob(id=job.id, status=job.status.value, devices=None, start_s=None, end_s=None, why=job.reason)
     return ExpectedJob(
         id=job.id,
         status=job.status.value,
-        devices=one.devices,
-        start_s=one.start_s,
-        end_s=one.end_s,
+        devices=one.devices if one else None,
+        start_s=one.start_s if one else None,
+        end_s=one.end_s if one else None,
+        start_range_s=one.start_range_s if one else None,
+        end_range_s=one.end_range_s if one else None,
         why=job.reason,
     )
 

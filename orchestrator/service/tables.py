@@ -389,13 +389,18 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
             one["id"],
             coloured(one["status"]),
             devices,
-            _moment(one["start_s"]),
-            _moment(one["end_s"]),
+            _moment(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
+            _moment(one["end_s"], one["end_range_s"]),
             Text(one["why"]),
         )
     return table
 
 
-def _moment(at_s: float | None) -> str:
-    """A minute of local time."""
-    return "not known" if at_s is None else time.strftime("%a %d %b %H:%M", time.localtime(at_s))
+def _moment(at_s: float | None, range_s: tuple[float, float] | None) -> str:
+    """A minute of local time, with the range around it."""
+    if at_s is None:
+        return "not known"
+    said = time.strftime("%a %d %b %H:%M", time.localtime(at_s))
+    if range_s is None:
+        return said
+    return f"{said} ({' to '.join(time.strftime('%H:%M', time.localtime(one_s)) for one_s in range_s)})"

@@ -1,0 +1,78 @@
+"""The range of a forecast holds as often as it says, and it narrows and widens with what was measured."""
+
+from __future__ import annotations
+
+import random
+from math import exp
+from statistics import fmean
+
+import pytest
+
+from orchestrator.backends.traces import Arrival, Trace, misjudged, told
+from orchestrator.scheduling.forecast import SUPPOSED_SPREAD, _longer, forecast, spread_of
+from orchestrator.service.controller import Controller
+from orchestrator.service.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
+from orchestrator.specs.state import Started
+from tests.bench.scheduler import cluster_of
+from tests.scheduling.factories import job, observation
+from tests.scheduling.test_queue import node, played, script, seen, submitted
+
+
+def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them() -> None:
+    """A full queue on eight devices, lengths as wrong as is supposed where nothing was measured."""
+    starts, ends = list[bool](), list[bool]()
+    for seed in range(16):
+        draw = random.Random(seed)
+        jobs = tuple(
+            Arrival(at_s=0.0, spec=told("job", {draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000)))
+            for _ in range(24)
+        )
+        trace, cluster = misjudged(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
+        backend = backend_for(trace, cluster, seed=seed, trouble=Trouble())
+        controller = Controller(Unkept(), backend, backend.now)
+        controller.turn(0.0)
+        controller.submit_all([(one.spec, None) for one in trace.arrivals])
+        expected, begun_s = forecast(controller.state), backend.now()
+        ids = list(controller.state.jobs)
+        while controller.state.jobs:
+            controller.turn(FOREVER_S)
+        for job_id, outcome in zip(ids, outcomes_of(trace, cluster, backend.processes), strict=True):
+            one = expected[job_id]
+            assert one.start_range_s is not None
+            assert one.end_range_s is not None
+            assert outcome.started_at_s is not None
+            assert outcome.ended_at_s is not None
+            ends.append(one.end_range_s[0] <= outcome.ended_at_s <= one.end_range_s[1])
+            if one.start_s > begun_s:
+                starts.append(one.start_range_s[0] <= outcome.started_at_s <= one.start_range_s[1])
+    assert len(starts) > 200
+    assert 0.7 <= fmean(starts) <= 0.9
+    assert 0.7 <= fmean(ends) <= 0.9
+
+
+def test_measured_steps_of_the_family_set_the_range() -> None:
+    asking = job()
+    exact = [observation(number=number, step_ratio=1.5) for number in range(1, 33)]
+    wild = [observation(number=number, step_ratio=exp((-1) ** number)) for number in range(1, 33)]
+    assert spread_of((), asking) == pytest.approx(SUPPOSED_SPREAD)
+    assert spread_of(exact, asking) < 0.4 * SUPPOSED_SPREAD
+    assert spread_of(wild, asking) > 4 * SUPPOSED_SPREAD
+
+
+def test_what_runs_is_expected_to_end_later_than_now() -> None:
+    """It took twice what was expected, and goes on."""
+    state, _ = played(seen(node(devices=2)), submitted(1, script({2: 100.0})))
+    late, _ = played(
+        seen(node(devices=2)), submitted(1, script({2: 100.0})), Started(job_id="job-1", number=1, at_s=250.0)
+    )
+    early_range, late_range = (forecast(one)["job-1"].end_range_s for one in (state, late))
+    assert early_range is not None
+    assert late_range is not None
+    assert early_range[0] < forecast(state)["job-1"].end_s < early_range[1]
+    assert late_range[0] >= 250.0
+
+
+def test_the_shares_of_a_length_are_those_of_its_distribution() -> None:
+    assert _longer(100.0, 0.0, 0.2, 0.5) == pytest.approx(100.0)
+    assert _longer(100.0, 0.0, 0.2, 0.1) == pytest.approx(100.0 * exp(-1.2816 * 0.2), rel=1e-3)
+    assert _longer(100.0, 110.0, 0.2, 0.001) == pytest.approx(110.0, rel=1e-2)
