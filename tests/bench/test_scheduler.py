@@ -49,6 +49,11 @@ def test_the_bound_is_what_a_job_alone_could_do() -> None:
     assert scheduler.can_be_met(Trace(name="night", arrivals=jobs), ONE_NODE) == [False, True, True]
 
 
+def test_the_bound_without_gaps_does_the_shortest_rest_first() -> None:
+    """The long one is put aside for the short one; the machine is idle until the third comes."""
+    assert scheduler.without_gaps([(0.0, 10.0), (2.0, 3.0), (50.0, 1.0)]) == ([3.0, 13.0, 1.0], 51.0)
+
+
 def test_decisions_are_timed_while_the_queue_stays_as_deep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "RUNNING", 20)
     found = {one["figure"]: one for one in scheduler.decision_figures((10, 20), 40)}
