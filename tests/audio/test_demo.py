@@ -1,0 +1,72 @@
+"""`make demo-audio`: its five job files can be planned; run for real, each ends as promised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.audio.run import EXPECTED, FOLDER, LEAST_RECOVERIES
+from jobs.demo.run import CLUSTER, recovered
+from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.planning.cost import Hardware
+from orchestrator.planning.frontier import Candidate, fitting
+from orchestrator.planning.search import frontier
+from orchestrator.service import lifecycle
+from orchestrator.service.intake import read_cluster, read_job
+from orchestrator.specs.job import JobSpec
+
+ROOT = Path(__file__).parents[2]
+TRACED = "parler.yaml"  # takes a child process and half a minute
+
+
+def job(name: str, tmp_path: Path) -> JobSpec:
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.arange(100, dtype=np.int32))
+    here = (("data.tokens", f"[{tokens}]"),) if name == "orpheus.yaml" else ()
+    profile = (("profile", "{parameters: 1, activations_per_sample: 1MiB}"),) if name == TRACED else ()
+    return read_job(FOLDER / name, (*here, *profile))
+
+
+def fit(spec: JobSpec) -> list[Candidate]:
+    cluster = read_cluster(CLUSTER)
+    (node,) = cluster.nodes
+    bandwidth = cluster.network_bandwidth
+    where = Hardware(device=node.device, devices_per_node=node.devices, nodes=1, network_bandwidth=bandwidth)
+    return list(fitting(frontier(spec, where), node.device.memory, UNMEASURED))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_job_of_the_demo_is_planned_to_fit(name: str, tmp_path: Path) -> None:
+    spec = job(name, tmp_path)
+    assert {one.plan.global_batch_size for one in fit(spec)} == {spec.global_batch_size}
+
+
+def test_orpheus_is_never_whole_on_a_device(tmp_path: Path) -> None:
+    found = fit(job("orpheus.yaml", tmp_path))
+    assert all(one.plan.zero_stage or one.plan.layout.dp < one.plan.world_size for one in found)
+
+
+def test_enough_jobs_are_to_recover() -> None:
+    assert sum(kept is recovered for _, kept in EXPECTED.values()) >= LEAST_RECOVERIES
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_demo_recovers_from_real_out_of_memory_failures(tmp_path: Path) -> None:
+    try:
+        shown = subprocess.run(
+            [sys.executable, "-m", "jobs.audio.run"],
+            cwd=ROOT,
+            env={**os.environ, "ORC_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=800,
+        )
+    finally:
+        lifecycle.stop(tmp_path, force=True)
+    assert shown.returncode == 0, shown.stdout
