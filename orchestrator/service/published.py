@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from rich.table import Table
+from rich.text import Text
 
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import COLUMNS, Described, described_row
@@ -39,16 +40,21 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
+            columns = reader.fieldnames or ()
             rows = [{name: value or "" for name, value in row.items() if name} for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from error
+    except (UnicodeDecodeError, csv.Error) as error:
         raise SpecError("the file cannot be read as CSV", source=str(path), got=str(error)) from error
-    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+    missing = [name for name in NEEDED if name not in columns]
     if missing:
         raise SpecError(
             f"the file has no column {', '.join(missing)}",
             source=str(path),
             allowed=", ".join((*COLUMNS, "gpu_mem_GB")),
         )
+    if not rows:
+        raise SpecError("the file has no rows", source=str(path), hint="one training in every line below the header")
     return rows
 
 
@@ -111,23 +117,20 @@ def fits_in(described: Described, capacity_bytes: int) -> bool | None:
 
 
 def rows_table(found: list[RowEstimate]) -> Table:
-    """Allocated, reserved and device GiB of every row, or why there are none."""
+    """GiB that are allocated, reserved and needed of the device by every row, or why there are none."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("ROW", "MODEL", "FRAMEWORK"):
-        table.add_column(column, overflow="ellipsis", no_wrap=True, max_width=28)
-    for column in ("ALLOCATED GiB", "RESERVED GiB", "DEVICE GiB"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("ROW", overflow="fold")
+    table.add_column("TRAINING, ITS PEAK AND WHAT WAS INFERRED", ratio=1, min_width=24, overflow="fold")
+    for column in ("ALLOCATED", "RESERVED", "DEVICE"):
+        table.add_column(f"{column}\nGiB", justify="right", no_wrap=True)
     table.add_column("FITS", no_wrap=True)
-    table.add_column("PEAK AND WHAT WAS INFERRED")
     for row in found:
         sizes = [row["allocated_gib"], row["reserved_gib"], row["device_gib"]]
-        said = "; ".join((f"at {row['moment']}", *row["inferred"])) if row["moment"] else row["reason"]
+        told = [f"at {row['moment']}", *row["inferred"]] if row["moment"] else [row["reason"]]
         table.add_row(
             row["id"],
-            row["model"],
-            row["framework"],
+            Text.assemble(f"{row['model']}, {row['framework']}", ("".join(f"\n  {one}" for one in told), "dim")),
             *("-" if size is None else f"{size:.2f}" for size in sizes),
             {True: "yes", False: "no", None: "-"}[row["fits"]],
-            said,
         )
     return table

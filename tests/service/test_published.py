@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
-from orchestrator.service.published import estimated_row, read_rows
+from orchestrator.memory.published import COLUMNS
+from orchestrator.service.published import estimated_row, read_rows, rows_table
 from orchestrator.specs.errors import SpecError
 
 HEADER = "id,model,arch,gpu_mem_GB,n_gpus,framework,micro_batch,seq_len,precision,act_ckpt,peft,mem\n"
@@ -58,6 +61,20 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
         read_rows(file)
     with pytest.raises(SpecError, match="cannot be read"):
         read_rows(tmp_path / "absent.csv")
+    file.write_text("")
+    with pytest.raises(SpecError, match="no column id, model"):
+        read_rows(file)
+    file.write_text(",".join(COLUMNS) + "\n")
+    with pytest.raises(SpecError, match="no rows"):
+        read_rows(file)
+
+
+def test_the_table_is_readable_in_80_columns(rows: Path) -> None:
+    console = Console(width=80, file=io.StringIO())
+    console.print(rows_table([estimated_row(row) for row in read_rows(rows)]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert "RESERVED" in shown
 
 
 def test_settings_beside_a_csv_file_are_refused(rows: Path) -> None:
