@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 
@@ -42,6 +43,7 @@ class Ring:
         return (self.ranks / self.nodes - 1) * LINK_STEP_S + (self.nodes - 1).bit_length() * NETWORK_STEP_S
 
 
+@lru_cache(maxsize=4096)
 def ring(ranks: int, stride: int, device: DeviceSpec, devices_per_node: int, network_bandwidth: int) -> Ring:
     """The ring of every `stride`-th device. Rings between the same nodes run at once and share the network."""
     span = ranks * stride

@@ -67,31 +67,50 @@ def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
     the last to come back: so many micro-batches of the slowest, and one of all others, in `v` pieces each (Narayanan et
     al. 2021, arXiv:2104.04473, section 2.2).
     """
-    held = [rank.held for rank in ranks(profile, plan)]
-    micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
-    seconds = [_micro_batch_s(part, plan, hardware) for part in held]
-    slowest_s = max(seconds)
-    compute_s = micro_steps * slowest_s
-    if pp > 1:
-        through_all_s = _micro_batch_s(profile, plan, hardware) + (pp - 1) * _handed_on_s(profile, plan, hardware)
-        compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
-    largest = max(held, key=lambda part: part.parameters)
-    window_s = _window_s(seconds[held.index(largest)], plan)
-    shared_s = _shared_s(largest, plan, hardware)
-    hidden_s = min(shared_s, window_s)
-    engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
-    overlapped_s = compute_s + shared_s - (1 - OVERLAP_COST) * hidden_s
-    return engine * overlapped_s + _optimizer_s(largest, plan, hardware)
+    return StepSeconds(profile, plan, hardware)(plan)
 
 
-def _micro_batch_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Seconds between two micro-batches on a rank that holds `profile`."""
-    assert profile.tensor_parallel == plan.layout.tp, f"a profile for tp={profile.tensor_parallel} of {plan}"
+class StepSeconds:
+    """Seconds of a step of the plans that differ from one in checkpointing and in the cut of their batch only."""
+
+    def __init__(self, profile: ModelProfile, plan: Plan, hardware: Hardware) -> None:
+        assert profile.tensor_parallel == plan.layout.tp, f"a profile for tp={profile.tensor_parallel} of {plan}"
+        self._profile, self._hardware = profile, hardware
+        self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
+        self._largest = max(self._held, key=lambda part: part.parameters)
+        self._engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
+        self._once: dict[int, tuple[float, float]] = {}
+
+    def __call__(self, plan: Plan) -> float:
+        """`step_s` of the plan, in half of the time."""
+        micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
+        handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
+        seconds = [_computing_s(part, plan, self._hardware) + handed_on_s for part in self._held]
+        slowest_s = max(seconds)
+        compute_s = micro_steps * slowest_s
+        if pp > 1:
+            through_all_s = _computing_s(self._profile, plan, self._hardware) + pp * handed_on_s
+            compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
+        shared_s, update_s = self._once_s(plan)
+        hidden_s = min(shared_s, _window_s(seconds[self._held.index(self._largest)], plan))
+        overlapped_s = compute_s + shared_s - (1 - OVERLAP_COST) * hidden_s
+        return self._engine * overlapped_s + update_s
+
+    def _once_s(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of data-parallel messages and of the update: of the cut of a batch, they know the number of steps."""
+        micro_steps = plan.gradient_accumulation_steps
+        if micro_steps not in self._once:
+            arguments = (self._largest, plan, self._hardware)
+            self._once[micro_steps] = (_shared_s(*arguments), _optimizer_s(*arguments))
+        return self._once[micro_steps]
+
+
+def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
+    """Seconds of one micro-batch on a rank that holds `profile`, but for what it waits for."""
     added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
     if plan.gradient_accumulation_steps > 1:
         added = _width(plan) if plan.engine is Engine.DEEPSPEED else 4
-    busy_s = _busy_s(profile, plan.micro_batch_size, plan.activation_checkpointing, plan.precision, added, hardware)
-    return busy_s + _handed_on_s(profile, plan, hardware)
+    return _busy_s(profile, plan.micro_batch_size, plan.activation_checkpointing, plan.precision, added, hardware)
 
 
 @lru_cache(maxsize=16384)

@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import chain
 from math import gcd, inf
 
-from orchestrator.memory.estimate import DeviceBytes, estimate
+from orchestrator.memory.estimate import DeviceBytes
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.planning.cost import Hardware, step_s
+from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, pareto
@@ -86,7 +86,7 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
         classes.setdefault(variant.degradation, []).append(variant)
     reach_bytes = REACH * hardware.device.memory
     found = [
-        _candidate(spec, hardware, costed, degradation)
+        _candidate(costed, degradation)
         for degradation, variants in sorted(classes.items())
         for costed in _beaten_by_none(
             spec, _costed(spec, hardware, variants, reach_bytes) or _costed(spec, hardware, variants, inf)
@@ -196,29 +196,27 @@ def _default_length(spec: JobSpec) -> int | None:
 def _costed(spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], reach_bytes: float) -> list[Costed]:
     """What every legal plan costs that needs no more than `reach_bytes`."""
     return [
-        Costed(plan, step_s(profile, plan, hardware), device_bytes)
+        costed
         for variant in variants
         for family in _families(spec, hardware, variant)
-        for profile, plan, device_bytes in _within(spec, hardware, family, reach_bytes)
+        for costed in _within(spec, hardware, family, reach_bytes)
     ]
 
 
-def _within(
-    spec: JobSpec, hardware: Hardware, family: Iterator[Plan], reach_bytes: float
-) -> Iterator[tuple[ModelProfile, Plan, int]]:
-    """The plans of a family within reach, with the profile that they share and their device bytes."""
+def _within(spec: JobSpec, hardware: Hardware, family: Iterator[Plan], reach_bytes: float) -> Iterator[Costed]:
+    """What the plans of a family cost that are within reach; they share their profile."""
     first = next(family, None)
     if first is None:
         return
     profile = profile_for(spec, hardware, first)
-    needs = DeviceBytes(profile, first, hardware.device)
+    needs, takes = DeviceBytes(profile, first, hardware.device), StepSeconds(profile, first, hardware)
     for plan in chain((first,), family):
         if needs.at_least(plan) <= reach_bytes and (device_bytes := needs(plan)) <= reach_bytes:
-            yield profile, plan, device_bytes
+            yield Costed(plan, takes(plan), device_bytes, needs)
 
 
-def _candidate(spec: JobSpec, hardware: Hardware, costed: Costed, degradation: Degradation) -> Candidate:
-    needed = estimate(profile_for(spec, hardware, costed.plan), costed.plan, hardware.device)
+def _candidate(costed: Costed, degradation: Degradation) -> Candidate:
+    needed = costed.needs.estimate(costed.plan)
     assert needed.device_bytes == costed.device_bytes, (costed, needed)
     return Candidate(plan=costed.plan, estimate=needed, step_s=costed.step_s, degradation=degradation)
 
