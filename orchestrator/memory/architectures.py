@@ -139,6 +139,42 @@ KNOWN: dict[str, Architecture] = {
     "tinyllama-1.1b": _llama(22, 2048, 32, 4, 5632, 32000),  # TinyLlama/TinyLlama-1.1B-Chat-v1.0
     "codellama-7b": _llama(32, 4096, 32, 32, 11008, 32016),  # codellama/CodeLlama-7b-hf
     "codellama-34b": _llama(48, 8192, 64, 8, 22016, 32016),  # codellama/CodeLlama-34b-hf
+    "codellama-13b": _llama(40, 5120, 40, 40, 13824, 32016),  # codellama/CodeLlama-13b-hf
+    "codellama-70b": _llama(80, 8192, 64, 8, 28672, 32016),  # codellama/CodeLlama-70b-hf
+    "open-llama-3b": _llama(26, 3200, 32, 32, 8640, 32000),  # openlm-research/open_llama_3b
+    "open-llama-7b": _llama(32, 4096, 32, 32, 11008, 32000),  # openlm-research/open_llama_7b
+    "open-llama-13b": _llama(40, 5120, 40, 40, 13824, 32000),  # openlm-research/open_llama_13b
+    "vicuna-7b": _llama(32, 4096, 32, 32, 11008, 32000),  # lmsys/vicuna-7b-v1.5
+    "vicuna-13b": _llama(40, 5120, 40, 40, 13824, 32000),  # lmsys/vicuna-13b-v1.5
+    "smollm-135m": _llama(30, 576, 9, 3, 1536, 49152, tied=True),  # HuggingFaceTB/SmolLM-*
+    "smollm-360m": _llama(32, 960, 15, 5, 2560, 49152, tied=True),
+    "smollm-1.7b": _llama(24, 2048, 32, 32, 8192, 49152, tied=True),
+    "smollm2-135m": _llama(30, 576, 9, 3, 1536, 49152, tied=True),  # HuggingFaceTB/SmolLM2-*
+    "smollm2-360m": _llama(32, 960, 15, 5, 2560, 49152, tied=True),
+    "smollm2-1.7b": _llama(24, 2048, 32, 32, 8192, 49152, tied=True),
+    "smollm3-3b": _llama(36, 2048, 16, 4, 11008, 128256, tied=True),  # HuggingFaceTB/SmolLM3-3B
+    "mistral-nemo": _llama(40, 5120, 32, 8, 14336, 131072, head_dim=128),  # mistralai/Mistral-Nemo-Base-2407
+    "ministral-8b": _llama(36, 4096, 32, 8, 12288, 131072),  # mistralai/Ministral-8B-Instruct-2410
+    "codestral-22b": _llama(56, 6144, 48, 8, 16384, 32768),  # mistralai/Codestral-22B-v0.1
+    "mistral-small-24b": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai/Mistral-Small-24B-*
+    "mistral-large": _llama(88, 12288, 96, 8, 28672, 32768),  # mistralai/Mistral-Large-Instruct-2407
+    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32000, experts=8),  # mistralai/Mixtral-8x22B-v0.1
+    "solar-10.7b": _llama(48, 4096, 32, 8, 14336, 32000),  # upstage/SOLAR-10.7B-v1.0
+    "yi-9b": _llama(48, 4096, 32, 4, 11008, 64000),  # 01-ai/Yi-9B
+    "yi-1.5-6b": _llama(32, 4096, 32, 4, 11008, 64000),  # 01-ai/Yi-1.5-*
+    "yi-1.5-9b": _llama(48, 4096, 32, 4, 11008, 64000),
+    "yi-1.5-34b": _llama(60, 7168, 56, 8, 20480, 64000),
+    "baichuan-7b": _llama(32, 4096, 32, 32, 11008, 64000),  # baichuan-inc/Baichuan-7B
+    "baichuan-13b": _llama(40, 5120, 40, 40, 13696, 64000, flash=False),  # baichuan-inc/Baichuan-13B-Base: alibi
+    "glm-4-9b": _llama(40, 4096, 32, 2, 13696, 151552),  # THUDM/glm-4-9b
+    "internlm-20b": _llama(60, 5120, 40, 40, 13824, 103168),  # internlm/internlm-20b
+    "internlm2-1.8b": _llama(24, 2048, 16, 8, 8192, 92544),  # internlm/internlm2-*
+    "internlm2-20b": _llama(48, 6144, 48, 8, 16384, 92544),
+    "internlm2.5-7b": _llama(32, 4096, 32, 8, 14336, 92544),  # internlm/internlm2_5-7b
+    "deepseek-67b": _llama(95, 8192, 64, 8, 22016, 102400),  # deepseek-ai/deepseek-llm-67b-base
+    "deepseek-coder-1.3b": _llama(24, 2048, 16, 16, 5504, 32256),  # deepseek-ai/deepseek-coder-*
+    "deepseek-coder-6.7b": _llama(32, 4096, 32, 32, 11008, 32256),
+    "deepseek-coder-33b": _llama(62, 7168, 56, 8, 19200, 32256),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000),  # mistralai/Mistral-7B-v0.1 and v0.2
     "zephyr-7b": _llama(32, 4096, 32, 8, 14336, 32000),  # HuggingFaceH4/zephyr-7b-beta
     "openbuddy-zephyr-7b": _llama(32, 4096, 32, 8, 14336, 36608),  # OpenBuddy/openbuddy-zephyr-7b-v14.1
@@ -191,6 +227,63 @@ KNOWN: dict[str, Architecture] = {
     "gemma-2-9b": _llama(42, 3584, 16, 8, 14336, 256000, tied=True, head_dim=256),  # google/gemma-2-9b
     "gemma-2-27b": _llama(46, 4608, 32, 16, 36864, 256000, tied=True, head_dim=128),  # google/gemma-2-27b
     "phi-3-mini": _llama(32, 3072, 32, 32, 8192, 32064),  # microsoft/Phi-3-mini-4k-instruct
+    "deepseek-r1-distill-qwen-7b": _llama(28, 3584, 28, 4, 18944, 152064),
+    "deepseek-r1-distill-qwen-14b": _llama(48, 5120, 40, 8, 13824, 152064),
+    "deepseek-r1-distill-qwen-32b": _llama(64, 5120, 40, 8, 27648, 152064),
+    "deepseek-r1-distill-llama-8b": _llama(32, 4096, 32, 8, 14336, 128256),
+    "deepseek-r1-distill-llama-70b": _llama(80, 8192, 64, 8, 28672, 128256),
+    "qwq-32b": _llama(64, 5120, 40, 8, 27648, 152064),  # Qwen/QwQ-32B
+    "qwen1.5-110b": _llama(80, 8192, 64, 8, 49152, 152064),
+    "gemma-3-1b": _llama(26, 1152, 4, 1, 6912, 262144, tied=True, head_dim=256),  # google/gemma-3-1b-pt
+    "olmo-1b": _llama(16, 2048, 16, 16, 8192, 50304, tied=True),  # allenai/OLMo-1B-hf
+    "olmo-7b": _llama(32, 4096, 32, 32, 11008, 50304),  # allenai/OLMo-7B-hf
+    "olmo-2-1b": _llama(16, 2048, 16, 16, 8192, 100352),  # allenai/OLMo-2-0425-1B
+    "olmo-2-7b": _llama(32, 4096, 32, 32, 11008, 100352),  # allenai/OLMo-2-1124-7B
+    "olmo-2-13b": _llama(40, 5120, 40, 40, 13824, 100352),  # allenai/OLMo-2-1124-13B
+    "olmo-2-32b": _llama(64, 5120, 40, 8, 27648, 100352),  # allenai/OLMo-2-0325-32B
+    "granite-3.0-2b": _llama(40, 2048, 32, 8, 8192, 49155, tied=True),  # ibm-granite/granite-3.0-*
+    "granite-3.0-8b": _llama(40, 4096, 32, 8, 12800, 49155, tied=True),
+    "stablelm-2-1.6b": _llama(24, 2048, 32, 32, 5632, 100352),  # stabilityai/stablelm-2-1_6b
+    "stablelm-2-12b": _llama(40, 5120, 32, 8, 13824, 100352),  # stabilityai/stablelm-2-12b
+    "falcon3-1b": _llama(18, 2048, 8, 4, 8192, 131072, head_dim=256),  # tiiuae/Falcon3-*
+    "falcon3-3b": _llama(22, 3072, 12, 4, 9216, 131072, head_dim=256),
+    "falcon3-7b": _llama(28, 3072, 12, 4, 23040, 131072, head_dim=256),
+    "falcon3-10b": _llama(40, 3072, 12, 4, 23040, 131072, head_dim=256),
+    "exaone-3.5-7.8b": _llama(32, 4096, 32, 8, 14336, 102400),  # LGAI-EXAONE/EXAONE-3.5-*
+    "exaone-3.5-32b": _llama(64, 5120, 40, 8, 27392, 102400),
+    "phi-3.5-mini": _llama(32, 3072, 32, 32, 8192, 32064),  # microsoft/Phi-3.5-mini-instruct
+    "phi-3-medium": _llama(40, 5120, 40, 10, 17920, 32064),  # microsoft/Phi-3-medium-4k-instruct
+    "phi-4": _llama(40, 5120, 40, 10, 17920, 100352),  # microsoft/phi-4
+    "phi-4-mini": _llama(32, 3072, 24, 8, 8192, 200064, tied=True),  # microsoft/Phi-4-mini-instruct
+    "phi-1.5": _gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1_5
+    "phi-2": _gpt(32, 2560, 32, 51200, tied=False),  # microsoft/phi-2
+    "falcon-7b": _gpt(32, 4544, 71, 65024, kv_heads=1),  # tiiuae/falcon-7b
+    "falcon-40b": _gpt(60, 8192, 128, 65024, kv_heads=8),  # tiiuae/falcon-40b
+    "mpt-7b": _gpt(32, 4096, 32, 50432),  # mosaicml/mpt-7b: alibi
+    "mpt-30b": _gpt(48, 7168, 64, 50432),  # mosaicml/mpt-30b: alibi
+    "starcoder": _gpt(40, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # bigcode/starcoder
+    "starcoder2-3b": _gpt(30, 3072, 24, 49152, kv_heads=2),  # bigcode/starcoder2-*
+    "starcoder2-7b": _gpt(32, 4608, 36, 49152, kv_heads=4),
+    "starcoder2-15b": _gpt(40, 6144, 48, 49152, kv_heads=4, tied=False),
+    "distilgpt2": _gpt(6, 768, 12, 50257, positions=1024, dropout=True),  # distilbert/distilgpt2
+    "pythia-70m": _gpt(6, 512, 8, 50304, tied=False),  # EleutherAI/pythia-70m
+    "pythia-160m": _gpt(12, 768, 12, 50304, tied=False),  # EleutherAI/pythia-160m
+    "pythia-410m": _gpt(24, 1024, 16, 50304, tied=False),  # EleutherAI/pythia-410m
+    "cerebras-gpt-111m": _gpt(10, 768, 12, 50257, positions=2048),  # cerebras/Cerebras-GPT-*
+    "cerebras-gpt-1.3b": _gpt(24, 2048, 16, 50257, positions=2048),
+    "cerebras-gpt-2.7b": _gpt(32, 2560, 32, 50257, positions=2048),
+    "cerebras-gpt-6.7b": _gpt(32, 4096, 32, 50257, positions=2048),
+    "cerebras-gpt-13b": _gpt(40, 5120, 40, 50257, positions=2048),
+    "dolly-v2-3b": _gpt(32, 2560, 32, 50280, tied=False),  # databricks/dolly-v2-*
+    "dolly-v2-7b": _gpt(32, 4096, 32, 50280, tied=False),
+    "dolly-v2-12b": _gpt(36, 5120, 40, 50280, tied=False),
+    "opt-175b": _gpt(96, 12288, 96, 50272, positions=2050, dropout=True),  # arXiv:2205.01068, table 1
+    "gpt-3-125m": _gpt(12, 768, 12, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
+    "gpt-3-350m": _gpt(24, 1024, 16, 51200, positions=2048, dropout=True),
+    "gpt-3-760m": _gpt(24, 1536, 16, 51200, positions=2048, dropout=True),
+    "xlm-roberta-base": _gpt(12, 768, 12, 250002, positions=514, dropout=True, causal=False),  # FacebookAI/xlm-*
+    "xlm-roberta-large": _gpt(24, 1024, 16, 250002, positions=514, dropout=True, causal=False),
+    "distilbert": _gpt(6, 768, 12, 30522, positions=512, dropout=True, causal=False),  # distilbert/distilbert-base
     "gpt2": _gpt(12, 768, 12, 50257, positions=1024, dropout=True),  # openai-community/gpt2
     "gpt2-medium": _gpt(24, 1024, 16, 50257, positions=1024, dropout=True),  # openai-community/gpt2-medium
     "gpt2-large": _gpt(36, 1280, 20, 50257, positions=1024, dropout=True),  # openai-community/gpt2-large
@@ -231,18 +324,23 @@ KNOWN: dict[str, Architecture] = {
 
 # What a name says beside the model: how it was tuned, what the row does with it.
 _DECORATION = re.compile(
-    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|q?lora|full|seq-cls|pretrain(?:ing)?|it|v0\.\d|meta)\b"
+    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|q?lora|full|seq-cls|pretrain(?:ing)?|it|v\d\.\d|meta)\b"
 )
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),
     (re.compile(r"[\s_]+"), "-"),
-    (re.compile(r"(\d)-(\d+)b\b"), r"\1.\2b"),  # qwen-1_8b
     (re.compile(r"^(llama|qwen|gemma|gpt)(\d)"), r"\1-\2"),
     (re.compile(r"^qwen-(1\.5|1half|2|2\.5|3)-"), r"qwen\1-"),
     (re.compile(r"^qwen1half"), "qwen1.5"),
     (re.compile(r"^gpt-2"), "gpt2"),
     (re.compile(r"^bloom-(\d)\.(\d)b"), r"bloom-\1b\2"),
     (re.compile(r"^(?:bloom-176b|bloomz)$"), "bloom"),
+    (re.compile(r"(?:-v\d|-\d+k)+-*$"), ""),  # the release, or the length it was stretched to
+    (re.compile(r"^(qwen2(?:\.5)?)-(?:coder|math)-"), r"\1-"),
+    (re.compile(r"^internlm2-5-"), "internlm2.5-"),
+    (re.compile(r"^deepseek-llm-"), "deepseek-"),
+    (re.compile(r"(?<=\D)-(?:0\d|1[0-2])2[3-6]$|-2[3-6](?:0\d|1[0-2])$"), ""),  # the month of a release
+    (re.compile(r"^olmo-2-(?:0\d|1[0-2])2[3-6]-"), "olmo-2-"),
     (re.compile(r"-+"), "-"),
 )
 
@@ -252,13 +350,13 @@ def known(name: str) -> Architecture | None:
     said = name.strip().lower()
     for pattern, instead in _SPELLINGS[:1]:
         said = pattern.sub(instead, said)
-    encoder = re.search(r"\b(bert|roberta)[-_ ](base|large)", said)
+    encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
-        return KNOWN[f"{encoder[1]}-{encoder[2]}"]
-    # llama 2 7b is a version and a size; qwen-1_8b is one size
-    said = re.sub(r"(?<=qwen-)(\d)_(\d)b", r"\1.\2b", said)
+        return KNOWN[f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")]
+    # llama 2 7b is a version and a size; qwen-1_8b is one size, phi-1_5 one version
+    said = re.sub(r"(?<=-)(\d)_(\d)(?=b?\b)", r"\1.\2", said)
     said = _DECORATION.sub(" ", said).strip()
-    for pattern, instead in (*_SPELLINGS[1:2], *_SPELLINGS[3:]):
+    for pattern, instead in _SPELLINGS[1:]:
         said = pattern.sub(instead, said)
     return KNOWN.get(said.strip("-"))
 

@@ -62,6 +62,11 @@ def by_cause(training: Training) -> Mapping[str, int]:
         ("mixtral-8x7b", 46_702_792_704),
         ("bloom", 176_247_271_424),
         ("qwen2.5-14b", 14_770_033_664),
+        ("mistral-nemo", 12_247_782_400),
+        ("phi-4", 14_659_507_200),
+        ("starcoder2-3b", 3_030_371_328),
+        ("smollm2-1.7b", 1_711_376_384),
+        ("olmo-2-1b", 1_484_916_736),
     ],
 )
 def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, parameters: int) -> None:
@@ -80,10 +85,24 @@ def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, 
         ("Mistral 7B v0.2", "mistral-7b"),
         ("gpt2_large", "gpt2-large"),
         ("BERT_base", "bert-base"),
+        ("FacebookAI/xlm-roberta-large", "xlm-roberta-large"),
+        ("lmsys/vicuna-7b-v1.5", "vicuna-7b"),
+        ("openlm-research/open_llama_3b_v2", "open-llama-3b"),
+        ("microsoft/Phi-3-medium-4k-instruct", "phi-3-medium"),
+        ("stabilityai/stablelm-2-1_6b", "stablelm-2-1.6b"),
+        ("mistralai/Mistral-Large-Instruct-2407", "mistral-large"),
+        ("allenai/OLMo-2-1124-7B-Instruct", "olmo-2-7b"),
+        ("internlm/internlm2_5-7b-chat", "internlm2.5-7b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("llama_2_7b", "llama-2-7b"),
     ],
 )
 def test_a_model_is_known_by_every_usual_spelling(written: str, name: str) -> None:
     assert known(written) is KNOWN[name]
+
+
+def test_every_model_of_the_table_is_found_by_its_own_name() -> None:
+    assert [name for name in KNOWN if known(name) is not KNOWN[name]] == []
 
 
 def test_an_unknown_model_is_not_guessed() -> None:
