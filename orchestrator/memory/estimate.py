@@ -34,13 +34,33 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
     live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
     top.
     """
-    return DeviceBytes(profile, plan, device).estimate(plan)
+    micro, found = plan.micro_batch_size, []
+    for rank in _ranks(profile, plan):
+        live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
+        buffer_bytes = rank.buffer_bytes(plan)
+        for moment in _moments(rank, plan, device):
+            found.append((rank, moment, moment.counted_bytes + buffer_bytes, live[moment.activations].bytes_of(micro)))
+    rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
+    causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
+    reserved = _reserved_bytes(counted + activation, device)
+    return MemoryEstimate(
+        moment=worst.name + rank.name,
+        by_cause=tuple((cause, count) for cause, count in causes if count),
+        allocated_bytes=counted + activation,
+        reserved_bytes=reserved,
+        device_bytes=reserved + _outside_bytes(plan, device),
+        host_bytes=_host_bytes(rank.held, plan),
+        source=profile.source,
+        moments=tuple(
+            MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
+            for _, moment, counted, activation in found
+        ),
+    )
 
 
 # Live bytes of a rank at a moment over the micro-batch, but for the pipeline's buffers: per sample, at any micro-batch,
 # and of a loss in chunks.
 _Line = tuple[int, int, LossChunks | None]
-_Counted = tuple[Moment, int, int]  # with the bytes that are counted there, and the place of its activations
 
 
 class DeviceBytes:
@@ -53,7 +73,7 @@ class DeviceBytes:
     def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
         self._profile, self._device = profile, device
         self._outside_bytes = _outside_bytes(plan, device)
-        self._counted: dict[object, list[tuple[Rank, list[_Counted]]]] = {}
+        self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
         self._least: dict[object, int] = {}
         self._lines: dict[object, list[tuple[Rank, list[_Line]]]] = {}
 
@@ -61,7 +81,7 @@ class DeviceBytes:
         """Without any activations: by that alone most plans of a large model are beyond every device."""
         key = self._counted_key(plan)
         if key not in self._least:
-            counted = [counted_bytes for _, moments in self._counted_of(plan) for _, counted_bytes, _ in moments]
+            counted = [counted_bytes for _, moments in self._counted_of(plan) for counted_bytes, _ in moments]
             self._least[key] = _reserved_bytes(max(counted), self._device) + self._outside_bytes
         return self._least[key]
 
@@ -78,44 +98,20 @@ class DeviceBytes:
             allocated = max(allocated, max(live) + rank.buffer_bytes(plan))
         return _reserved_bytes(allocated, self._device) + self._outside_bytes
 
-    def estimate(self, plan: Plan) -> MemoryEstimate:
-        """What the worst rank needs at its worst moment, by cause: see the function of that name."""
-        micro, device, found = plan.micro_batch_size, self._device, []
-        for rank, moments in self._counted_of(plan):
-            live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-            buffer_bytes = rank.buffer_bytes(plan)
-            for moment, counted_bytes, at in moments:
-                found.append((rank, moment, counted_bytes + buffer_bytes, live[at].bytes_of(micro)))
-        rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
-        causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
-        reserved = _reserved_bytes(counted + activation, device)
-        return MemoryEstimate(
-            moment=worst.name + rank.name,
-            by_cause=tuple((cause, count) for cause, count in causes if count),
-            allocated_bytes=counted + activation,
-            reserved_bytes=reserved,
-            device_bytes=reserved + self._outside_bytes,
-            host_bytes=_host_bytes(rank.held, plan),
-            source=self._profile.source,
-            moments=tuple(
-                MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
-                for _, moment, counted, activation in found
-            ),
-        )
-
     def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
         found = []
         for rank, moments in self._counted_of(plan):
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-            lines = [(live[at][0], live[at][1] + counted_bytes, live[at][2]) for _, counted_bytes, at in moments]
+            lines = [(live[at][0], live[at][1] + counted_bytes, live[at][2]) for counted_bytes, at in moments]
             found.append((rank, lines))
         return found
 
-    def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[_Counted]]]:
+    def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
+        """Bytes that are counted at every moment of every rank, with the place of its activations."""
         key = self._counted_key(plan)
         if key not in self._counted:
             self._counted[key] = [
-                (rank, [(one, one.counted_bytes, one.activations) for one in _moments(rank, plan, self._device)])
+                (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
                 for rank in _ranks(self._profile, plan)
             ]
         return self._counted[key]

@@ -6,17 +6,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from orchestrator.memory.estimate import DeviceBytes
 from orchestrator.specs.plan import Engine, Offload, Plan
 
 
 class Costed(NamedTuple):
-    """What a frontier compares of a plan, besides its GPUs, and what says more of its bytes."""
+    """What a frontier compares of a plan, besides its GPUs."""
 
     plan: Plan
     step_s: float
     device_bytes: int
-    needs: DeviceBytes
 
 
 def pareto(costed: Iterable[Costed]) -> list[Costed]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import chain
 from math import gcd, inf
 
-from orchestrator.memory.estimate import DeviceBytes
+from orchestrator.memory.estimate import DeviceBytes, estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
@@ -86,7 +86,7 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
         classes.setdefault(variant.degradation, []).append(variant)
     reach_bytes = REACH * hardware.device.memory
     found = [
-        _candidate(costed, degradation)
+        _candidate(spec, hardware, costed, degradation)
         for degradation, variants in sorted(classes.items())
         for costed in _beaten_by_none(
             spec, _costed(spec, hardware, variants, reach_bytes) or _costed(spec, hardware, variants, inf)
@@ -212,11 +212,11 @@ def _within(spec: JobSpec, hardware: Hardware, family: Iterator[Plan], reach_byt
     needs, takes = DeviceBytes(profile, first, hardware.device), StepSeconds(profile, first, hardware)
     for plan in chain((first,), family):
         if needs.at_least(plan) <= reach_bytes and (device_bytes := needs(plan)) <= reach_bytes:
-            yield Costed(plan, takes(plan), device_bytes, needs)
+            yield Costed(plan, takes(plan), device_bytes)
 
 
-def _candidate(costed: Costed, degradation: Degradation) -> Candidate:
-    needed = costed.needs.estimate(costed.plan)
+def _candidate(spec: JobSpec, hardware: Hardware, costed: Costed, degradation: Degradation) -> Candidate:
+    needed = estimate(profile_for(spec, hardware, costed.plan), costed.plan, hardware.device)
     assert needed.device_bytes == costed.device_bytes, (costed, needed)
     return Candidate(plan=costed.plan, estimate=needed, step_s=costed.step_s, degradation=degradation)
 

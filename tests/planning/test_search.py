@@ -153,17 +153,10 @@ def test_what_the_search_asks_of_a_plan_is_what_its_estimate_says(spec: JobSpec,
 small = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 5))
 
 
-HERE = machine(DeviceKind.CUDA, 1, 1, "80GiB", nvme=False)
-ALONE = Plan(engine=Engine.TORCH, micro_batch_size=1, sequence_length=LENGTH)
-NEEDS = DeviceBytes(profile_for(job(WORK[0], 1, (1, 1), "exact"), HERE, ALONE), ALONE, HERE.device)
-
-
 @given(st.lists(small, max_size=40))
 def test_of_any_costs_those_are_kept_that_no_other_beats_or_equals(drawn: list[tuple[int, int, int]]) -> None:
     tried = [
-        Costed(
-            Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=gpus), micro_batch_size=1), float(seconds), needed, NEEDS
-        )
+        Costed(Plan(engine=Engine.TORCH, layout=ParallelLayout(dp=gpus), micro_batch_size=1), float(seconds), needed)
         for gpus, seconds, needed in drawn
     ]
     costs = [(Degradation.EXACT, one.step_s, one.device_bytes, one.plan.world_size) for one in tried]
