@@ -23,6 +23,7 @@ from orchestrator.training.engine import Engine, build_engine, build_recipe
 from orchestrator.training.recipe import Batch
 from orchestrator.training.saver import Saver
 from tests.bench.figure import Figure, at_most, informs
+from tests.ranks import start_ranks
 from tests.training import gang
 
 DECODER = DecoderSpec(
@@ -41,7 +42,7 @@ def figures() -> list[Figure]:
         model = ModelSpec(decoder=DECODER)
         run = gang.training_run(home, "bench", gang.torch_plan(), gang.ragged_text(home), model=model)
         path = f"{run.attempt_folder}/run.json"
-        codes = gang.finish(gang.start_ranks(["-m", "tests.bench.checkpoint", path, folder], 1), TIMEOUT_S)
+        codes = gang.finish(start_ranks("tests.bench.checkpoint", [path, folder], 1), TIMEOUT_S)
         assert codes == [0], codes
         rounds: list[dict[str, float]] = json.loads((home / "rounds.json").read_text())
     median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}

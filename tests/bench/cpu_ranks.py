@@ -22,7 +22,8 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, ZeroStage, in_short
 from orchestrator.specs.run import TrainingRun
 from tests.bench.figure import Figure, at_most, informs
-from tests.training.gang import finish, start_ranks
+from tests.ranks import start_ranks
+from tests.training.gang import finish
 
 JOB = Path(__file__).parents[2] / "jobs" / "demo" / "fits.yaml"
 RANKS = (1, 2)
@@ -74,7 +75,7 @@ def compared(spec: JobSpec, ranks: int) -> list[Plan]:
 
 def _measure(spec: JobSpec, ranks: int, folder: Path) -> list[tuple[Plan, float]]:
     """Seconds of a step of every plan on so many ranks."""
-    codes = finish(start_ranks(["-m", "tests.bench.cpu_ranks", str(folder)], ranks), TIMEOUT_S)
+    codes = finish(start_ranks("tests.bench.cpu_ranks", [str(folder)], ranks), TIMEOUT_S)
     assert codes == [0] * ranks, codes
     of_ranks = [json.loads((folder / f"steps-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
     return list(zip(compared(spec, ranks), map(max, zip(*of_ranks, strict=True)), strict=True))

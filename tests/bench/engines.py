@@ -21,7 +21,8 @@ from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingS
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import TrainingRun
 from tests.bench.figure import Figure, at_most, informs
-from tests.training.gang import finish, start_ranks
+from tests.ranks import start_ranks
+from tests.training.gang import finish
 
 RANKS = 2
 MICRO_BATCH_SIZE, ACCUMULATION, SEQUENCE_LENGTH = 4, 2, 128
@@ -39,7 +40,7 @@ Step = Callable[[list[Any], int], tuple[float, float]]  # micro-batches and toke
 def figures() -> list[Figure]:
     """The median, over pairs of steps, of our step's time over that of the loop by hand."""
     with tempfile.TemporaryDirectory() as folder:
-        codes = finish(start_ranks(["-m", "tests.bench.engines", folder], RANKS), TIMEOUT_S)
+        codes = finish(start_ranks("tests.bench.engines", [folder], RANKS), TIMEOUT_S)
         assert codes == [0] * RANKS, codes
         measured = json.loads(Path(folder, "pairs.json").read_text())
     found = []

@@ -1,6 +1,6 @@
 """Measured peaks: the real engines on real gloo ranks under a virtual device, many plans in one launch.
 
-As a program it is one rank: `python -m tests.memory.measure REQUEST_JSON RESULT_JSON`.
+As a program it is one rank: `python -m tests.memory.measure FOLDER`, with the folder's request.json.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import dataclasses
 import gc
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,11 +18,11 @@ from pathlib import Path
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec, model_from_json
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
+from tests.ranks import Rank, start_ranks
 
 STEPS = 2  # DDP rebuilds its buckets in the second
 START_TIMEOUT_S, RUN_TIMEOUT_S = 120, 20
 UNLIMITED_BYTES = 2**50
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +47,12 @@ def measured(runs: Sequence[Run], folder: Path) -> list[int]:
     """
     (world_size,) = {run.plan.world_size for run in runs}
     folder.mkdir(parents=True, exist_ok=True)
-    request = folder / "request.json"
     text = folder / "text.txt"
     text.write_text("All work and no play makes a dull corpus.\n" * 4000)
-    request.write_text(json.dumps({"text": str(text), "runs": [dataclasses.asdict(run) for run in runs]}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.memory.measure", str(request), str(folder / f"{rank}.json")],
-            cwd=ROOT,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=(folder / f"{rank}.log").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world_size)
-    ]
+    (folder / "request.json").write_text(
+        json.dumps({"text": str(text), "runs": [dataclasses.asdict(run) for run in runs]})
+    )
+    ranks = start_ranks("tests.memory.measure", [str(folder)], world_size)
     try:
         codes = _exit_codes(ranks, START_TIMEOUT_S + RUN_TIMEOUT_S * len(runs))
     finally:
@@ -80,7 +65,7 @@ def measured(runs: Sequence[Run], folder: Path) -> list[int]:
     return [max(each) for each in zip(*found, strict=True)]
 
 
-def _exit_codes(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+def _exit_codes(ranks: Sequence[Rank], timeout_s: float) -> list[int | None]:
     """Those of all ranks; of some, where one has failed and the others wait for it."""
     end_s = time.monotonic() + timeout_s
     while time.monotonic() < end_s:
@@ -91,12 +76,15 @@ def _exit_codes(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> l
     raise TimeoutError(f"{len(ranks)} ranks are not done after {timeout_s:.0f} s")
 
 
-def main(request_path: str, result_path: str) -> None:
+def main(folder: Path, rank: int) -> None:
     """Measure every run of the request on this rank."""
     import torch
     import torch.distributed as dist
 
-    request = json.loads(Path(request_path).read_text())
+    request = json.loads((folder / "request.json").read_text())
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(log, standard)
     dist.init_process_group("gloo")
     found = []
     for said in request["runs"]:
@@ -106,7 +94,7 @@ def main(request_path: str, result_path: str) -> None:
         except torch.OutOfMemoryError as error:
             print(error, run, flush=True)
             os._exit(OOM_EXIT_CODE)
-    Path(result_path).write_text(json.dumps(found))
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     os._exit(0)  # gloo may abort on its way out
 
 
@@ -146,4 +134,4 @@ def _peak_bytes(asked: Run, text: str) -> int:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]), int(os.environ["RANK"]))

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import traceback
 from datetime import timedelta
@@ -23,6 +21,7 @@ from orchestrator.specs.run import (
     training_run_from_json,
     write_json,
 )
+from tests.ranks import Rank, start_ranks
 
 GLOBAL_BATCH = 8
 SEQUENCE_LENGTH = 32
@@ -85,37 +84,18 @@ def launch(parts: list[Part], timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
     world_sizes = {part.run.plan.world_size for part in parts}
     assert len(world_sizes) == 1, world_sizes
     words = [f"{AttemptFolder(part.run.attempt_folder).run}={part.start_from or ''}" for part in parts]
-    ranks = start_ranks(["-m", "tests.training.gang", *words], world_sizes.pop())
+    ranks = start_ranks("tests.training.gang", words, world_sizes.pop())
     codes = finish(ranks, timeout_s)
     assert not any(codes), f"exit codes {codes}"
 
 
-def spawn(run: TrainingRun) -> list[subprocess.Popen[bytes]]:
+def spawn(run: TrainingRun) -> list[Rank]:
     """`orchestrator.training.main` on every rank, which leaves as under the guard: gloo may abort on its way out."""
     path = str(AttemptFolder(run.attempt_folder).run)
-    return start_ranks(["-m", "tests.training.gang", MAIN, path], run.plan.world_size)
+    return start_ranks("tests.training.gang", [MAIN, path], run.plan.world_size)
 
 
-def start_ranks(arguments: list[str], world_size: int) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(world_size)
-    ]
-
-
-def finish(ranks: list[subprocess.Popen[bytes]], timeout_s: float = LAUNCH_TIMEOUT_S) -> list[int]:
+def finish(ranks: list[Rank], timeout_s: float = LAUNCH_TIMEOUT_S) -> list[int]:
     """Exit codes, or minus the signals; nothing is left running."""
     try:
         return [rank.wait(timeout_s) for rank in ranks]

@@ -25,6 +25,7 @@ from orchestrator.training.checkpoint import Cursor
 from orchestrator.training.fragment import Fragment, rectangles
 from orchestrator.training.host_copy import shares
 from orchestrator.training.virtual_device import VirtualDevice
+from tests.ranks import start_ranks
 from tests.training import gang
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -207,7 +208,7 @@ def test_neither_saving_nor_resuming_needs_more_memory_than_training_and_an_engi
     text = gang.ragged_text(tmp_path)
     runs = [gang.training_run(tmp_path, f"job{n}", plan, text) for n, plan in enumerate(plans)]
     paths = [str(AttemptFolder(run.attempt_folder).run) for run in runs]
-    assert gang.finish(gang.start_ranks(["-m", "tests.training.peaks", str(tmp_path), *paths], 2)) == [0, 0]
+    assert gang.finish(start_ranks("tests.training.peaks", [str(tmp_path), *paths], 2)) == [0, 0]
     for rank in range(2):
         for plan, found in zip(plans, json.loads((tmp_path / f"peaks-{rank}.json").read_text()), strict=True):
             assert max(found["build"], found["save"], found["resume"]) <= found["train"], (rank, plan, found)

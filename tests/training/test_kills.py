@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training import checkpoint_folder
+from tests.ranks import Rank
 from tests.training import gang
 
 TOLERANCE = 2e-6
@@ -172,7 +172,7 @@ def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], 
     assert not list(_checkpoints(run).glob("damaged-*")), said
 
 
-def _kill(run: TrainingRun, ranks: list[subprocess.Popen[bytes]], death: Death) -> bool | None:
+def _kill(run: TrainingRun, ranks: list[Rank], death: Death) -> bool | None:
     """Kill as told: whether that was in the middle of writing a checkpoint; None where training had ended before."""
     deadline_s = time.monotonic() + DEADLINE_S
     if death.steps == 0:
@@ -202,14 +202,14 @@ def _kill(run: TrainingRun, ranks: list[subprocess.Popen[bytes]], death: Death) 
     return writing
 
 
-def _ended(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> bool:
+def _ended(ranks: list[Rank], deadline_s: float) -> bool:
     if time.monotonic() > deadline_s:
         pytest.fail("nothing happened")
     time.sleep(POLL_S)
     return any(rank.poll() is not None for rank in ranks)
 
 
-def _signal(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _signal(ranks: list[Rank], number: signal.Signals) -> None:
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             rank.send_signal(number)

@@ -1,0 +1,103 @@
+"""Gangs of ranks, forked from a server that has imported what all import: by itself, each would take seconds for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, reduction
+from multiprocessing.process import BaseProcess
+
+IMPORTED = ("deepspeed", "torch.distributed.checkpoint", "orchestrator.training.loop")
+OF_ALL = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+
+
+class Rank:
+    """One rank's process, with the manners of a Popen."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    def poll(self) -> int | None:
+        """Its exit code, or minus the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Its exit code as soon as it has one. Raises TimeoutExpired."""
+        self._process.join(timeout_s)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout_s or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        if self.poll() is None:
+            os.kill(self._process.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_ranks(module: str, words: Sequence[str], world_size: int) -> list[Rank]:
+    """`python -m module words...` on every rank of a new group; they write where this process writes now."""
+    context = _server()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, **OF_ALL, "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    processes = [
+        context.Process(
+            target=_be,
+            args=(module, words, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, _Outputs()),
+            name=f"rank {rank} of {module}",
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    return [Rank(process) for process in processes]
+
+
+class _Outputs:
+    """The standard output and error of whoever pickles this, for whoever unpickles it."""
+
+    def __init__(self, *descriptors: reduction._SupportsDetach) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Outputs, tuple(reduction.DupFd(number) for number in (1, 2))
+
+    def take(self) -> None:
+        for number, descriptor in enumerate(self._descriptors, start=1):
+            os.dup2(descriptor.detach(), number)
+
+
+def _server() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    before = dict(os.environ)
+    os.environ.update(OF_ALL)  # threads are counted, and accelerators chosen, at the import
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def _be(module: str, words: Sequence[str], environment: Mapping[str, str], outputs: _Outputs) -> None:
+    outputs.take()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
