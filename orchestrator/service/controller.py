@@ -38,6 +38,7 @@ DEAF_S = 1.0  # pause after the backend failed to say what happened
 SNAPSHOT_EVENTS = 500  # events between snapshots at least; more where more jobs live than that
 GROUP = 64  # events in one commit at most: nobody can submit while they are decided upon
 ERROR_CHARACTERS_MAX = 500
+ANSWER_S = 60.0  # until a submitter gives up: a commit of a group takes some milliseconds
 
 Decide = Callable[[State, Event], tuple[State, tuple[Action, ...]]]
 
@@ -127,17 +128,33 @@ class Controller:
         with self._queue:
             self._requests.append(request)
             leads, self._led = not self._led, True
-        if not leads:
-            request.told.wait()
+        if not leads and not request.told.wait(ANSWER_S):
+            self._give_up(request)
         if not request.is_answered:  # it is first in the queue, and its thread does the work of all who wait
-            self._admit()
-            with self._queue:
-                self._led = bool(self._requests)
-                if self._led:
-                    self._requests[0].told.set()
+            try:
+                self._admit()
+            finally:
+                with self._queue:
+                    self._led = bool(self._requests)
+                    if self._led:
+                        self._requests[0].told.set()
         if request.error is not None:
             raise request.error
         return request.ids
+
+    def _give_up(self, request: _Request) -> None:
+        """Nobody answered in time. Raises ServiceError, but where the request was told at the last moment."""
+        with self._queue:
+            if request.told.is_set():
+                return
+            if request in self._requests:
+                self._requests.remove(request)
+                raise ServiceError(
+                    f"nothing was kept: the journal did not take it within {ANSWER_S:.0f} s; submit again"
+                )
+        raise ServiceError(
+            f"the journal did not answer within {ANSWER_S:.0f} s: the job may be kept or not; `orc queue` will tell"
+        )
 
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job. Raises ServiceError where there is no such job or where it has ended."""

@@ -133,6 +133,7 @@ def served(app: FastAPI) -> Iterator[int]:
     """The application on a free port of the loopback, in a thread of its own."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen()  # before its port is told: whoever asks then waits until it is answered, and is not refused
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()

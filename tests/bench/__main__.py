@@ -2,7 +2,8 @@
 
     python -m tests.bench [NAME ...]
 
-Each module offers `figures()`: what was measured in this run, beside its bar. Exit code 1 where a bar does not hold.
+Each module offers `figures()`: what was measured in this run, beside its bar. Exit code 1 where a bar does not hold,
+2 where there is no such module.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ FOLDER = Path(".bench")
 
 
 def main(names: list[str]) -> int:
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        print(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
     FOLDER.mkdir(exist_ok=True)
     console = Console()
     missed = 0

@@ -290,6 +290,28 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
     assert backend.threads == {loop.ident}, "only the loop talks to the backend"
 
 
+def test_whoever_submits_to_a_journal_that_hangs_is_told_that_nothing_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck(MemoryJournal):
+        reached, let_go = threading.Event(), threading.Event()
+
+        def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
+            self.reached.set()
+            assert self.let_go.wait(60)
+            super().append(decided)
+
+    journal, backend, ids = Stuck(), Spy(), list[str]()
+    controller = Controller(journal, backend, backend.now)
+    first = threading.Thread(target=lambda: ids.append(controller.submit(script("first"))))
+    first.start()
+    assert journal.reached.wait(60)
+    monkeypatch.setattr(service, "ANSWER_S", 0.01)
+    with pytest.raises(ServiceError, match="nothing was kept"):
+        controller.submit(script("second"))
+    journal.let_go.set()
+    first.join(60)
+    assert [*ids, controller.submit(script("third"))] == ["first-1", "third-2"]
+
+
 def test_whoever_submits_while_others_are_kept_shares_the_next_transaction() -> None:
     class Gate(MemoryJournal):
         """Keeps the first submission until it is let go."""
