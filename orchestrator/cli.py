@@ -320,6 +320,7 @@ def simulate(
     from orchestrator.backends.traces import misjudged, queued, read_trace
     from orchestrator.service import gantt as drawing
     from orchestrator.service.intake import read_cluster, read_job
+    from orchestrator.service.lifecycle import journal_url
     from orchestrator.service.replay import kept_state
     from orchestrator.service.simulate import Trouble
     from orchestrator.service.simulate import simulate as play
@@ -331,8 +332,10 @@ def simulate(
     if trace is not None:
         played = read_trace(trace, lambda file: read_job(file, (), home))
     else:
-        state = kept_state(home / "journal.sqlite")
-        played = queued(state.jobs.values(), state.at_s)
+        state = kept_state(journal_url(home))
+        played, unknown = queued(state.jobs.values(), state.at_s)
+        if unknown:
+            _console(to_stderr=True).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
     kept = home / "cluster.yaml"
     hardware = read_cluster(cluster or (kept if queue and kept.exists() else None))
     if launch_cost is not None:
@@ -354,25 +357,30 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Tell when each job that runs or waits is expected to start and to end, with nothing more submitted."""
     import time
 
+    from orchestrator.service.lifecycle import journal_url
     from orchestrator.service.replay import expected_jobs, kept_state
     from orchestrator.service.tables import expected_table
 
     home = home.expanduser()
-    expected = expected_jobs(kept_state(home / "journal.sqlite"), time.time())
+    expected = expected_jobs(kept_state(journal_url(home)), time.time())
     _answer({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
 
 
 @app.command()
 def replay(
-    journal: Annotated[Path, typer.Argument(metavar="JOURNAL", help="Of a service, up or not: journal.sqlite.")],
+    journal: Annotated[
+        str | None, typer.Argument(metavar="[JOURNAL]", help="Of a service, up or not: a file, an address.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Make every decision of a journal again: what was decided, why, and where this version decides otherwise."""
+    from orchestrator.service.lifecycle import journal_url
     from orchestrator.service.replay import kept_events
     from orchestrator.service.replay import replay as decide_again
     from orchestrator.service.tables import replay_table
 
-    decided = list(decide_again(kept_events(journal)))
+    decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
     _answer({"decisions": decided}, as_json, replay_table(decided))
     raise typer.Exit(not all(decision["same"] for decision in decided))
 

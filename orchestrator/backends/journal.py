@@ -53,19 +53,21 @@ class Journal:
     """The one writer of a journal; every method may be called from any thread.
 
     A SQLite file is locked as long as this process lives; a PostgreSQL database is held by a lease (see `Lease`).
+    Whoever only reads a PostgreSQL journal leaves it to its service, and can write nothing.
     Raises ServiceError where another process has the journal open, where the database refuses, or where a row cannot
     be read back; the message says what to do.
     """
 
-    def __init__(self, url: str) -> None:
-        """Open the journal at `url`, made and brought up to date as needed."""
+    def __init__(self, url: str, *, reads_only: bool = False) -> None:
+        """Open the journal at `url`, made and brought up to date as needed, if it is not only read."""
         parsed = _parsed(url)
         self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
         self._event = _adapter(Annotated[Event, Field(discriminator="type")])
         self._record, self._state, self._job = _adapter(Record), _adapter(State), _adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
-        self._owned: FileLock | Lease
+        self._owned: FileLock | Lease | None
         if parsed.get_backend_name() == "sqlite":
+            assert not reads_only, "a copy of the file is read"
             path = Path(str(parsed.database))
             self.name = str(path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +75,8 @@ class Journal:
             self._owned = FileLock(path)
         else:
             self.name = parsed.render_as_string(hide_password=True)
-            self._owned = Lease(self.name)
-        self._engine = _engine(parsed)
+            self._owned = None if reads_only else Lease(self.name)
+        self._engine = _engine(parsed, reads_only=reads_only)
         try:
             self._open()
         except ServiceError:
@@ -211,7 +213,11 @@ class Journal:
                 self._owned.close()
 
     def _open(self) -> None:
-        """Own the journal and bring its tables to SCHEMA, all or nothing."""
+        """Own the journal and bring its tables to SCHEMA, all or nothing; or see that they can be read."""
+        if self._owned is None:
+            with self._transaction() as connection:
+                _check_schema(connection, self.name)
+            return
         if isinstance(self._owned, FileLock):
             with self._transaction() as connection:
                 _migrate(connection, self.name)
@@ -321,11 +327,17 @@ def _dump(adapter: TypeAdapter[Any], value: object, exclude: set[str] | None = N
     return adapter.dump_json(value, exclude=exclude, warnings="error").decode()
 
 
-def _engine(url: sa.URL) -> sa.Engine:
+def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
     """One connection for all threads, which Journal lets take turns; no error shows what jobs say."""
     if url.get_backend_name() != "sqlite":
         return sa.create_engine(
-            url, pool_size=1, max_overflow=0, pool_pre_ping=True, hide_parameters=True, connect_args=connect_args()
+            url,
+            pool_size=1,
+            max_overflow=0,
+            pool_pre_ping=True,
+            hide_parameters=True,
+            connect_args=connect_args(),
+            execution_options={"postgresql_readonly": reads_only},
         )
     engine = sa.create_engine(
         url,
@@ -346,10 +358,24 @@ def _engine(url: sa.URL) -> sa.Engine:
     return engine
 
 
+def _check_schema(connection: sa.Connection, name: str) -> None:
+    """Raises ServiceError where no service of this version has opened the journal."""
+    found = _schema(connection)
+    if found != SCHEMA:
+        raise ServiceError(
+            f"journal {name} has {f'schema {found}' if found else 'no tables'}; this version of the orchestrator reads "
+            f"schema {SCHEMA}. Bring its service up (`orc up`) once with this version, or read it with the one it has."
+        )
+
+
+def _schema(connection: sa.Connection) -> str | None:
+    known = sa.inspect(connection).has_table("alembic_version")
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if known else None
+
+
 def _migrate(connection: sa.Connection, name: str) -> None:
     """Bring the tables to SCHEMA, all or nothing."""
-    known = sa.inspect(connection).has_table("alembic_version")
-    found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if known else None
+    found = _schema(connection)
     if found == SCHEMA:
         return
     if found is not None and found > SCHEMA:

@@ -211,17 +211,19 @@ def _own_list(path: Path, read_job: Callable[[Path], JobSpec]) -> Iterator[Arriv
         yield Arrival(at_s=at_s, spec=_of_known_length(read_job(path.parent / str(entry["file"])), f"{path}: {where}"))
 
 
-def queued(jobs: Iterable[Job], at_s: float) -> Trace:
+def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
 
-    Raises SpecError where nobody says how long a job runs.
+    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where all are.
     """
-    arrivals = [
-        Arrival(at_s=at_s, spec=_cut(_of_known_length(job.spec, job.id), steps_left(job) or 1))
-        for job in sorted(jobs, key=lambda one: one.order)
-        if not job.status.ended
-    ]
-    return _sorted("queue", arrivals)
+    live = sorted((job for job in jobs if not job.status.ended), key=lambda one: one.order)
+    known = [job for job in live if job.spec.optimizer_steps is not None]
+    unknown = tuple(job.id for job in live if job.spec.optimizer_steps is None)
+    if unknown and not known:
+        got = ", ".join(unknown[:3])
+        raise SpecError("nobody says how long a job of the queue runs", path="steps", got=got, hint="say `steps`")
+    arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, steps_left(job) or 1)) for job in known]
+    return _sorted("queue", arrivals), unknown
 
 
 def _cut(spec: JobSpec, steps: int) -> JobSpec:

@@ -18,6 +18,8 @@ from orchestrator.scheduling.step import step
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.state import Action, Event, Job, Launch, Record, State, Stop
 
+SQLITE = "sqlite:///"
+
 
 class Decision(TypedDict):
     """One event after which something was done, or would be."""
@@ -43,16 +45,19 @@ class ExpectedJob(TypedDict):
     why: str
 
 
-def kept_events(path: Path) -> Iterator[tuple[Event, str | None]]:
-    """Every event of a SQLite journal with what was decided then, oldest first. Raises SpecError."""
-    with copied(path) as journal:
-        yield from journal.history()
+def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
+    """Every event of a journal with what was decided then, oldest first.
+
+    `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
+    """
+    with opened(journal) as kept:
+        yield from kept.history()
 
 
-def kept_state(path: Path) -> State:
-    """The state that a SQLite journal leads to. Raises SpecError where there is none."""
-    with copied(path) as journal:
-        snapshot, tail = journal.load()
+def kept_state(journal: str) -> State:
+    """The state that a journal leads to. Raises as `kept_events`."""
+    with opened(journal) as kept:
+        snapshot, tail = kept.load()
     state = snapshot or State()
     for event, _ in tail:
         state, _ = step(state, event)
@@ -81,8 +86,19 @@ def _expected(job: Job, one: Expected | None) -> ExpectedJob:
 
 
 @contextmanager
-def copied(path: Path) -> Iterator[Journal]:
-    """A copy of a journal: opening the journal itself would lock it and bring it up to date. Its service may be up."""
+def opened(journal: str) -> Iterator[Journal]:
+    """A journal to read, whose service may be up: of a SQLite file a copy, for opening it would lock and change it."""
+    file, is_address = journal.removeprefix(SQLITE), "://" in journal
+    if is_address and file == journal:
+        with closing(Journal(journal, reads_only=True)) as kept:
+            yield kept
+    else:
+        with _copied(Path(file)) as kept:
+            yield kept
+
+
+@contextmanager
+def _copied(path: Path) -> Iterator[Journal]:
     if not path.is_file():
         raise SpecError("there is no journal", source=str(path), hint="a service keeps journal.sqlite in its home")
     with tempfile.TemporaryDirectory(prefix="orc-journal-") as folder:
@@ -95,8 +111,8 @@ def copied(path: Path) -> Iterator[Journal]:
                 source.backup(target)
         except sqlite3.Error as error:
             raise SpecError("not a SQLite journal", source=str(path), got=str(error)) from None
-        with closing(Journal(f"sqlite:///{copy}")) as journal:
-            yield journal
+        with closing(Journal(f"{SQLITE}{copy}")) as kept:
+            yield kept
 
 
 def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:

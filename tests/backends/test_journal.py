@@ -27,6 +27,7 @@ from orchestrator.backends import journal as journal_module
 from orchestrator.backends.journal import SCHEMA, Journal
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.controller import Controller
+from orchestrator.service.replay import kept_events, kept_state
 from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
@@ -53,6 +54,7 @@ from orchestrator.specs.state import (
     Submitted,
     Woke,
 )
+from tests.backends.postgres import Server
 from tests.scheduling.world import CLUSTERS
 
 DEVICE = DeviceSpec(
@@ -367,6 +369,21 @@ def test_other_databases_are_refused_without_showing_a_password(bad: str) -> Non
     with pytest.raises(SpecError) as raised:
         Journal(bad)
     assert "hidden" not in str(raised.value)
+
+
+def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written(postgres: Server) -> None:
+    address = postgres.new_database()
+    with pytest.raises(ServiceError, match="no tables"):
+        Journal(address, reads_only=True)
+    event = Woke(at_s=1.0)
+    with closing(Journal(address)) as service:
+        service.append([(event, ())])
+        assert [one for one, _ in kept_events(address)] == [event]
+        assert kept_state(address).at_s == 1.0
+        with closing(Journal(address, reads_only=True)) as reader, pytest.raises(ServiceError, match="read-only"):
+            reader.append([(event, ())])
+        service.append([(Woke(at_s=2.0), ())])  # it has never lost its lease
+        assert len(list(service.events())) == 2
 
 
 def test_the_newest_revision_is_the_one_the_journal_asks_for() -> None:

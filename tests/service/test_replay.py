@@ -38,7 +38,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
 
 def test_every_decision_is_made_again_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
-    decided = list(replay(kept_events(path)))
+    decided = list(replay(kept_events(str(path))))
     launches = [line for one in decided for line in one["now"].splitlines() if line.startswith("launch ")]
     attempts = sum(len(job.attempts) for job in journal.ended(100))
     assert len(launches) == attempts > 5
@@ -60,7 +60,7 @@ def test_a_decision_that_this_version_makes_otherwise_is_told(
     assert all("elsewhere" in (one["then"] or "") and "elsewhere" not in one["now"] for one in others)
     assert ended(lambda: main(["replay", str(path), "--json"])) == 0
     assert all(one["same"] for one in json.loads(capsys.readouterr().out)["decisions"])
-    assert ended(lambda: main(["replay", str(path)])) == 0
+    assert ended(lambda: main(["replay", "--home", str(path.parent)])) == 0
     assert "decides 0 otherwise" in capsys.readouterr().out
 
 
@@ -87,9 +87,12 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], "one device, one after the other"
     assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) == 0
     assert third["id"] in capsys.readouterr().out
+    endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
     asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
     assert ended(lambda: main(asked)) == 0
-    report = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert f"Left out, as nobody says how long they run: {endless}" in said.err
+    report = json.loads(said.out)
     assert (report["trace"], report["finished"]) == ("queue", 3)
     assert report["makespan_s"] == pytest.approx(3610.0)
     assert ended(lambda: main([*asked, str(tmp_path / "other.yaml")])) == 2, "a trace and the queue"
@@ -98,10 +101,10 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
 
 def test_what_is_no_journal_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="there is no journal"):
-        list(kept_events(tmp_path / "journal.sqlite"))
+        list(kept_events(str(tmp_path / "journal.sqlite")))
     (tmp_path / "text.db").write_text("not a database, though it is long enough to be read as the header of one\n" * 9)
     with pytest.raises(SpecError, match="not a SQLite journal"):
-        list(kept_events(tmp_path / "text.db"))
+        list(kept_events(str(tmp_path / "text.db")))
 
 
 def ended(command: Callable[[], None]) -> object:
