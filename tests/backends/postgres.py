@@ -87,7 +87,7 @@ def running() -> Iterator[Server]:
             preexec_fn=_die_with_parent,
         )
         try:
-            _await(port)
+            _await(Server(port))
             yield Server(port)
         finally:
             server.send_signal(signal.SIGQUIT)  # at once: nobody needs its data
@@ -99,11 +99,15 @@ def _die_with_parent() -> None:
     ctypes.CDLL("libc.so.6").prctl(PR_SET_PDEATHSIG, signal.SIGQUIT)
 
 
-def _await(port: int) -> None:
+def _await(server: Server) -> None:
+    """Until it answers: its port is open before its database is."""
+    import psycopg
+
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert time.monotonic() < deadline_s, "PostgreSQL does not come up"
-        time.sleep(0.05)
+        try:
+            psycopg.connect(server.url().replace("+psycopg", "")).close()
+            return
+        except psycopg.OperationalError:
+            assert time.monotonic() < deadline_s, "PostgreSQL does not come up"
+            time.sleep(0.05)

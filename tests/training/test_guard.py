@@ -103,6 +103,9 @@ Trainer(model=model, args=arguments, train_dataset=Data()).train()
 )
 
 
+SILENCE_S = 2.0  # a rank that beats every 0.01 s, on a busy machine too, is never silent for so long
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     exit_code: int
@@ -272,14 +275,16 @@ def test_a_rehearsed_fault_happens_for_real_before_its_step_completes(
 
 def test_a_rehearsed_hang_stops_the_heartbeats_and_not_the_process(tmp_path: Path) -> None:
     process = start(tmp_path, script(tmp_path, TRAIN), virtual_capacity_bytes=MIB, fault_kind="hang", fault_step=2)
-    beat, deadline_s, seen = tmp_path / "attempts" / "1" / "rank0.heartbeat.json", time.monotonic() + 120, {}
-    while (seen.get("step"), seen.get("phase")) != (1, "optimizer") and time.monotonic() < deadline_s:
-        seen = json.loads(beat.read_text()) if beat.exists() else {}
+    beat, deadline_s = tmp_path / "attempts" / "1" / "rank0.heartbeat.json", time.monotonic() + 120
+    last: dict[str, Any] = {}
+    while (last.get("step"), last.get("phase")) != (1, "optimizer") or time.time() - beat.stat().st_mtime < SILENCE_S:
+        assert time.monotonic() < deadline_s, "it beats on"
+        assert process.poll() is None, "it ended"
         time.sleep(0.05)
-    with pytest.raises(subprocess.TimeoutExpired):
-        end(process, tmp_path, timeout_s=1)
+        last = json.loads(beat.read_text()) if beat.exists() else {}
+    process.kill()
     assert process.wait(10) == -signal.SIGKILL
-    assert json.loads(beat.read_text()) == seen
+    process.stdout.close()
 
 
 def test_a_rehearsed_loss_of_the_node_kills_the_launcher(tmp_path: Path) -> None:
