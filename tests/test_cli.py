@@ -209,14 +209,18 @@ def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None
 
 
 def test_plan_for_70b_on_512_gpus_takes_less_than_a_second_of_this_machine(desk: Desk) -> None:
-    """User and system time of the whole process: the wall clock of a shared machine says nothing."""
+    """User and system time of the whole process, the least of some: a shared core does less in a second."""
     desk.write("70b.yaml", LLAMA_70B)
-    desk.orc("plan", "70b.yaml", "--cluster", "h100.yaml")  # writes what Python compiles
+    taken_s = [_processor_s(desk, "plan", "70b.yaml", "--cluster", "h100.yaml") for _ in range(4)]
+    assert min(taken_s) < 1.0, taken_s
+
+
+def _processor_s(desk: Desk, *words: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer = desk.orc("plan", "70b.yaml", "--cluster", "h100.yaml")
+    answer = desk.orc(*words)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert answer.code == 0, answer
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
