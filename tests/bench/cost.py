@@ -11,7 +11,7 @@ import csv
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -88,6 +88,7 @@ def figures() -> list[Figure]:
                 informs(f"{name}: rank correlation, worst", min(orders), ""),
                 informs(f"{name}: lost by our choice in {len(lost)} groups, median", statistics.median(lost), "%"),
                 informs(f"{name}: lost by our choice, p95", quantile(lost, 0.95), "%"),
+                *_by_halves(f"{name}: rank correlation, mean", orders, statistics.mean, ""),
             ]
         errors = [100 * abs(row.ratio - 1) for row in rows]
         found += [
@@ -99,8 +100,19 @@ def figures() -> list[Figure]:
         *found,
         at_most(f"lost by our choice in all {len(regrets)} groups, median", statistics.median(regrets), "%", 3),
         at_most("lost by our choice in all groups, p95", quantile(regrets, 0.95), "%", 10),
+        *_by_halves("lost by our choice, p95", regrets, lambda half: quantile(half, 0.95), "%"),
         *cpu_ranks.figures(),
     ]
+
+
+def _by_halves(
+    figure: str, groups: Sequence[float], summary: Callable[[Sequence[float]], float], unit: str
+) -> list[Figure]:
+    """The figure of every other group, and of those between: what was seen in one half has to hold in the other."""
+    if len(groups) < 2:
+        return []
+    halves = {"first": groups[::2], "second": groups[1::2]}
+    return [informs(f"{figure}, {name} half of the groups", summary(half), unit) for name, half in halves.items()]
 
 
 def sources() -> dict[str, list[Measured]]:

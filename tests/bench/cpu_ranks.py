@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from jobs.demo.corpus import write_corpus
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.search import plans, profile_for
 from orchestrator.service.intake import read_cluster, read_job
@@ -34,6 +35,7 @@ TIMEOUT_S = 600
 
 def figures() -> list[Figure]:
     """Predicted over measured seconds of a step, as declared and as measured, and the worst of each either way."""
+    write_corpus()
     spec, declared = read_job(JOB), read_cluster(None)
     found: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
