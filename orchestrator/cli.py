@@ -134,7 +134,10 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Put jobs into the queue, all of them or, where one is refused, none."""
-    specs = [_read_job(file, settings, home) for file in files]
+    from orchestrator.service.intake import read_jobs, read_overrides
+
+    overrides = read_overrides(settings or [])
+    specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
     client = _client(home)
     ids = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     _answer({"ids": ids}, as_json, "\n".join(ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
@@ -73,6 +73,14 @@ def price_of(desk: Desk) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
     others = max(0, len(desk.waiting) + len(desk.running) - 1)
     return PRICE_ALONE + PRICE * others / max(1, desk.devices)
+
+
+def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
+    """Why a job of an array waits of which as many run, or have devices promised, as may at once; None: it need not."""
+    member = job.spec.member
+    if job.array is None or member is None or desk.running_of_array[job.array] + promised[job.array] < member.at_most:
+        return None
+    return Wait(reason=f"waits for others of the array {job.array}: at most {member.at_most} run at once")
 
 
 def decide(

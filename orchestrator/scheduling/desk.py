@@ -6,6 +6,7 @@ A desk could be made anew from every state; it is carried along because that wou
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -57,6 +58,7 @@ class Desk:
         self.devices = sum(pool.group.devices for pool in self.pools)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
+        self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
@@ -93,6 +95,8 @@ class Desk:
             self._followers.get(one.job, set()).discard(job.id)
         for one in _awaited(after):
             self._followers.setdefault(one.job, set()).add(job.id)
+        if job.array is not None:
+            self.running_of_array[job.array] += bool(held_after) - (job.id in self.running)
         if held_after:
             assert after is not None
             self.running[job.id] = after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,7 +10,7 @@ from math import exp, log, sqrt
 from statistics import NormalDist, median
 
 from orchestrator.memory.calibration import WINDOW
-from orchestrator.scheduling.decide import expected, price_of
+from orchestrator.scheduling.decide import crowded, expected, price_of
 from orchestrator.scheduling.desk import Desk
 from orchestrator.specs.state import Job, Observation, State
 
@@ -82,11 +83,14 @@ def _played(desk: Desk, spreads: Mapping[str, float], sample: int, queued_max: i
             end_s = max(end_s, state.at_s)
             desk.expect(attempt, end_s)
             found[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
-    price = price_of(desk)
+    price, of_array = price_of(desk), Counter[str | None]()
     for waiting, _ in zip(desk.in_order(), range(queued_max), strict=False):
+        if crowded(desk, waiting.job, of_array):
+            continue
         reservation = expected(state.at_s, desk, waiting, price)
         if reservation is None:
             continue
+        of_array[waiting.job.array] += 1
         if sample:
             length_s = reservation.end_s - reservation.start_s
             length_s = _longer(length_s, 0.0, spreads[waiting.job.id], _share(waiting.job, sample))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -12,7 +13,7 @@ from math import inf
 from orchestrator.memory.calibration import remembered
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.classify import classify
-from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, decide, price_of
+from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, crowded, decide, price_of
 from orchestrator.scheduling.demand import asked
 from orchestrator.scheduling.dependence import entered, heard
 from orchestrator.scheduling.desk import Desk, Waiting
@@ -127,6 +128,7 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         spec=event.spec,
         order=event.order,
         submitted_at_s=event.at_s,
+        array=event.array,
         fault=event.fault,
         reason="waiting for the cluster to be seen",
     )
@@ -294,22 +296,26 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         desk.forget_promises()
         promised, looks_s = [], []
     price = price_of(desk)
+    of_array = Counter(state.jobs[one.job_id].array for one in promised)
     for waiting in desk.in_order():
         if not desk.idle:
             break
-        outcome = decide(state, desk, waiting, price, may_reserve=len(promised) < RESERVATIONS_MAX)
+        may_reserve = len(promised) < RESERVATIONS_MAX
+        outcome = crowded(desk, waiting.job, of_array) or decide(state, desk, waiting, price, may_reserve=may_reserve)
         if outcome is None:
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
             desk.promise((outcome.reservation,))
             promised.append(outcome.reservation)
+            of_array[waiting.job.array] += 1
             looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
         unheard.pop(waiting.job.id, None)
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
     state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
     for waiting in unheard.values():
-        state, done = _answered(state, desk, waiting, admitted(state, desk, waiting))
+        outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
+        state, done = _answered(state, desk, waiting, outcome)
         actions += done
     desk.is_stale, desk.arrived = False, []
     return state, tuple(actions)

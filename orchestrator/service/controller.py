@@ -232,12 +232,18 @@ class Controller:
         """The request's jobs, which get their ids. Raises SpecError where one comes after what is no job."""
         events = list[Submitted]()
         together: dict[str, list[str]] = {}  # ids by name
-        at_s = self._clock()
+        at_s, array = self._clock(), None
         for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
             spec, met = resolved(asked, together, self.job) if asked.after else (asked, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
-            events.append(Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, met=met))
+            if spec.member is None:
+                array = None
+            elif spec.member.number == 0 or array is None:
+                array = job_id
+            events.append(
+                Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, array=array, met=met)
+            )
         request.ids = [event.job_id for event in events]
         return events
 

@@ -16,7 +16,7 @@ from orchestrator.specs.clock import known_zone
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.parse import Override, parse_cluster, parse_job, together
+from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
 
 KINDS_OF_FILES = ("text", "chat", "tokens")
 CONFIG = "config.json"
@@ -47,7 +47,16 @@ def read_job(
     A model of which nobody says what it costs is traced; the answer is kept in `home` (None: that of the environment).
     Only what is `to_run` needs its script: somebody else's project can be planned without it.
     """
-    spec, source = parse_job(_read_text(path), str(path), overrides), str(path)
+    return _read(parse_job(_read_text(path), str(path), overrides), path, home, to_run=to_run)
+
+
+def read_jobs(path: Path, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
+    """The jobs in a file: one, or those of its array. As `read_job` otherwise."""
+    return [_read(spec, path, home, to_run=True) for spec in parse_jobs(_read_text(path), str(path), overrides)]
+
+
+def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobSpec:
+    source = str(path)
     if spec.traced:
         raise SpecError("what is traced is no setting", source=source, path="traced", hint="say `profile`")
     resolved = _absolute(spec, path.resolve().parent)

@@ -126,6 +126,14 @@ class Dependency(Noun):
     when: Literal["success", "always"] = "success"
 
 
+class Member(Noun):
+    """Which job of an array this one is."""
+
+    number: int = Field(ge=0)  # 0, 1, 2 ...
+    of: int = Field(ge=1)
+    at_most: int = Field(ge=1)  # of them run at once
+
+
 def _dependencies(said: object) -> object:
     """`prepare-1`, `[prepare-1, encode-2]` and `{job: prepare-1, when: always}` as a list of the last."""
     entries = said if isinstance(said, list | tuple) else [said]
@@ -139,6 +147,7 @@ class JobSpec(Noun):
     family: str | None = None  # jobs of one family share their calibration; None: the name
     priority: int = 0  # higher first
     after: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
+    member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
     between: Hours | None = None  # starts within these hours only; without a zone: that of the machine that reads it
     gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
     steps: int | None = Field(default=None, ge=1)  # optimizer steps of a script; a model says training.max_steps
@@ -227,4 +236,12 @@ class JobSpec(Noun):
 
 def job_json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a job file, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | JobSpec.model_json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | JobSpec.model_json_schema()
+    schema["properties"] |= {
+        "array": {
+            "anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}],
+            "examples": [{"lr": ["1e-3", "1e-4"], "seed": [0, 1]}],
+        },
+        "at_most": {"type": "integer", "minimum": 1},
+    }
+    return schema

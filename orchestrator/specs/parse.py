@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from orchestrator.specs.array import expanded
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job import JobSpec
@@ -46,7 +47,22 @@ class Document:
 
 def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> JobSpec:
     """The job that `text` describes, after `overrides`. Raises one SpecError that holds every problem found."""
-    return _validate(JobSpec, _with(read_document(text, source), overrides))
+    (spec, *others) = parse_jobs(text, source, overrides)
+    if others:
+        raise SpecError(
+            "an array is many jobs", source=source, path="array", got=f"{len(others) + 1} jobs", hint="`orc submit` it"
+        )
+    return spec
+
+
+def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> list[JobSpec]:
+    """The jobs that `text` describes: one, or those of its `array`. Raises SpecError as `parse_job` does."""
+    document = _with(read_document(text, source), overrides)
+    if "member" in document.data:
+        raise SpecError("which job of an array it is, is no setting", source=source, path="member", hint="say `array`")
+    if "array" not in document.data:
+        return [_validate(JobSpec, document)]
+    return [_validate(JobSpec, dataclasses.replace(document, data=data)) for data in expanded(document.data, source)]
 
 
 def parse_cluster(text: str, source: str) -> ClusterSpec:

@@ -61,6 +61,7 @@ class Job:
     status: JobStatus = JobStatus.QUEUED
     reason: str = ""  # why it waits, or why it ended
     not_before_s: float = 0.0  # back-off after a failure that was not its own
+    array: str | None = None  # id of the first job of its array
     waits_for: tuple[Dependency, ...] = ()  # of those that it comes after, the ones that have not ended
     cancelling: bool = False
     attempts: tuple[Attempt, ...] = ()
@@ -143,6 +144,7 @@ class Submitted:
     spec: JobSpec
     at_s: float
     fault: Fault | None = None
+    array: str | None = None  # id of the first job of its array
     met: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
     type: Literal["submitted"] = "submitted"
 

@@ -243,6 +243,15 @@ def _dependants_wait(t: Transition) -> Iterator[str]:
                 yield f"{job.id} waits for {one.job}, which is {other.status}"
 
 
+def _arrays_are_bounded(t: Transition) -> Iterator[str]:
+    """Of an array never more run at once than it says."""
+    running = Counter(job.array for job in t.after.jobs.values() if job.array and job.status is JobStatus.RUNNING)
+    for job in t.after.jobs.values():
+        most = job.spec.member.at_most if job.spec.member else None
+        if job.array and most and running[job.array] > most:
+            yield f"{running[job.array]} jobs of the array {job.array} run at once, {most} may"
+
+
 def _windows_are_kept(t: Transition) -> Iterator[str]:
     """What says hours starts when the clocks of its zone show them, and is expected to end within them if it can."""
     launches = [launch for launch in _of(Launch, t.actions) if launch.job.spec.between is not None]
@@ -340,6 +349,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _order,
     _no_reservation_is_delayed,
     _dependants_wait,
+    _arrays_are_bounded,
     _windows_are_kept,
     _status_agrees,
     _everything_is_recorded,

@@ -12,7 +12,7 @@ from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job import JobSpec, Member
 from orchestrator.specs.state import (
     Action,
     Archive,
@@ -243,6 +243,13 @@ def timed(scenario: Scenario, draw: random.Random) -> Scenario:
         if draw.random() < 0.25:
             said["between"] = f"{draw.choice(HOURS)} {zone}"
         jobs.append((at_s, JobSpec.model_validate(spec.model_dump() | said), fault))
+    if len(jobs) > 1 and draw.random() < 0.3:  # some that follow each other are an array
+        first, at_most = draw.randrange(len(jobs) - 1), draw.randint(1, 2)
+        of = draw.randint(2, min(4, len(jobs) - first))
+        at_s, spec, _ = jobs[first]
+        for number in range(of):
+            member = Member(number=number, of=of, at_most=at_most)
+            jobs[first + number] = (at_s, spec.model_copy(update={"member": member}), jobs[first + number][2])
     return replace(scenario, jobs=tuple(jobs), begin_s=draw.choice(NIGHTS[zone]))
 
 
@@ -304,13 +311,15 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
 
 def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int) -> None:
     """Submit or cancel, unless a service that died in the middle had committed it already."""
-    _, spec, fault = scenario.jobs[index]
+    _, spec, _ = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"
     if kind == 0 and controller.state.submitted <= index:
+        asked = [job[1:] for job in scenario.jobs[index : index + (spec.member.of if spec.member else 1)]]
         try:
-            assert controller.submit(spec, fault) == job_id
+            assert controller.submit_all(asked)[0] == job_id
         except SpecError:  # what it comes after has failed by now
-            assert controller.submit(spec.model_copy(update={"after": ()}), fault) == job_id
+            alone = [(one.model_copy(update={"after": ()}), fault) for one, fault in asked]
+            assert controller.submit_all(alone)[0] == job_id
     elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
         controller.cancel(job_id)
 

@@ -1,0 +1,97 @@
+"""Which jobs does an array say? One document with `{placeholders}` to one for each set of values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from orchestrator.specs.errors import SpecError, closest
+
+JOBS_MAX = 1000  # of one array: as Slurm's MaxArraySize, less one
+INDEX = "index"  # a placeholder that every array has: 0, 1, 2 ...
+ALLOWED = "array: {lr: [1e-3, 1e-4], seed: [0, 1]} (all combinations), or a list of {lr: 1e-3, seed: 0}"
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
+    """The document of each job of the array, in the order of its values. Raises SpecError.
+
+    A value that is nothing but a placeholder becomes what stands for it, a number say; elsewhere its text is put in.
+    Jobs of one array are of one family, also where their names differ.
+    """
+    rest = {key: value for key, value in data.items() if key not in ("array", "at_most")}
+    rows = list(_rows(data["array"], source))
+    used = set(_placeholders(rest))
+    unused = [name for name in rows[0] if name not in used]
+    if unused:
+        near = closest(unused[0], used - {INDEX})
+        hint = f"the file says {{{near}}}" if near else f"write {{{unused[0]}}} where it belongs, such as in `command`"
+        raise SpecError(
+            "no part of the job says this placeholder", source=source, path="array", got=unused[0], hint=hint
+        )
+    at_most = data.get("at_most", len(rows))
+    if not isinstance(at_most, int) or at_most < 1:
+        raise SpecError("not a number of jobs", source=source, path="at_most", got=at_most, allowed="1 or more")
+    if isinstance(rest.get("name"), str):
+        family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", rest["name"])
+        rest = {"family": family.strip("-_.") or "array"} | rest
+    return [
+        _filled(rest, {INDEX: number, **row}) | {"member": {"number": number, "of": len(rows), "at_most": at_most}}
+        for number, row in enumerate(rows)
+    ]
+
+
+def _rows(said: object, source: str) -> Iterator[dict[str, Any]]:
+    """The values of each job."""
+    if isinstance(said, dict) and said and all(isinstance(values, list) and values for values in said.values()):
+        count = 1
+        for values in said.values():
+            count *= len(values)
+        _check_count(count, source)
+        rows: Sequence[dict[str, Any]] = [dict(zip(said, values, strict=True)) for values in product(*said.values())]
+    elif isinstance(said, list) and said and all(isinstance(row, dict) and row for row in said):
+        _check_count(len(said), source)
+        rows = said
+    else:
+        raise SpecError("not the values of an array", source=source, path="array", allowed=ALLOWED)
+    for row in rows:
+        if set(row) != set(rows[0]):
+            allowed = ", ".join(rows[0])
+            raise SpecError(
+                "each entry says the same placeholders", source=source, path="array", got=row, allowed=allowed
+            )
+        wrong = [name for name, value in row.items() if isinstance(value, dict | list) or name == INDEX]
+        if wrong or not all(_PLACEHOLDER.fullmatch(f"{{{name}}}") for name in row):
+            raise SpecError("not the values of an array", source=source, path="array", got=row, allowed=ALLOWED)
+        yield row
+
+
+def _check_count(count: int, source: str) -> None:
+    if count > JOBS_MAX:
+        raise SpecError("too many jobs in one array", source=source, path="array", got=count, allowed=f"{JOBS_MAX}")
+
+
+def _placeholders(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield from _PLACEHOLDER.findall(value)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _placeholders(key)
+            yield from _placeholders(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _placeholders(inner)
+
+
+def _filled(value: Any, row: Mapping[str, Any]) -> Any:
+    """The value with the row's in the place of placeholders; braces that are none of them stay."""
+    if isinstance(value, str):
+        whole = _PLACEHOLDER.fullmatch(value)
+        if whole and whole[1] in row:
+            return row[whole[1]]
+        return _PLACEHOLDER.sub(lambda match: str(row.get(match[1], match[0])), value)
+    if isinstance(value, dict):
+        return {_filled(key, row): _filled(inner, row) for key, inner in value.items()}
+    return [_filled(inner, row) for inner in value] if isinstance(value, list) else value

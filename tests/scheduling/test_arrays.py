@@ -1,0 +1,60 @@
+"""An array: kept together or not at all, and never more of it at once than it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.scheduling.forecast import forecast
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec, Member
+from orchestrator.specs.state import Event, Submitted
+from tests.scheduling.factories import node
+from tests.scheduling.test_dependence import controller
+from tests.scheduling.test_queue import gone, played, script, seen
+
+
+def sweep(count: int, at_most: int) -> list[JobSpec]:
+    spec = script({1: 100.0})
+    members = [Member(number=number, of=count, at_most=at_most) for number in range(count)]
+    return [spec.model_copy(update={"member": member}) for member in members]
+
+
+def submissions(count: int, at_most: int) -> list[Event]:
+    return [
+        Submitted(job_id=f"job-{order}", order=order, spec=spec, at_s=1.0, array="job-1")
+        for order, spec in enumerate(sweep(count, at_most), 1)
+    ]
+
+
+def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
+    events = [seen(node(devices=4)), *submissions(3, 2)]
+    state, launches = played(*events)
+    assert set(launches) == {"job-1", "job-2"}
+    assert state.jobs["job-3"].reason == "waits for others of the array job-1: at most 2 run at once"
+    assert "job-3" in played(*events, *gone(2, 50.0))[1]
+
+
+def test_what_an_array_may_not_use_is_for_others() -> None:
+    other = Submitted(job_id="job-4", order=4, spec=script({2: 100.0}), at_s=2.0)
+    _, launches = played(seen(node(devices=4)), *submissions(3, 2), other)
+    assert set(launches) == {"job-1", "job-2", "job-4"}
+
+
+def test_a_forecast_promises_no_more_of_an_array_than_may_run() -> None:
+    state, _ = played(seen(node(devices=4)), *submissions(5, 2))
+    assert set(forecast(state)) == {"job-1", "job-2"}
+
+
+def test_two_arrays_of_one_submission_are_two() -> None:
+    service = controller()
+    ids = service.submit_all([(spec, None) for spec in (*sweep(2, 1), *sweep(3, 1), script({1: 10.0}))])
+    assert [service.job(job_id).array for job_id in ids] == ["job-1", "job-1", "job-3", "job-3", "job-3", None]
+
+
+def test_one_wrong_job_refuses_the_whole_array() -> None:
+    service = controller()
+    *good, last = sweep(3, 1)
+    wrong = JobSpec.model_validate(last.model_dump() | {"after": "nobody-9"})
+    with pytest.raises(SpecError):
+        service.submit_all([(spec, None) for spec in (*good, wrong)])
+    assert service.state.submitted == 0
