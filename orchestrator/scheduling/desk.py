@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf, sqrt
 
-from orchestrator.memory.calibration import UNMEASURED, Calibration
+from orchestrator.memory.calibration import UNMEASURED, Calibration, calibration
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
@@ -225,7 +225,7 @@ class Desk:
             return learned(self.state, job, device)  # such a job is held to what it needed itself
         key = (job.spec.family_name, device)
         if key not in self._calibrated:
-            self._calibrated[key] = learned(self.state, job, device)
+            self._calibrated[key] = calibration(self.state.observations, device=device, family=job.spec.family_name)
         return self._calibrated[key]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
