@@ -139,8 +139,10 @@ def submit(
     overrides = read_overrides(settings or [])
     specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
     client = _client(home)
-    ids = client.submit_all([spec.model_dump(mode="json") for spec in specs])
-    _answer({"ids": ids}, as_json, "\n".join(ids))
+    ids, late = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    _answer({"ids": ids, "late": late}, as_json, "\n".join(ids))
+    for job_id, words in late.items():
+        print(f"{job_id} {words}", file=sys.stderr)
 
 
 @app.command()
@@ -320,12 +322,12 @@ def simulate(
 
     `--queue now` asks what would become of the live queue; jobs that run go on from their newest checkpoint.
     """
-    from orchestrator.backends.traces import misjudged, queued, read_trace
+    from orchestrator.backends.traces import misjudged, read_trace
     from orchestrator.service import gantt as drawing
     from orchestrator.service.intake import read_cluster, read_job
     from orchestrator.service.lifecycle import journal_url
     from orchestrator.service.replay import kept_state
-    from orchestrator.service.simulate import Trouble
+    from orchestrator.service.simulate import Trouble, from_queue
     from orchestrator.service.simulate import simulate as play
     from orchestrator.service.tables import simulated_table
 
@@ -335,8 +337,7 @@ def simulate(
     if trace is not None:
         played = read_trace(trace, lambda file: read_job(file, (), home))
     else:
-        state = kept_state(journal_url(home))
-        played, unknown = queued(state.jobs.values(), state.at_s)
+        played, unknown = from_queue(kept_state(journal_url(home)))
         if unknown:
             _console(to_stderr=True).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
     kept = home / "cluster.yaml"

@@ -35,6 +35,7 @@ UNPLANNED = {
     "priority": 0,
     "after": (),
     "between": None,
+    "by": None,
     "member": None,
     "steps": None,
     "retries": Retries(),

@@ -84,9 +84,9 @@ def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | 
 
 
 def decide(
-    state: State, desk: Desk, waiting: Waiting, price: float, *, may_reserve: bool
+    state: State, desk: Desk, waiting: Waiting, price: float, *, may_reserve: bool, by_s: float = inf
 ) -> Chosen | Wait | NeverFits | None:
-    """What the job shall do now; None: wait as before.
+    """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
 
     Of all numbers of devices the one that is best by its end and its price, now or when so many come free.
     """
@@ -94,17 +94,17 @@ def decide(
     offers = _offers(menus, price)
     if not offers:
         return _without_offers(state, waiting.job, menus)
-    opening = _opening(desk, waiting, offers, state.at_s)
+    opening = _opening(desk, waiting, offers, state.at_s, by_s)
     now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
     if later is not None and (now is None or later.cost_s < now.cost_s):
         return _reserved(waiting.job, later) if may_reserve else None
     return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
 
 
-def expected(now_s: float, desk: Desk, waiting: Waiting, price: float) -> Reservation | None:
-    """What the job would run as, and from when to when; None where it must wait for what has no time."""
+def expected(now_s: float, desk: Desk, waiting: Waiting, price: float, by_s: float = inf) -> Reservation | None:
+    """What the job would run as to end by `by_s`, and from when to when; None where it cannot be told, or cannot be."""
     offers = _offers(desk.menus_of(waiting), price)
-    now, later = _best(offers, _opening(desk, waiting, offers, now_s), now_s, may_reserve=True)
+    now, later = _best(offers, _opening(desk, waiting, offers, now_s, by_s), now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
         placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
@@ -137,14 +137,14 @@ def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> lis
     return offers
 
 
-def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float) -> Opening:
+def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
     """When the job may start: within its hours, and with room left for shorter ones.
 
     No room is left by a job that is due, that is put before others, or that says itself when it may start.
     """
     spec, wanted = waiting.job.spec, desk.wanted(now_s)
-    if spec.between is not None:
-        hours = hours_of(spec, (one.entry.seconds for one in offers), now_s)
+    if spec.between is not None or by_s < inf:
+        hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
     if waiting.due_s <= now_s or spec.priority > 0:
         return lambda _, from_s: from_s

@@ -5,7 +5,7 @@ A desk could be made anew from every state; it is carried along because that wou
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,6 +64,7 @@ class Desk:
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._lines: dict[int, list[tuple[float, int, str]]] = {}  # by priority
+        self._due: dict[int, list[tuple[float, int, str]]] = {}  # those of them with a deadline, by that
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, or were before
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
@@ -170,8 +171,7 @@ class Desk:
             _, job_id = heappop(self._asleep)
             waiting = self.waiting.get(job_id)
             if waiting is not None and waiting.job.not_before_s <= at_s and not self._stands(waiting):
-                insort(self._lines.setdefault(waiting.job.spec.priority, []), waiting.place)
-                self.arrived.append(waiting)
+                self._line_up(waiting)
         while self._openings and self._openings[0][0] <= at_s:
             _, job_id = heappop(self._openings)
             waiting = self.waiting.get(job_id)
@@ -186,11 +186,18 @@ class Desk:
         """Devices that nobody holds."""
         return sum(pool.idle for pool in self.pools)
 
-    def in_order(self) -> Iterator[Waiting]:
-        """Who waits for devices, first things first."""
+    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+        """Who waits for devices, first things first, and by when it should be done (infinity: at some time).
+
+        Of each priority first those whose deadlines are still to come, the earliest first; then all, without deadlines.
+        """
         for priority in sorted(self._lines, reverse=True):
-            for _, _, job_id in tuple(self._lines[priority]):
-                yield self.waiting[job_id]
+            line, due = tuple(self._lines[priority]), self._due.get(priority, [])
+            for by_s, _, job_id in due[bisect_right(due, (self.state.at_s, 0, "")) :]:
+                yield self.waiting[job_id], by_s
+            for _, _, job_id in line:
+                if job_id in self.waiting:
+                    yield self.waiting[job_id], inf
 
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more."""
@@ -265,18 +272,28 @@ class Desk:
         if job.not_before_s > self.state.at_s:
             heappush(self._asleep, (job.not_before_s, job.id))
         else:
-            insort(self._lines.setdefault(job.spec.priority, []), waiting.place)
-            self.arrived.append(waiting)
+            self._line_up(waiting)
 
     def _expect_opening(self, job: Job, after_s: float) -> None:
         if job.spec.between is not None:
             heappush(self._openings, (opening_s(job.spec, after_s), job.id))
+
+    def _line_up(self, waiting: Waiting) -> None:
+        job = waiting.job
+        insort(self._lines.setdefault(job.spec.priority, []), waiting.place)
+        if job.deadline_s is not None:
+            insort(self._due.setdefault(job.spec.priority, []), (job.deadline_s, job.order, job.id))
+        self.arrived.append(waiting)
 
     def _leave(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
         if self._stands(waiting):
             line = self._lines[waiting.job.spec.priority]
             del line[bisect_left(line, waiting.place)]
+            job = waiting.job
+            if job.deadline_s is not None:
+                due = self._due[job.spec.priority]
+                del due[bisect_left(due, (job.deadline_s, job.order, job.id))]
             if not line:
                 del self._lines[waiting.job.spec.priority]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from math import exp, log, sqrt
 from statistics import NormalDist, median
 
@@ -56,6 +57,11 @@ def forecast(state: State) -> Mapping[str, Expected]:
     return found
 
 
+def foreseen(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
+    """The same without ranges; those that are `hurried` take what ends them first, whatever it costs."""
+    return _played(Desk(state), {}, 0, FORECAST_MAX, hurried)
+
+
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
     """Deviation of the logarithm of true over expected lengths, by the newest measured steps of the job's family.
 
@@ -68,7 +74,9 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
 
 
-def _played(desk: Desk, spreads: Mapping[str, float], sample: int, queued_max: int) -> dict[str, Expected]:
+def _played(
+    desk: Desk, spreads: Mapping[str, float], sample: int, queued_max: int, hurried: Collection[str] = ()
+) -> dict[str, Expected]:
     """What becomes of the jobs where each takes as long as this sample says; sample 0: as long as expected."""
     state = desk.state
     found: dict[str, Expected] = {}
@@ -84,10 +92,10 @@ def _played(desk: Desk, spreads: Mapping[str, float], sample: int, queued_max: i
             desk.expect(attempt, end_s)
             found[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
     price, of_array = price_of(desk), Counter[str | None]()
-    for waiting, _ in zip(desk.in_order(), range(queued_max), strict=False):
-        if crowded(desk, waiting.job, of_array):
+    for waiting, by_s in islice(desk.in_order(), queued_max):
+        if waiting.job.id in found or crowded(desk, waiting.job, of_array):
             continue
-        reservation = expected(state.at_s, desk, waiting, price)
+        reservation = expected(state.at_s, desk, waiting, 0.0 if waiting.job.id in hurried else price, by_s)
         if reservation is None:
             continue
         of_array[waiting.job.array] += 1

@@ -129,6 +129,7 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         order=event.order,
         submitted_at_s=event.at_s,
         array=event.array,
+        deadline_s=event.spec.by.due_s(event.at_s) if event.spec.by else None,
         fault=event.fault,
         reason="waiting for the cluster to be seen",
     )
@@ -297,17 +298,23 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         promised, looks_s = [], []
     price = price_of(desk)
     of_array = Counter(state.jobs[one.job_id].array for one in promised)
-    for waiting in desk.in_order():
+    kept = set[str]()  # in time for their deadlines
+    for waiting, by_s in desk.in_order():
         if not desk.idle:
             break
+        if waiting.job.id in kept:
+            continue
         may_reserve = len(promised) < RESERVATIONS_MAX
-        outcome = crowded(desk, waiting.job, of_array) or decide(state, desk, waiting, price, may_reserve=may_reserve)
+        outcome = crowded(desk, waiting.job, of_array) or decide(
+            state, desk, waiting, price, may_reserve=may_reserve, by_s=by_s
+        )
         if outcome is None:
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
             desk.promise((outcome.reservation,))
             promised.append(outcome.reservation)
             of_array[waiting.job.array] += 1
+            kept.add(waiting.job.id)
             looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
         unheard.pop(waiting.job.id, None)
         state, done = _answered(state, desk, waiting, outcome)

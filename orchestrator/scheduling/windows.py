@@ -24,9 +24,14 @@ class Hours:
 
     window: Window | None
     must_end: bool = False  # within the window
+    by_s: float = inf  # when it has to have ended
 
     def start_s(self, from_s: float, seconds: float) -> float:
         """The first moment from `from_s` on at which an attempt of so many seconds may start; infinity: never."""
+        start_s = self._open_s(from_s, seconds)
+        return start_s if start_s + seconds <= self.by_s else inf
+
+    def _open_s(self, from_s: float, seconds: float) -> float:
         if self.window is None:
             return from_s
         for _ in range(SPANS):
@@ -41,13 +46,13 @@ class Hours:
 ALWAYS = Hours(None)
 
 
-def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float) -> Hours:
-    """When an attempt may start that takes one of these lengths."""
+def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf) -> Hours:
+    """When an attempt may start that takes one of these lengths, and has to have ended by `by_s`."""
     if spec.between is None:
-        return ALWAYS
+        return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
     within = Hours(spec.between, must_end=True)
     ends = spec.optimizer_steps is not None and any(within.start_s(now_s, length_s) < inf for length_s in lengths_s)
-    return within if ends else Hours(spec.between)
+    return Hours(spec.between, must_end=ends, by_s=by_s)
 
 
 def opening_s(spec: JobSpec, after_s: float) -> float:

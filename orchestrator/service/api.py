@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from orchestrator.scheduling.deadline import late
 from orchestrator.scheduling.placement import busy_devices
 from orchestrator.service.controller import Controller
 from orchestrator.service.views import (
@@ -109,13 +110,15 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/jobs")
     def submit(request: SubmitRequest) -> dict[str, Any]:
-        return {"id": controller.submit(*_asked(request, "the submitted job"))}
+        job_id = controller.submit(*_asked(request, "the submitted job"))
+        return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch")
     def submit_batch(request: BatchRequest) -> dict[str, Any]:
         """All or none: one transaction."""
         asked = [_asked(one, f"submitted job {number}") for number, one in enumerate(request.jobs, 1)]
-        return {"ids": controller.submit_all(asked)}
+        ids = controller.submit_all(asked)
+        return {"ids": ids, "late": late(controller.state, ids)}
 
     @app.get("/jobs")
     def jobs(

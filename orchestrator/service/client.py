@@ -36,9 +36,13 @@ class Client:
         """The id of the job that is in the queue when this returns."""
         return self._json("POST", "/jobs", {"spec": spec, "fault": fault})["id"]
 
-    def submit_all(self, specs: Sequence[dict[str, Any]]) -> list[str]:
-        """The ids of jobs that are all in the queue when this returns; where one is refused, none is."""
-        return self._json("POST", "/jobs/batch", {"jobs": [{"spec": spec} for spec in specs]})["ids"]
+    def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
+        """The ids of jobs that are all in the queue when this returns, and why some will be late for their deadlines.
+
+        Where one is refused, none is in the queue.
+        """
+        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": spec} for spec in specs]})
+        return answer["ids"], answer["late"]
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
         """Every live job, and at most so many of those that ended last, in the order of the queue."""

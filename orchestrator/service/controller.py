@@ -120,7 +120,8 @@ class Controller:
     def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]]) -> list[str]:
         """The ids of new jobs, which are in the journal by now, all of them or, with a ServiceError, none.
 
-        Raises SpecError where one comes after a job that there is not, or that has ended otherwise than it wants.
+        Raises SpecError where one comes after a job that there is not, or that has ended otherwise than it wants, or
+        where its deadline is over.
 
         Whoever asks while others are being kept shares the next transaction with all who asked by then.
         """
@@ -234,6 +235,8 @@ class Controller:
         together: dict[str, list[str]] = {}  # ids by name
         at_s, array = self._clock(), None
         for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
+            if asked.by is not None and asked.by.due_s(at_s) <= at_s:
+                raise SpecError("the deadline is over", source=asked.name, path="by", got=str(asked.by))
             spec, met = resolved(asked, together, self.job) if asked.after else (asked, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)

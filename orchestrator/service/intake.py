@@ -108,6 +108,8 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
     if spec.between is not None and spec.between.zone is None:
         changed["between"] = dataclasses.replace(spec.between, zone=local_zone())
+    if spec.by is not None and spec.by.zone is None:
+        changed["by"] = dataclasses.replace(spec.by, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`

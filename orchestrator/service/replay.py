@@ -42,6 +42,7 @@ class ExpectedJob(TypedDict):
     end_s: float | None
     start_range_s: tuple[float, float] | None  # within which it starts with a probability of 80 %; None: not known
     end_range_s: tuple[float, float] | None
+    deadline_s: float | None
     why: str
 
 
@@ -81,6 +82,7 @@ def _expected(job: Job, one: Expected | None) -> ExpectedJob:
         end_s=one.end_s if one else None,
         start_range_s=one.start_range_s if one else None,
         end_range_s=one.end_range_s if one else None,
+        deadline_s=job.deadline_s,
         why=job.reason,
     )
 

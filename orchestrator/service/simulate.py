@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from math import ceil, inf
 from pathlib import Path
 from statistics import fmean, median
@@ -15,11 +16,13 @@ from orchestrator.backends.ports import Decided
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.backends.simulated_nature import Span, stream
 from orchestrator.backends.simulated_process import Process
-from orchestrator.backends.traces import Arrival, Trace
+from orchestrator.backends.traces import Arrival, Trace, queued
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import Action, Event, Fault, FaultKind, Job, State
 
 FOREVER_S = 1e9
@@ -161,12 +164,13 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
     controller.turn(0.0)  # the cluster is seen
     turns = TURNS_PER_JOB * len(trace.arrivals)
     burst = stream(seed, "burst")
-    for arrival in trace.arrivals:
-        while backend.now() < arrival.at_s:
-            controller.turn(arrival.at_s - backend.now())
+    for at_s, together in groupby(trace.arrivals, key=lambda arrival: arrival.at_s):
+        while backend.now() < at_s:
+            controller.turn(at_s - backend.now())
             turns -= 1
-        bursts = burst.random() < trouble.oom_chance
-        controller.submit(arrival.spec, Fault(kind=FaultKind.OOM, rank=0, step=1) if bursts else None)
+        bursts = ((arrival, burst.random() < trouble.oom_chance) for arrival in together)
+        fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
+        controller.submit_all([(_due(arrival), fault if is_burst else None) for arrival, is_burst in bursts])
     controller.turn(0.0)  # what was decided of the last is done
     while controller.state.jobs and (backend.is_busy or wake_at_s(controller.state) is not None):
         controller.turn(FOREVER_S)
@@ -176,6 +180,37 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
     return Simulated(
         report=report_on(trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(decide.taken_s)
     )
+
+
+def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:
+    """Live jobs as a trace that begins now: what they wait for, their hours and deadlines count from now as well.
+
+    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where all are.
+    """
+    trace, unknown = queued(state.jobs.values(), state.at_s)
+    live = [job for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]
+    known = [job for job in live if job.id not in unknown]
+    ids = {job.id: f"{job.spec.name}-{number}" for number, job in enumerate(known, 1)}
+    both = zip(known, trace.arrivals, strict=True)
+    return replace(trace, arrivals=tuple(_from_now(job, one, ids, state.at_s) for job, one in both)), unknown
+
+
+def _from_now(job: Job, arrival: Arrival, ids: Mapping[str, str], now_s: float) -> Arrival:
+    between = job.spec.between
+    said = {
+        "after": tuple(one.model_copy(update={"job": ids[one.job]}) for one in job.waits_for if one.job in ids),
+        "between": None if between is None else between.counted_from(now_s),
+        "by": None,
+    }
+    deadline_s = None if job.deadline_s is None or job.deadline_s <= now_s else job.deadline_s - now_s
+    return replace(arrival, spec=arrival.spec.model_copy(update=said), deadline_s=deadline_s)
+
+
+def _due(arrival: Arrival) -> JobSpec:
+    """The job, which says its deadline."""
+    if arrival.deadline_s is None:
+        return arrival.spec
+    return arrival.spec.model_copy(update={"by": deadline_at(arrival.deadline_s)})
 
 
 def backend_for(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:

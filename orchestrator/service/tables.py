@@ -380,18 +380,21 @@ def replay_table(decided: Sequence[Decision]) -> RenderableType:
 def expected_table(expected: Sequence[ExpectedJob]) -> Table:
     """When each job is expected to run."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS"):
+    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
         table.add_column(column, no_wrap=True)
     table.add_column("WHY", overflow="fold")
     for one in expected:
         devices = "-" if one["devices"] is None else str(one["devices"])
+        end_s, deadline_s = one["end_s"], one["deadline_s"]
+        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
         table.add_row(
             one["id"],
             coloured(one["status"]),
             devices,
             _moment(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
-            _moment(one["end_s"], one["end_range_s"]),
-            Text(one["why"]),
+            _moment(end_s, one["end_range_s"]),
+            Text("" if deadline_s is None else _moment(deadline_s, None), style="red" if is_late else ""),
+            Text(f"late: {one['why']}" if is_late else one["why"]),
         )
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from functools import lru_cache
 from itertools import pairwise
 from zoneinfo import ZoneInfo
@@ -15,6 +15,7 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 # zone has changed its clocks on the same day of two weeks that follow each other.
 LOOKED_AHEAD_DAYS = 16
 ALLOWED_WINDOW = "22:00-08:00, with a zone and days if you like: 22:00-08:00 Europe/Berlin mon-fri"
+ALLOWED_DEADLINE = "08:00, 08:00 Europe/Berlin, 2026-11-23T08:00 or 2026-11-23T08:00+01:00"
 _TIME = r"([01]?[0-9]|2[0-3]):([0-5][0-9])"
 _SPAN = re.compile(rf"{_TIME}-(?:{_TIME}|24:00)")
 _DAY_LIST = re.compile(r"[a-z]{3}(-[a-z]{3})?(,[a-z]{3}(-[a-z]{3})?)*")
@@ -48,10 +49,76 @@ class Window:
         is_late, is_early = minute >= self.opens_min, minute < self.closes_min
         return (is_late and local.weekday() in self.days) or (is_early and (local.weekday() - 1) % 7 in self.days)
 
+    def counted_from(self, at_s: float) -> Window:
+        """The same hours where `at_s` is called 0, to a minute; they follow no change of clocks after it."""
+        local, epoch = datetime.fromtimestamp(at_s, _zone(self.zone)), datetime.fromtimestamp(0.0, UTC)
+        days, opens_min = divmod(self.opens_min - local.hour * 60 - local.minute, DAY_MIN)
+        later = days + epoch.weekday() - local.weekday()
+        return Window(
+            opens_min=opens_min,
+            closes_min=(opens_min + self.closes_min - self.opens_min) % DAY_MIN or DAY_MIN,
+            days=tuple(sorted((day + later) % len(DAYS) for day in self.days)),
+        )
+
     def span(self, from_s: float) -> tuple[float, float]:
         """From when to when it is open next, or now: the first span that ends after `from_s`."""
         today = datetime.fromtimestamp(from_s, _zone(self.zone)).date()
         return next(one for one in _spans(self, today) if one[1] > from_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """A time of the day by which something should be done: the next one, or that of a certain day."""
+
+    time_s: float  # since midnight
+    day: str | None = None  # 2026-11-23
+    zone: str | None = None  # of the IANA database; None: nobody has said yet, and it counts as UTC
+
+    def __str__(self) -> str:
+        """As a job file says it."""
+        day = "" if self.day is None else f"{self.day}T"
+        zone = "" if self.zone is None else f" {self.zone}"
+        moment = datetime.min + timedelta(seconds=self.time_s)
+        return f"{day}{moment.time().isoformat() if moment.second or moment.microsecond else f'{moment:%H:%M}'}{zone}"
+
+    def due_s(self, after_s: float) -> float:
+        """When it is, for what is submitted at `after_s`; may be over where it names a day."""
+        zone = _zone(self.zone)
+        today = datetime.fromtimestamp(after_s, zone).date()
+        days = [today, today + timedelta(days=1)] if self.day is None else [date.fromisoformat(self.day)]
+        midnights = (datetime(day.year, day.month, day.day) for day in days)
+        found = [(one + timedelta(seconds=self.time_s)).replace(tzinfo=zone).timestamp() for one in midnights]
+        return next((at_s for at_s in found if at_s > after_s), found[-1])
+
+
+def parse_deadline(text: object) -> Deadline:
+    """The deadline that `08:00`, `08:00 Europe/Berlin` or an ISO date and time says. Raises ValueError."""
+    words = text.split() if isinstance(text, str) else []
+    zone = known_zone(words[1]) if len(words) == 2 else None
+    try:
+        if not 1 <= len(words) <= 2:
+            raise ValueError
+        if "T" not in words[0]:
+            return Deadline(time_s=_since_midnight_s(time.fromisoformat(words[0])), zone=zone)
+        moment = datetime.fromisoformat(words[0])
+        if moment.tzinfo is not None:
+            if zone is not None:
+                raise ValueError
+            moment, zone = moment.astimezone(UTC), "UTC"
+    except ValueError:
+        raise ValueError(f"expected a deadline such as {ALLOWED_DEADLINE}") from None
+    return Deadline(time_s=_since_midnight_s(moment.time()), day=moment.date().isoformat(), zone=zone)
+
+
+def deadline_at(at_s: float) -> Deadline:
+    """The deadline at this moment, to the microsecond."""
+    return parse_deadline(datetime.fromtimestamp(at_s, UTC).isoformat())
+
+
+def _since_midnight_s(at: time) -> float:
+    if at.tzinfo is not None:
+        raise ValueError
+    return at.hour * 3600 + at.minute * 60 + at.second + at.microsecond / 1e6
 
 
 def parse_window(text: object) -> Window:

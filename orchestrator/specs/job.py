@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
-from orchestrator.specs.clock import Window, parse_window
+from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
 from orchestrator.specs.frameworks import Framework, completed
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.noun import Command, Counter, Noun, Words
@@ -64,6 +64,13 @@ Hours = Annotated[
     BeforeValidator(lambda said: said if isinstance(said, Window) else parse_window(said)),
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
+]
+
+By = Annotated[
+    Deadline,
+    BeforeValidator(lambda said: said if isinstance(said, Deadline) else parse_deadline(said)),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["08:00", "2026-11-23T08:00 Europe/Berlin"]}),
 ]
 
 
@@ -148,6 +155,7 @@ class JobSpec(Noun):
     priority: int = 0  # higher first
     after: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
     member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
+    by: By | None = None  # when it should be done; without a zone: that of the machine that reads it
     between: Hours | None = None  # starts within these hours only; without a zone: that of the machine that reads it
     gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
     steps: int | None = Field(default=None, ge=1)  # optimizer steps of a script; a model says training.max_steps

@@ -63,6 +63,7 @@ class Job:
     not_before_s: float = 0.0  # back-off after a failure that was not its own
     array: str | None = None  # id of the first job of its array
     waits_for: tuple[Dependency, ...] = ()  # of those that it comes after, the ones that have not ended
+    deadline_s: float | None = None  # by when it should be done
     cancelling: bool = False
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again

@@ -412,4 +412,4 @@ def _of(kind: type[Any], actions: tuple[Action, ...]) -> Iterator[Any]:
 
 def _shape(job: Job) -> object:
     """What makes two jobs equal for placement: all but name, priority and what comes after a start."""
-    return job.spec.model_copy(update={"priority": 0, "retries": Retries()})
+    return job.spec.model_copy(update={"priority": 0, "retries": Retries()}), job.deadline_s

@@ -228,6 +228,8 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
 NIGHTS = {"UTC": (7200.0,), "Europe/Berlin": (1774738800.0, 1792882800.0), "America/New_York": (1772948700.0,)}
 HOURS = ("02:00-02:30", "02:20-03:10", "02:50-02:10", "23:00-01:00", "03:00-04:00 sun")
 
+DEADLINES = ("01:00", "02:30", "02:45", "12:00")
+
 
 def timed(scenario: Scenario, draw: random.Random) -> Scenario:
     """The same, on another night; some of its jobs come after others, and some start within certain hours only."""
@@ -242,6 +244,8 @@ def timed(scenario: Scenario, draw: random.Random) -> Scenario:
             )
         if draw.random() < 0.25:
             said["between"] = f"{draw.choice(HOURS)} {zone}"
+        if draw.random() < 0.25:
+            said["by"] = f"{draw.choice(DEADLINES)} {zone}"
         jobs.append((at_s, JobSpec.model_validate(spec.model_dump() | said), fault))
     if len(jobs) > 1 and draw.random() < 0.3:  # some that follow each other are an array
         first, at_most = draw.randrange(len(jobs) - 1), draw.randint(1, 2)

@@ -14,11 +14,13 @@ import pytest
 from orchestrator.backends.simulated_process import Process
 from orchestrator.backends.traces import Arrival, Trace, misjudged
 from orchestrator.cli import main
+from orchestrator.scheduling.step import step
 from orchestrator.service.gantt import figure, picture
-from orchestrator.service.simulate import Outcome, Simulated, Trouble, quantile, simulate
+from orchestrator.service.simulate import Outcome, Simulated, Trouble, from_queue, quantile, simulate
 from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import NodesSeen, State, Submitted
 from tests.bench import peers
 
 LAUNCH_COST_S = 30.0
@@ -230,3 +232,25 @@ def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "2 of 2" in said
     assert "decisions" in said
+
+
+def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlines() -> None:
+    """At noon: one that runs, one that comes after it, one for the evening, and one with a deadline."""
+    noon_s = 1782907200.0  # Wednesday, 1 July 2026, 12:00 UTC
+    asked = [
+        job("first", 3600, {1: 1.0}),
+        job("second", 60, {1: 1.0}, after="first"),
+        job("evening", 60, {1: 1.0}, between="22:00-23:00 Europe/Berlin wed"),
+        job("due", 60, {1: 1.0}, by="14:30 Europe/Berlin"),
+    ]
+    state, _ = step(State(), NodesSeen(nodes=idle_nodes(CLUSTER), at_s=noon_s))
+    for order, spec in enumerate(asked, 1):
+        spec = JobSpec.model_validate(spec.model_dump() | ({"after": "first-1"} if spec.after else {}))
+        event = Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, at_s=noon_s)
+        state, _ = step(state, event)
+    trace, _ = from_queue(state)
+    first, second, evening, due = simulate(trace, CLUSTER, seed=0).outcomes
+    assert first.ended_at_s == second.started_at_s == LAUNCH_COST_S + 3600
+    assert evening.started_at_s == 8 * 3600
+    assert due.deadline_s == 1800
+    assert due.in_time

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.specs.clock import DAYS, Window, local_text, parse_window
+from orchestrator.specs.clock import DAYS, Deadline, Window, deadline_at, local_text, parse_deadline, parse_window
 
 ZONES = ("UTC", "Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Africa/Cairo", "Asia/Kathmandu")
 CHANGES = [  # clocks forward, back, and by half an hour; at midnight; and a day on which nothing happens
@@ -72,6 +72,14 @@ def test_nothing_of_it_is_missed_between_now_and_the_next_opening(window: Window
 
 
 @QUICK
+@given(WINDOWS, st.integers(-3, 3), st.integers(0, 2 * 86400))
+def test_hours_counted_from_a_moment_are_the_same_hours(window: Window, days: int, later_s: int) -> None:
+    """But where clocks change: in July none of these does, and Cairo, New York and Lord Howe are as good as any."""
+    begin_s = CHANGES[-1].timestamp() + days * 86400
+    assert window.counted_from(begin_s).holds(later_s) == window.holds(begin_s + later_s)
+
+
+@QUICK
 @given(WINDOWS)
 def test_what_it_says_is_read_back_as_the_same(window: Window) -> None:
     assert parse_window(str(window)) == window
@@ -117,6 +125,55 @@ def test_a_weekend_is_one_span() -> None:
 def test_a_mistake_is_one_clear_error(text: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_window(text)
+
+
+@QUICK
+@given(MOMENTS, st.integers(0, 86399), st.sampled_from(ZONES))
+def test_a_deadline_is_the_next_time_that_clocks_show_it(at_s: float, time_s: int, zone: str) -> None:
+    deadline = Deadline(time_s=time_s, zone=zone)
+    due_s = deadline.due_s(at_s)
+    assert at_s < due_s <= at_s + 25 * 3600
+    local = datetime.fromtimestamp(due_s, ZoneInfo(zone))
+    shown_s = local.hour * 3600 + local.minute * 60 + local.second
+    assert shown_s == time_s or abs(shown_s - time_s) <= 3600  # an hour that clocks leave out
+    assert parse_deadline(str(deadline)) == deadline
+
+
+@given(st.integers(0, 2_000_000_000_000_000))
+def test_a_moment_is_read_back_as_the_same(microseconds: int) -> None:
+    deadline = deadline_at(microseconds / 1e6)
+    assert parse_deadline(str(deadline)) == deadline
+    assert deadline.due_s(0.0) == pytest.approx(microseconds / 1e6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("08:00 Europe/Berlin", "2026-07-02T06:00+00:00"),
+        ("23:30 Europe/Berlin", "2026-07-01T21:30+00:00"),
+        ("2026-11-23T08:00 Europe/Berlin", "2026-11-23T07:00+00:00"),
+        ("2026-11-23T08:00+02:00", "2026-11-23T06:00+00:00"),
+        ("2026-11-23T08:00", "2026-11-23T08:00+00:00"),
+    ],
+)
+def test_a_deadline_is_said_in_several_ways(text: str, at: str) -> None:
+    noon = datetime(2026, 7, 1, 12, tzinfo=UTC).timestamp()
+    assert parse_deadline(text).due_s(noon) == datetime.fromisoformat(at).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (8, "2026-11-23T08:00"),
+        ("tomorrow", "2026-11-23T08:00"),
+        ("25:00", "2026-11-23T08:00"),
+        ("08:00 Berlin", "'Berlin' is no time zone"),
+        ("2026-11-23T08:00+01:00 Europe/Berlin", "expected a deadline"),
+    ],
+)
+def test_a_mistaken_deadline_is_one_clear_error(text: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_deadline(text)
 
 
 def test_days_may_go_round_the_week() -> None:

@@ -1,0 +1,48 @@
+"""Which deadlines cannot be met, and what could be done instead?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+
+from orchestrator.scheduling.forecast import Expected, foreseen
+from orchestrator.specs.clock import local_text
+from orchestrator.specs.state import Job, State
+
+
+def late(state: State, ids: Iterable[str]) -> dict[str, str]:
+    """Of those jobs the ones that are not expected to meet their deadlines, each with what is possible, for people.
+
+    `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
+    more is submitted, and nothing fails, in what is foreseen.
+    """
+    wanted = [job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None]
+    told = foreseen(state) if wanted else {}
+    return {job.id: _in_words(state, job) for job in wanted if not _in_time(job, told.get(job.id))}
+
+
+def _in_words(state: State, job: Job) -> str:
+    """What is possible for a job that will be late: alone in its hurry, and before all others."""
+    assert job.deadline_s is not None, job.id
+    assert job.spec.by is not None, job.id
+    zone = job.spec.by.zone
+
+    def at(one: Expected) -> str:
+        return f"{local_text(one.end_s, zone)} with {one.devices} GPU{'s' if one.devices > 1 else ''}"
+
+    earliest = foreseen(state, {job.id}).get(job.id)
+    said = f"cannot be done by {local_text(job.deadline_s, zone)}"
+    if earliest is None:
+        return f"{said}: nobody can tell when it can start"
+    first = max(one.spec.priority for one in state.jobs.values()) + 1
+    raised = replace(job, spec=job.spec.model_copy(update={"priority": first}))
+    before_all = foreseen(replace(state, jobs=state.jobs.with_job(raised)), {job.id}).get(job.id)
+    said = f"{said}: earliest {at(earliest)}"
+    if before_all is None or before_all.end_s >= earliest.end_s:
+        return said
+    return f"{said}; {at(before_all)} if its priority is {first}"
+
+
+def _in_time(job: Job, one: Expected | None) -> bool:
+    return one is not None and one.end_s <= (inf if job.deadline_s is None else job.deadline_s)

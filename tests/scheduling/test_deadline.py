@@ -1,0 +1,96 @@
+"""Deadlines: the earliest that can be met goes first, on devices enough for it; what cannot be met is said at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.scheduling import desk as desks
+from orchestrator.scheduling.deadline import late
+from orchestrator.scheduling.step import step
+from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import Event, State
+from tests.scheduling.factories import node
+from tests.scheduling.test_dependence import controller
+from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
+
+
+def due(at_s: float, seconds: dict[int, float], **said: object) -> JobSpec:
+    return script(seconds, by=str(deadline_at(at_s)), **said)
+
+
+def folded(*events: Event) -> State:
+    state = State()
+    for event in events:
+        state, _ = step(state, event)
+    return state
+
+
+def test_the_earliest_deadline_that_can_be_met_goes_first() -> None:
+    """Three wait for one device: the short one without a deadline would go first, were it not for the others."""
+    events = [
+        seen(node(devices=1)),
+        submitted(1, script({1: 100.0})),
+        submitted(2, script({1: 10.0})),
+        submitted(3, due(2000.0, {1: 500.0})),
+        submitted(4, due(1000.0, {1: 500.0})),
+    ]
+    _, launches = played(*events, *gone(1, 131.0), *gone(4, 661.0), *gone(3, 1191.0))
+    assert list(launches) == ["job-1", "job-4", "job-3", "job-2"]
+
+
+def test_what_cannot_be_met_any_more_keeps_nobody_from_meeting_theirs() -> None:
+    events = [
+        seen(node(devices=1)),
+        submitted(1, script({1: 100.0})),
+        submitted(2, due(500.0, {1: 400.0})),
+        submitted(3, due(800.0, {1: 500.0})),
+    ]
+    _, launches = played(*events, *gone(1, 150.0))
+    assert list(launches) == ["job-1", "job-3"]
+
+
+def test_as_many_devices_are_taken_as_the_deadline_wants() -> None:
+    speeds = {1: 1000.0, 2: 950.0, 4: 900.0}
+    for by_s, devices in ((5000.0, 1), (960.0, 4)):
+        _, launches = played(seen(node(devices=4)), submitted(1, due(by_s, speeds)))
+        assert launches["job-1"].plan.world_size == devices
+
+
+def test_a_priority_goes_before_a_deadline() -> None:
+    events = [seen(node(devices=1)), submitted(1, script({1: 100.0}))]
+    events += [submitted(2, due(900.0, {1: 100.0})), submitted(3, script({1: 100.0}, priority=5))]
+    assert list(played(*events, *gone(1, 131.0))[1]) == ["job-1", "job-3"]
+
+
+def test_without_the_line_of_deadlines_they_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug."""
+    monkeypatch.setattr(desks, "bisect_right", lambda line, _: len(line))
+    with pytest.raises(AssertionError):
+        test_the_earliest_deadline_that_can_be_met_goes_first()
+
+
+def test_what_will_be_late_is_said_with_what_is_possible() -> None:
+    state = folded(
+        seen(node(devices=2)),
+        submitted(1, script({2: 3600.0})),
+        submitted(2, script({2: 3600.0}), 2.0),
+        submitted(3, due(6000.0, {1: 7200.0, 2: 5400.0}), 3.0),
+    )
+    said = late(state, ["job-1", "job-2", "job-3"])
+    assert list(said) == ["job-3"]
+    assert said["job-3"] == (
+        "cannot be done by Thu 01:40 UTC: earliest Thu 03:31 UTC with 2 GPUs; Thu 02:31 UTC with 2 GPUs if its "
+        "priority is 1"
+    )
+
+
+def test_what_will_be_in_time_is_not_spoken_of() -> None:
+    state = folded(seen(node()), submitted(1, due(LAUNCH_S + 101.5, {1: 100.0})))
+    assert late(state, ["job-1"]) == {}
+
+
+def test_a_deadline_that_is_over_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"(?s)by: the deadline is over.*1969-12-31"):
+        controller().submit(script({1: 10.0}, by="1969-12-31T08:00 UTC"))
