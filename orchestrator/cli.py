@@ -231,6 +231,26 @@ def cancel(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) ->
     _answer({"cancelled": job_id}, as_json, f"{job_id} is being cancelled.")
 
 
+@app.command()
+def drain(
+    node: Annotated[str | None, typer.Argument(metavar="NODE", help="None: only show how each stands.")] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take again what comes.")] = False,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Let a node take nothing new: what runs there goes on to its end. Shows who is still on which node."""
+    from orchestrator.service.tables import nodes_table
+
+    client = _client(home)
+    if node is not None:
+        client.drain(node, undo=undo)
+    elif undo:
+        raise SpecError("say which node shall take again what comes", path="NODE")
+    live = client.cluster()
+    answer = {name: live[name] for name in ("nodes", "drained")}
+    _answer(answer, as_json, nodes_table(live["nodes"], live["drained"]))
+
+
 # -------------------------------------------------------------------------------------------------------- looking ahead
 
 

@@ -129,7 +129,7 @@ def attempt_content(
     if 0 < len(outcome) <= TEXT_MAX:
         tags[OUTCOME_TAG] = outcome
     place = "; ".join(f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement)
-    killed = failure is not None and failure.kind in (FailureKind.CANCELLED, FailureKind.PREEMPTED)
+    killed = failure is not None and failure.kind in (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED)
     return RunContent(
         name=attempt.name,
         start_ms=_ms(attempt.launched_at_s),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import nlargest
+from heapq import nlargest, nsmallest
 from math import inf
 
 from orchestrator.scheduling.groups import Group
 from orchestrator.specs.attempt import NodeDevices, Placement
-from orchestrator.specs.cluster import Node
+from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.plan import Engine, Plan
 
 IDLE = -inf  # the time since which a device that nobody holds is free
@@ -80,6 +80,7 @@ class Pool:
         self._ends_s: list[float] = []  # of every device that is held, soonest first
         self.idle = count * self.devices_per_node
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
+        self._closed: dict[int, tuple[Window, ...]] = {}  # by node
         self._when: _Times = {}  # by share: of each node, and sorted
         self._unpromised: _Times = {}  # the same, as it was before anything was promised
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
@@ -138,7 +139,7 @@ class Pool:
         self._changed(number)
 
     def forget_promises(self) -> None:
-        """All that is reserved, and all maintenance."""
+        """All that is reserved is open again."""
         if not self._promised:
             return
         self._promised.clear()
@@ -147,6 +148,15 @@ class Pool:
         for number in self._changed_since:
             self._changed(number)
         self._changed_since.clear()
+
+    def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
+        """Nothing may run on these nodes within these times, and on others at any time. Minus infinity: closed now."""
+        before = self._closed
+        self._closed = {number: windows[name] for name, number in self.numbers.items() if name in windows}
+        for number in {*before, *self._closed}:
+            if self._promised:
+                self._changed_since.add(number)
+            self._changed(number)
 
     # what can be
 
@@ -187,12 +197,15 @@ class Pool:
         ]
         return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
 
-    def earliest(self, shape: Shape, now_s: float, least_bytes: int) -> Slot | None:
-        """The first time from which on so many devices are free for good, after all that is promised."""
+    def earliest(self, shape: Shape, now_s: float, seconds: float, least_bytes: int) -> Slot | None:
+        """The first time from which on so many devices are free for so long, after all that is promised.
+
+        Before a node closes where there is time enough, else after it.
+        """
         best: Slot | None = None
         for share in shape.shares:
             wanted = shape.devices // share
-            order = self._order_of(share, least_bytes)[:wanted]
+            order = self._open_for(self._order_of(share, least_bytes), wanted, now_s, seconds)
             if len(order) < wanted:
                 continue
             start_s = max(order[-1][0], now_s)
@@ -269,6 +282,28 @@ class Pool:
             self._when[share] = (by_node, sorted((free_s, number) for number, free_s in enumerate(by_node)))
         return self._when[share][1]
 
+    def _open_for(
+        self, order: list[tuple[float, int]], wanted: int, now_s: float, seconds: float
+    ) -> Sequence[tuple[float, int]]:
+        """The first so many nodes that are free for so long together, each with the time from which on it is."""
+        first = order[:wanted]
+        while first and self._closed:  # ends: each turn begins where a node opens, or is free, after the one before
+            start_s = max(now_s, first[-1][0])
+            if start_s == inf:
+                return ()
+            if all(self._opens_s(number, start_s, seconds) == start_s for _, number in first):
+                break
+            opens = ((self._opens_s(number, max(free_s, start_s), seconds), number) for free_s, number in order)
+            first = nsmallest(wanted, opens)
+        return first
+
+    def _opens_s(self, number: int, start_s: float, seconds: float) -> float:
+        """When, from `start_s` on, a node stays open for so long."""
+        for closes_s, opens_s in self._closed.get(number, ()):
+            if closes_s < start_s + seconds and start_s < opens_s:
+                start_s = opens_s
+        return start_s
+
     def _roomy_from(self, number: int, least_bytes: int) -> list[float]:
         free_s = self._free_from(number)
         return sorted(s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes))
@@ -278,32 +313,35 @@ class Pool:
 
     def _free_from(self, number: int) -> list[float]:
         """When each device of a node is free for good."""
-        promised = self._promised.get(number)
-        if not promised:
+        promised, closed = self._promised.get(number, ()), self._closed.get(number, ())
+        opens_s = closed[0][1] if closed and closed[0][0] == -inf else -inf
+        if not promised and opens_s == -inf:
             return self._until_s[number]
-        free_s = self._until_s[number][:]
+        free_s = [max(until_s, opens_s) for until_s in self._until_s[number]]
         for _, end_s, devices in promised:
             for device in devices:
                 free_s[device] = max(free_s[device], end_s)
         return free_s
 
     def _next_promise_s(self, number: int) -> list[float]:
-        """When each device of a node is promised next."""
-        next_s = [inf] * self.devices_per_node
+        """When each device of a node is promised next, or closed."""
+        next_s = [self._closed[number][0][0] if number in self._closed else inf] * self.devices_per_node
         for start_s, _, devices in self._promised.get(number, ()):
             for device in devices:
                 next_s[device] = min(next_s[device], start_s)
         return next_s
 
     def _shares_open_until_s(self, nodes: int, share: int) -> float:
-        """Until when `share` idle devices of each of so many nodes stay unpromised."""
+        """Until when `share` idle devices of each of so many nodes stay unpromised and open."""
         promised_s, unpromised = [], 0
         for idle in range(share, self.devices_per_node + 1):
             for number in self._by_idle[idle]:
-                if number not in self._promised:
+                if number not in self._promised and number not in self._closed:
                     unpromised += 1
                     if unpromised == nodes:
                         return inf
+                elif number not in self._promised:
+                    promised_s.append(self._closed[number][0][0])
                 else:
                     both = zip(self._next_promise_s(number), self._until_s[number], strict=True)
                     promised_s.append(sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share])
@@ -311,9 +349,9 @@ class Pool:
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
 
     def _usable(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
-        """Idle devices of a node that are not promised before `end_s`, with so much memory free."""
+        """Idle devices of a node that are not promised or closed before `end_s`, with so much memory free."""
         until = self._until_s[number]
-        if number not in self._promised and not least_bytes:
+        if number not in self._promised and number not in self._closed and not least_bytes:
             return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)
         next_s = self._next_promise_s(number)
         return tuple(

@@ -43,6 +43,8 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
     if evidence.ooms:
         report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
         return _device_oom(attempt, report, _finding_of(evidence, report, command))
+    if evidence.stopped and attempt.moved_for:
+        return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
     if evidence.nodes_lost:
         lost = ", ".join(evidence.nodes_lost)
         return Failure(kind=FailureKind.NODE_LOST, reason=f"lost contact with {lost} while it ran")

@@ -182,7 +182,7 @@ def _soonest(offers: Sequence[_Offer], opening: Opening, now_s: float) -> _Later
     for offer in offers:
         if found is not None and offer.cost_s >= found.cost_s:
             continue
-        slot = offer.pool.earliest(offer.entry.shape, now_s, offer.entry.least_bytes)
+        slot = offer.pool.earliest(offer.entry.shape, now_s, offer.entry.seconds, offer.entry.least_bytes)
         if slot is not None:
             start_s = opening(offer, slot.start_s)
             cost_s = start_s - now_s + offer.cost_s

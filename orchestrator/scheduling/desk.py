@@ -17,11 +17,13 @@ from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.demand import devices_wanted
+from orchestrator.scheduling.drain import closures, maintained, next_change_s
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
 from orchestrator.scheduling.outcome import ran_out
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.cluster import Window
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Dependency
 from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, State
@@ -72,6 +74,8 @@ class Desk:
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # by family
         self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
+        self._closed: dict[str, tuple[Window, ...]] = {}  # by node
+        self.close(state)
         for job in state.jobs.values():
             self.learn(None, job)
         self.arrived.clear()
@@ -87,7 +91,8 @@ class Desk:
                 if number not in held_after:
                     self._vacate(attempt)
             for number, attempt in held_after.items():
-                if number not in held_before or held_before[number].pace is not attempt.pace:
+                known = held_before.get(number)
+                if known is None or (known.pace, known.leaves_by_s) != (attempt.pace, attempt.leaves_by_s):
                     assert after is not None
                     self._occupy(after, attempt)
         job = after or before
@@ -122,8 +127,20 @@ class Desk:
             return desk
         for pool, group in zip(self.pools, groups, strict=True):
             pool.see(group.nodes)
+        self.close(state)
         self.is_stale = True
         return self
+
+    def close(self, state: State) -> None:
+        """Some nodes may be closed by now, and others open again."""
+        self.maintained = maintained(state)
+        self._next_change_s = next_change_s(state.nodes, state.at_s)
+        closed = closures(state)
+        if closed != self._closed:
+            self._closed = closed
+            for pool in self.pools:
+                pool.close(closed)
+            self.is_stale = True
 
     def observe(self, before: Sequence[Observation], state: State) -> None:
         """Reality has said more of some families: what they run as, and when they end, is asked anew."""
@@ -162,7 +179,9 @@ class Desk:
             pool.forget_promises()
 
     def wake(self, at_s: float) -> None:
-        """Those whose time has come wait for devices again; what should have ended is expected to take longer."""
+        """Those whose time has come wait for devices again, nodes close and open, and who is late ends later."""
+        if at_s >= self._next_change_s:
+            self.close(self.state)
         while self._ends and self._ends[0][0] <= at_s:
             _, job_id = heappop(self._ends)
             for attempt in _held(self.running.get(job_id)).values():
@@ -200,9 +219,9 @@ class Desk:
                     yield self.waiting[job_id], inf
 
     def wake_at_s(self, at_s: float) -> float | None:
-        """When the next of those who wait for a time need not any more."""
+        """When the next of those who wait for a time need not any more, or the next node closes or opens."""
         times = (time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting)
-        return min((time_s for time_s in times if time_s > at_s), default=None)
+        return min((time_s for time_s in (*times, self._next_change_s) if at_s < time_s < inf), default=None)
 
     def followers_of(self, job_id: str) -> list[str]:
         """Ids of the jobs that wait for the end of this one."""
@@ -242,6 +261,8 @@ class Desk:
             return inf
         calibrated = self.calibrated(job, attempt.device)
         length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
+        if attempt.leaves_by_s is not None:
+            length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     # how it is kept

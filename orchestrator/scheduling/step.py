@@ -17,7 +17,9 @@ from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admit
 from orchestrator.scheduling.demand import asked
 from orchestrator.scheduling.dependence import entered, heard
 from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.drain import drain_requested, next_change_s
 from orchestrator.scheduling.menu import NeverFits
+from orchestrator.scheduling.moves import can_move, moved
 from orchestrator.scheduling.outcome import observe
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
@@ -26,6 +28,7 @@ from orchestrator.specs.state import (
     Action,
     Archive,
     CancelRequested,
+    DrainRequested,
     Event,
     Finished,
     Job,
@@ -70,7 +73,8 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     state, told = _absorb(before, event)
     desk = _told(desk, before, state, event)
     state = desk.state = _with_demand(before, state, desk, event)
-    actions, news = told, told
+    state, stopped = _empty_nodes(state, desk)
+    actions, news = (*told, *stopped), told
     while True:
         state, followed = _followed(state, desk, news)
         state, news = _schedule(state, desk)
@@ -82,7 +86,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
 
 
 def wake_at_s(state: State) -> float | None:
-    """When a back-off ends, hours begin, or a job has left room long enough; None: nothing waits for a time."""
+    """When a back-off ends, hours begin, a node closes or opens, or a job has left room long enough; None: never."""
     for desk in _DESKS:
         if desk.state is state:
             next_s = desk.wake_at_s(state.at_s)
@@ -90,7 +94,8 @@ def wake_at_s(state: State) -> float | None:
     else:
         waiting = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED and not job.waits_for]
         times = (time_s for job in waiting for time_s in (job.not_before_s, opening_s(job.spec, state.at_s)))
-        next_s = min((time_s for time_s in times if state.at_s < time_s < inf), default=None)
+        times_s = (*times, next_change_s(state.nodes, state.at_s))
+        next_s = min((time_s for time_s in times_s if state.at_s < time_s < inf), default=None)
     known = [one for one in (next_s, state.look_at_s) if one is not None and one > state.at_s]
     return min(known, default=None)
 
@@ -104,6 +109,8 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _submitted(state, event)
         case CancelRequested():
             return _cancel_requested(state, event)
+        case DrainRequested():
+            return drain_requested(state, event), ()
         case NodesSeen():
             return replace(state, nodes=event.nodes, declared=event.declared), ()
         case Started():
@@ -201,6 +208,8 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     """The job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
     if job.cancelling or failure.kind is FailureKind.CANCELLED:
         return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled while it ran")
+    if failure.kind is FailureKind.MOVED:
+        return replace(job, status=JobStatus.QUEUED, reason=failure.reason)
     if failure.kind in REFUTING:
         job = replace(job, refuted=job.refuted | {attempt.plan})
     budget = BUDGETS.get(failure.kind)
@@ -244,6 +253,8 @@ def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
     match event:
         case NodesSeen():
             desk = desk.see(after)
+        case DrainRequested():
+            desk.close(after)
         case Observed():
             desk.is_stale = True
         case Woke():
@@ -281,6 +292,19 @@ def _ended(actions: Sequence[Action]) -> list[Job]:
 
 
 # 3. plan and place
+
+
+def _empty_nodes(state: State, desk: Desk) -> tuple[State, tuple[Stop, ...]]:
+    """Whoever runs where a maintenance begins is asked to end, to go on elsewhere or later."""
+    stops = []
+    for job in [*desk.running.values()] if desk.maintained else ():
+        left = [part.node for part in job.attempts[-1].placement if part.node in desk.maintained]
+        if left and can_move(job):
+            gone, stop = moved(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            desk.learn(job, gone)
+            state = _with_job(state, gone)
+            stops.append(stop)
+    return state, tuple(stops)
 
 
 def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
@@ -377,9 +401,11 @@ def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
 def _why(candidate: Candidate, before: Attempt | None) -> str:
     if before is None or before.failure is None:
         return "runs the fastest plan that fits"
+    changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
+    if before.failure.kind is FailureKind.MOVED:
+        return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"
     if before.plan == candidate.plan:
         return f"runs the same plan again after {before.failure.kind}"
-    changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
     return f"runs a cheaper plan after {before.failure.kind}: {changed}"
 
 

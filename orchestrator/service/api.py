@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from orchestrator.scheduling.deadline import late
-from orchestrator.scheduling.placement import busy_devices
+from orchestrator.scheduling.placement import holders
 from orchestrator.service.controller import Controller
 from orchestrator.service.views import (
     explanation_view,
@@ -82,6 +82,13 @@ class ObserveRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     observations: list[dict[str, Any]]
+
+
+class DrainRequest(BaseModel):
+    """`undo`: the node takes again what comes."""
+
+    model_config = ConfigDict(extra="forbid")
+    undo: bool = False
 
 
 class ShutdownRequest(BaseModel):
@@ -175,12 +182,19 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     @app.get("/cluster")
     def cluster() -> dict[str, Any]:
         state = controller.state
+        held = holders(state)
         return {
             "name": service.cluster,
             "tracking_uri": service.tracking_uri,
-            "nodes": [node_view(node, busy_devices(state)) for node in state.nodes],
+            "nodes": [node_view(node, held, state.drained) for node in state.nodes],
+            "drained": state.drained,
             "observations": observations_view(state.observations),
         }
+
+    @app.post("/nodes/{node}/drain")
+    def drain(node: str, request: DrainRequest) -> dict[str, Any]:
+        controller.drain(node, undo=request.undo)
+        return {}
 
     @app.post("/observations")
     def observe(request: ObserveRequest) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
@@ -71,13 +72,17 @@ class Client:
         """Ask for the end of a job; returns when the request is on disk."""
         self._json("POST", f"/jobs/{job_id}/cancel", {})
 
+    def drain(self, node: str, *, undo: bool) -> None:
+        """Let a node take nothing new, or again what comes; returns when the request is on disk."""
+        self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
+
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
         """Bytes of one rank's log from `offset`, and the offset behind them; empty where there is nothing yet."""
         answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
         return answer.content, int(answer.headers["x-next-offset"])
 
     def cluster(self) -> dict[str, Any]:
-        """Name, live nodes (`views.NodeView`), and addresses of what belongs to the service."""
+        """Name, live nodes (`views.NodeView`), names of drained ones, and addresses of what belongs to the service."""
         return self._json("GET", "/cluster")
 
     def shut_down(self, force: bool) -> None:

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
 from orchestrator.scheduling.dependence import resolved
+from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
-from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.errors import ServiceError, SpecError, closest
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
     Action,
     Archive,
     CancelRequested,
+    DrainRequested,
     Event,
     Fault,
     Finished,
@@ -167,6 +169,18 @@ class Controller:
                 raise ServiceError(f"job {job_id} has ended already: {job.status}")
             self._apply([CancelRequested(job_id=job_id, at_s=self._clock())])
 
+    def drain(self, node: str, *, undo: bool) -> None:
+        """Let a node take nothing new, or again what comes. Raises ServiceError where there is no such node."""
+        with self._changed:
+            state = self._state
+            known = {one.name for one in (*state.nodes, *state.declared)} | {*state.drained}
+            if node not in known:
+                near = closest(node, known)
+                hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
+                raise ServiceError(f"there is no node {node!r}: {hint}")
+            if undo == (node in state.drained):
+                self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
+
     def observe(self, observations: Sequence[Observation]) -> int:
         """Take in outcomes that were measured elsewhere; how many of them were new and are kept."""
         with self._changed:
@@ -313,7 +327,8 @@ class Controller:
             self._not_launched(attempt, error)
             return
         if attempt.status is AttemptStatus.STOPPING:
-            self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S))
+            grace_s = MOVE_GRACE_S if attempt.moved_for and not job.cancelling else CANCEL_GRACE_S
+            self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=grace_s))
 
     def _not_launched(self, attempt: Attempt, error: Exception) -> None:
         """The backend refused: as good as an end, but only the backend can say when the devices are free again."""
@@ -334,6 +349,8 @@ def _line(said: Event | Launch | Stop) -> str:
             return f"nodes_seen nodes={len(said.nodes)}"
         case Woke():
             return "woke"
+        case DrainRequested():
+            return f"drain_requested node={said.node}{' undo' if said.undo else ''}"
         case Observed():
             return f"observed outcomes={len(said.observations)}"
         case Launch():

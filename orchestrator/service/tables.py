@@ -19,6 +19,7 @@ from orchestrator.service.views import (
     EstimateView,
     ExplanationView,
     JobView,
+    NodeView,
     ProgressView,
     picture_from_view,
 )
@@ -396,6 +397,27 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
             Text("" if deadline_s is None else _moment(deadline_s, None), style="red" if is_late else ""),
             Text(f"late: {one['why']}" if is_late else one["why"]),
         )
+    return table
+
+
+def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
+    """Each node, whether it takes what comes, and whose attempts are on it; drained nodes that are away come last."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("NODE", "TAKES", "BUSY", "JOBS", "NEXT MAINTENANCE"):
+        table.add_column(column, overflow="fold")
+    for node in nodes:
+        coming = next((window for window in node["maintenance"] if window[1] > time.time()), None)
+        table.add_row(
+            node["name"],
+            "nothing new" if node["drained"] else "what comes",
+            f"{len(node['busy'])} of {len(node['free_bytes'])}",
+            ", ".join(node["jobs"]) or "-",
+            f"{_moment(coming[0], None)} to {_moment(coming[1], None)}" if coming else "-",
+        )
+    live = {node["name"] for node in nodes}
+    for name in drained:
+        if name not in live:
+            table.add_row(name, "nothing new", "away", "-", "-")
     return table
 
 

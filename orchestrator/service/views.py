@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
 from typing import Any, TypedDict
@@ -141,6 +141,9 @@ class NodeView(TypedDict):
     device: dict[str, Any]  # DeviceSpec as a cluster file says it
     free_bytes: list[int]
     busy: list[int]  # devices that our own attempts hold
+    jobs: list[str]  # whose they are
+    drained: bool  # it takes nothing new
+    maintenance: list[tuple[float, float]]  # when nothing may run on it, in seconds since 1970
     host_free_bytes: int
     network_bandwidth: int  # bytes per second
 
@@ -247,13 +250,17 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
         raise SpecError(first["msg"], source="outcomes", path=path) from None
 
 
-def node_view(node: Node, busy: frozenset[tuple[str, int]]) -> NodeView:
-    """The node as JSON, its device as a cluster file says it."""
+def node_view(node: Node, holders: Mapping[tuple[str, int], str], drained: Container[str]) -> NodeView:
+    """The node as JSON, its device as a cluster file says it; `holders` as `placement.holders` tells."""
+    busy = {index: job for (name, index), job in holders.items() if name == node.name}
     return NodeView(
         name=node.name,
         device=node.device.model_dump(mode="json"),
         free_bytes=list(node.free_bytes),
-        busy=[index for index in range(node.devices) if (node.name, index) in busy],
+        busy=sorted(busy),
+        jobs=sorted(set(busy.values())),
+        drained=node.name in drained,
+        maintenance=list(node.maintenance),
         host_free_bytes=node.host_free_bytes,
         network_bandwidth=node.network_bandwidth,
     )

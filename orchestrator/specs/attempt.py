@@ -28,6 +28,7 @@ class FailureKind(StrEnum):
     CROWDED = "crowded"  # other processes took the device's memory; the plan is not to blame
     NODE_LOST = "node_lost"  # node or launcher gone; the plan is not to blame
     PREEMPTED = "preempted"  # somebody asked the ranks to end
+    MOVED = "moved"  # we asked them to: it goes on elsewhere, later or on other devices, at no cost to its budgets
     HUNG = "hung"  # no progress within the job's limits
     STARTUP = "startup"  # it could not be launched
     DISK_FULL = "disk_full"  # no space for checkpoints or logs
@@ -196,6 +197,8 @@ class Attempt:
     change: tuple[Change, ...] = ()  # against the attempt before
     change_reason: str = ""
     status: AttemptStatus = AttemptStatus.LAUNCHING
+    moved_for: str = ""  # why we asked for its end, to go on otherwise
+    leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that
     launched_at_s: float
     ended_at_s: float | None = None
     pace: Pace | None = None  # as last told while it ran; None: as was expected

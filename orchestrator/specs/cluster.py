@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, model_validator
 
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
@@ -64,6 +64,7 @@ class DeviceSpec(Noun):
         return 1e12 * rate
 
 
+Window = tuple[float, float]  # from when to when, in seconds since 1970
 DeviceName = Annotated[str, Field(json_schema_extra={"enum": list(DEVICES)})]
 
 
@@ -104,13 +105,38 @@ def _at_least_one(nodes: tuple[NodeSpec, ...]) -> tuple[NodeSpec, ...]:
     return nodes
 
 
+def _said_in_words(moment: object) -> object:
+    """A bare number would be taken for seconds since 1970."""
+    if isinstance(moment, int | float):
+        raise ValueError("a date and a time with an offset is wanted, such as 2026-12-24T22:00+01:00")
+    return moment
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_said_in_words)]
+
+
+class Maintenance(Noun):
+    """From `start` to `end` nothing runs on these nodes; on all of them where none is named."""
+
+    start: Moment
+    end: Moment
+    nodes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Maintenance:
+        if self.end <= self.start:
+            raise ValueError("a maintenance ends after its start")
+        return self
+
+
 class ClusterSpec(Noun):
-    """Nodes and the network between them."""
+    """Nodes, the network between them, and when they are not to be had."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_at_least_one), Field(json_schema_extra={"minItems": 1})]
     network_bandwidth: Bandwidth = 12_500_000_000  # between nodes, per node and direction
     launch_cost: Seconds = Field(default=LAUNCH_COST_S, ge=0)  # from a launch to the first training step
+    maintenance: tuple[Maintenance, ...] = ()
 
     @model_validator(mode="after")
     def _distinct_names(self) -> ClusterSpec:
@@ -119,6 +145,25 @@ class ClusterSpec(Noun):
         if twice:
             raise ValueError(f"two nodes are named {sorted(twice)[0]!r}")
         return self
+
+    @model_validator(mode="after")
+    def _maintains_what_is_there(self) -> ClusterSpec:
+        names = {name for node in self.nodes for name in node.names} if self.maintenance else set()
+        for one in self.maintenance:
+            for name in set(one.nodes) - names:
+                near = closest(name, names)
+                raise SpecError(
+                    "the cluster has no such node",
+                    path="maintenance",
+                    got=name,
+                    hint=f"did you mean {near!r}?" if near else "",
+                )
+        return self
+
+    def maintenance_of(self, node: str) -> tuple[Window, ...]:
+        """When nothing runs on this node, in seconds since 1970."""
+        windows = (one for one in self.maintenance if not one.nodes or node in one.nodes)
+        return tuple(sorted((one.start.timestamp(), one.end.timestamp()) for one in windows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +176,7 @@ class Node:
     host_free_bytes: int
     network_bandwidth: int  # bytes per second to other nodes, per direction
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
+    maintenance: tuple[Window, ...] = ()  # when nothing may run on it, first things first
 
     @property
     def devices(self) -> int:
@@ -147,6 +193,7 @@ def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
             host_free_bytes=node.host_memory,
             network_bandwidth=cluster.network_bandwidth,
             launch_cost_s=cluster.launch_cost,
+            maintenance=cluster.maintenance_of(name),
         )
         for node in cluster.nodes
         for name in node.names

@@ -131,6 +131,7 @@ class State:
     reservations: tuple[Reservation, ...] = ()  # as of the last decision, first come first
     look_at_s: float | None = None  # when somebody has left room for shorter jobs long enough, as of the last decision
     demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
+    drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
     at_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -155,6 +156,16 @@ class CancelRequested:
     job_id: str
     at_s: float
     type: Literal["cancel_requested"] = "cancel_requested"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """This node shall take nothing new; or again what comes, with `undo`."""
+
+    node: str
+    undo: bool = False
+    at_s: float
+    type: Literal["drain_requested"] = "drain_requested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +237,9 @@ class Woke:
     type: Literal["woke"] = "woke"
 
 
-Event = Submitted | CancelRequested | NodesSeen | Started | Paced | Finished | Released | Observed | Woke
+Event = (
+    Submitted | CancelRequested | DrainRequested | NodesSeen | Started | Paced | Finished | Released | Observed | Woke
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

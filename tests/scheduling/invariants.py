@@ -13,14 +13,18 @@ from orchestrator.backends.simulated_process import Process
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.clock import Window
+from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import Retries
 from orchestrator.specs.state import (
     Action,
     Archive,
     CancelRequested,
+    DrainRequested,
     Event,
+    Finished,
     Job,
     JobStatus,
     Launch,
@@ -41,6 +45,7 @@ BUDGET_OF = {
     FailureKind.HUNG: "hang",
     FailureKind.STARTUP: "startup",
 }
+GOES_ON = (*BUDGET_OF, FailureKind.MOVED)  # moved at no cost
 OUT_OF_MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 
 
@@ -173,7 +178,7 @@ def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
         if job.status is JobStatus.REFUSED and job.attempts:
             yield f"{job.id} was refused after it ran"
         for attempt in job.attempts[:-1]:
-            if attempt.failure is None or attempt.failure.kind not in BUDGET_OF:
+            if attempt.failure is None or attempt.failure.kind not in GOES_ON:
                 kind = attempt.failure.kind if attempt.failure else "success"
                 yield f"{job.id} was tried again after {kind}"
 
@@ -190,10 +195,46 @@ def _cancels_are_obeyed(t: Transition) -> Iterator[str]:
             yield f"{after.id} runs on although it is cancelled"
 
 
-def _only_cancelled_jobs_are_stopped(t: Transition) -> Iterator[str]:
+def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
+    """Who is stopped is cancelled, or moved for a reason that is true."""
     for stop in _of(Stop, t.actions):
-        if not t.after.jobs[stop.job_id].cancelling:
+        job = t.after.jobs[stop.job_id]
+        assert job.last is not None, job.id
+        in_maintenance = any(leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last))
+        if not job.cancelling and not in_maintenance:
             yield f"{stop.name} is stopped although nobody asked"
+
+
+def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
+    for launch in _of(Launch, t.actions):
+        for name in nodes_of(launch.attempt) & {*t.after.drained}:
+            yield f"{launch.attempt.name} is launched on {name}, which is drained"
+    if isinstance(t.event, DrainRequested) and (t.event.node in t.after.drained) == t.event.undo:
+        yield f"{t.event.node} is {'still' if t.event.undo else 'not'} drained"
+
+
+def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
+    """Nobody starts what is not expected to end before it, and who is there when it begins is told to go."""
+    nodes = {node.name: node for node in t.after.nodes}
+    launches = [launch.attempt for launch in _of(Launch, t.actions)]
+    if any(node.maintenance for node in t.after.nodes) and launches:
+        desk = Desk(t.after)
+        for attempt in launches:
+            ends_s = desk.end_of(t.after.jobs[attempt.job_id], attempt)
+            for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
+                for start_s, end_s in node.maintenance:
+                    if t.after.at_s < end_s and ends_s > start_s + 1e-6:
+                        yield f"{attempt.name} is launched on {node.name}, into its maintenance"
+    for job in t.after.jobs.values():
+        if job.status is JobStatus.RUNNING and job.last is not None and job.last.status is not AttemptStatus.STOPPING:
+            for name in nodes_of(job.last):
+                if name in nodes and leaves(nodes[name], t.after.at_s):
+                    yield f"{job.last.name} runs on in the maintenance of {name}"
+
+
+def leaves(node: Node, at_s: float) -> bool:
+    """Whether what runs on a node has to go: it gets MOVE_GRACE_S to do so before the maintenance begins."""
+    return any(start_s - MOVE_GRACE_S <= at_s < end_s for start_s, end_s in node.maintenance)
 
 
 def _order(t: Transition) -> Iterator[str]:
@@ -316,6 +357,20 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
                 yield f"{job.id} was given up after {kinds[-1]} with retries.{budget} left"
 
 
+def _moves_cost_nothing(t: Transition) -> Iterator[str]:
+    """An attempt that we ended is queued again, whatever budgets are left, unless it really failed by itself."""
+    if not isinstance(t.event, Finished) or t.event.job_id not in t.before.jobs:
+        return
+    before, job = t.before.jobs[t.event.job_id], t.after.jobs[t.event.job_id]
+    attempt = next((one for one in before.attempts if one.number == t.event.number), None)
+    if attempt is None or attempt.status is AttemptStatus.ENDED or not attempt.moved_for or before.cancelling:
+        return
+    failure, evidence = job.attempts[attempt.number - 1].failure, t.event.evidence
+    own = failure is None or failure.kind is FailureKind.MOVED or evidence.ooms or evidence.launch_error is not None
+    if evidence.stopped and not own and failure is not None:
+        yield f"{attempt.name} was moved and is taken for {failure.kind}"
+
+
 def _archived_for_good(t: Transition) -> Iterator[str]:
     """A job is handed to the archive once, when it has ended and given everything back, and the state forgets it."""
     handed = [archive.job for archive in _of(Archive, t.actions)]
@@ -345,7 +400,9 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _refuted_stay_refuted,
     _no_launch_for_the_unwanted,
     _cancels_are_obeyed,
-    _only_cancelled_jobs_are_stopped,
+    _nobody_is_stopped_in_vain,
+    _drained_nodes_get_nothing,
+    _nothing_runs_in_a_maintenance,
     _order,
     _no_reservation_is_delayed,
     _dependants_wait,
@@ -354,6 +411,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _status_agrees,
     _everything_is_recorded,
     _budgets_are_used,
+    _moves_cost_nothing,
     _archived_for_good,
     _waking_ends,
 )
@@ -385,10 +443,17 @@ def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
             if earlier and (earlier.released_at_s is None or earlier.released_at_s > process.launched_at_s):
                 yield f"{name} began on {device[0]}:{device[1]} before {earlier.attempt.name} had left it"
             last_on[device] = process
+    for name, process in processes.items():
+        for node in (node for node in state.declared if node.name in process.nodes):
+            for start_s, end_s in node.maintenance:
+                if process.launched_at_s < end_s and (process.ended_at_s is None or process.ended_at_s > start_s):
+                    yield f"{name} ran on {node.name} in its maintenance"
     for attempt in _attempts(state):
         process = processes.get(attempt.name)
         if process is not None and attempt.status is AttemptStatus.ENDED:
             believed = attempt.failure.kind if attempt.failure else None
+            if believed is FailureKind.MOVED and attempt.moved_for:
+                believed = FailureKind.CANCELLED  # the world knows no reasons
             if believed is not process.ending:
                 yield f"{attempt.name} ended by {process.ending or 'success'} but is taken for {believed or 'success'}"
     if processes:
@@ -400,6 +465,10 @@ def _world(state: State, processes: Mapping[str, Process]) -> Iterator[str]:
 
 def devices(attempt: Attempt) -> list[tuple[str, int]]:
     return [(part.node, index) for part in attempt.placement for index in part.devices]
+
+
+def nodes_of(attempt: Attempt) -> set[str]:
+    return {part.node for part in attempt.placement}
 
 
 def _attempts(state: State) -> Iterator[Attempt]:

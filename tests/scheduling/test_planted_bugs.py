@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, menu, windows
+from orchestrator.scheduling import decide, desk, drain, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
@@ -236,6 +236,31 @@ def untold(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
     return after, tuple(action for action in actions if not isinstance(action, Record))
 
 
+def drains_unheard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "drain_requested", lambda state, _event: state)
+
+
+def drained_nodes_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(drain, "ALWAYS", ((inf, inf),))
+
+
+def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pool, "close", lambda *_: None)
+
+
+def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(desk, "maintained", lambda _state: frozenset())
+
+
+def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
+    true_classify = core.classify
+
+    def forgetful(job: Any, attempt: Any, evidence: Any, capacity_bytes: Any = None) -> Any:
+        return true_classify(job, replace(attempt, moved_for=""), evidence, capacity_bytes)
+
+    patch.setattr(core, "classify", forgetful)
+
+
 BUGS: dict[str, tuple[Plant, str]] = {
     "devices never busy": (devices_never_busy, "together"),
     "devices free before release": (devices_free_before_release, "together"),
@@ -258,6 +283,11 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "refused after running": (refused_after_running, "was refused after it ran"),
     "nobody adopted": (nobody_adopted, "never ended"),
     "the tail forgotten": (the_tail_forgotten, "does not hold"),
+    "drains unheard": (drains_unheard, "not drained"),
+    "drained nodes taken": (drained_nodes_taken, "which is drained"),
+    "maintenance forgotten at launch": (maintenance_forgotten_at_launch, "into its maintenance"),
+    "nobody leaves for a maintenance": (nobody_leaves_for_a_maintenance, "runs on in the maintenance"),
+    "moves cost a retry": (moves_cost_a_retry, "was moved and is taken for"),
     "launched twice": (patched_step(launch_twice), "was launched 2 times"),
     "launch not remembered": (patched_step(launch_untold), "is launched but is not its job's newest attempt"),
     "dependants begin at once": (dependants_begin_at_once, "after which it comes"),

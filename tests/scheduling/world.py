@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 from orchestrator.backends.ports import decisions
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import FailureKind
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec, Member
 from orchestrator.specs.state import (
@@ -187,6 +188,7 @@ class Scenario:
     cluster: ClusterSpec
     jobs: tuple[tuple[float, JobSpec, Fault | None], ...]  # submitted when, in order
     cancels: tuple[tuple[float, int], ...]  # when, which job by position
+    drains: tuple[tuple[float, str, bool], ...] = ()  # when, which node, and whether it is undone
     hazards: Mapping[FailureKind, float]
     repeat_chance: float
     seed: int
@@ -221,7 +223,9 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
         repeat_chance=draw.choice((0.0, 0.3)),
         seed=draw.randint(0, 2**32),
     )
-    return timed(scenario, random.Random(scenario.seed))
+    scenario = timed(scenario, random.Random(scenario.seed))
+    cluster = maintained(draw, chosen, scenario.begin_s)
+    return replace(scenario, cluster=cluster, drains=random_drains(draw, chosen))
 
 
 # An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or back soon after
@@ -255,6 +259,36 @@ def timed(scenario: Scenario, draw: random.Random) -> Scenario:
             member = Member(number=number, of=of, at_most=at_most)
             jobs[first + number] = (at_s, spec.model_copy(update={"member": member}), jobs[first + number][2])
     return replace(scenario, jobs=tuple(jobs), begin_s=draw.choice(NIGHTS[zone]))
+
+
+def maintained(draw: random.Random, chosen: ClusterSpec, begin_s: float = 0.0) -> ClusterSpec:
+    """Every second cluster, with nodes or all of it taken away for a while."""
+    names = [name for node in chosen.nodes for name in node.names]
+    windows = []
+    for _ in range(draw.choice((0, 0, 1, 3))):
+        start_s = begin_s + draw.uniform(0.0, HOUR_S)
+        windows.append(
+            Maintenance(
+                start=moment(start_s),
+                end=moment(start_s + draw.uniform(60.0, HOUR_S / 2)),
+                nodes=draw.choice((draw.sample(names, 1), ())),
+            )
+        )
+    return chosen.model_copy(update={"maintenance": tuple(windows)})
+
+
+def moment(at_s: float) -> datetime:
+    return datetime.fromtimestamp(at_s, UTC)
+
+
+def random_drains(draw: random.Random, chosen: ClusterSpec) -> tuple[tuple[float, str, bool], ...]:
+    """Some nodes, each for a while."""
+    names = [name for node in chosen.nodes for name in node.names]
+    found = []
+    for name in draw.sample(names, draw.choice((0, 0, 1, len(names)))):
+        at_s = draw.uniform(0.0, HOUR_S)
+        found += [(at_s, name, False), (at_s + draw.uniform(0.0, HOUR_S), name, True)]
+    return tuple(found)
 
 
 def random_job(draw: random.Random, devices: int) -> JobSpec:
@@ -294,6 +328,7 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
     errands = sorted(
         [(scenario.begin_s + at_s, 0, index) for index, (at_s, _, _) in enumerate(scenario.jobs)]
         + [(scenario.begin_s + at_s, 1, index) for at_s, index in scenario.cancels]
+        + [(scenario.begin_s + at_s, 2, index) for index, (at_s, _, _) in enumerate(scenario.drains)]
     )
     controller = Controller(journal, backend, backend.now)
     for _ in range(TURNS_MAX):
@@ -314,7 +349,12 @@ def play(scenario: Scenario, journal: MemoryJournal, backend: SimulatedBackend) 
 
 
 def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int) -> None:
-    """Submit or cancel, unless a service that died in the middle had committed it already."""
+    """Submit, cancel or drain, unless a service that died in the middle had committed it already."""
+    if kind == 2:
+        _, node, undo = scenario.drains[index]
+        if controller.state.declared:
+            controller.drain(node, undo=undo)
+        return
     _, spec, _ = scenario.jobs[index]
     job_id = f"{spec.name}-{index + 1}"
     if kind == 0 and controller.state.submitted <= index:

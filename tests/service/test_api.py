@@ -94,6 +94,7 @@ ROUTES = [
     ("GET", "/jobs/lm-1/attempts/1/logs"),
     ("GET", "/cluster"),
     ("POST", "/observations"),
+    ("POST", "/nodes/n/drain"),
     ("POST", "/shutdown"),
     ("GET", "/openapi.json"),
     ("GET", "/nothing"),
@@ -117,7 +118,7 @@ def test_nothing_is_answered_without_the_token(world: World) -> None:
 
 def test_every_route_asks_for_the_token(world: World) -> None:
     known = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
-    filled = {path.format(job_id="lm-1", number=1) for path in known} - {"/healthz"}
+    filled = {path.format(job_id="lm-1", number=1, node="n") for path in known} - {"/healthz"}
     assert filled == {path for _, path in ROUTES if path not in ("/openapi.json", "/nothing")}
 
 
@@ -304,3 +305,29 @@ def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them
     assert len(node["busy"]) == 1
     node["free_bytes"] = [0 if index in node["busy"] else free for index, free in enumerate(node["free_bytes"])]
     assert set(node_from_view(node).free_bytes) == {node_from_view(node).device.memory}
+
+
+def test_a_drained_node_shows_who_is_still_on_it_and_a_restart_keeps_it_drained(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    (node,) = world.client.get("/cluster").json()["nodes"]
+    assert (node["drained"], node["jobs"]) == (False, [job_id])
+    assert world.client.post(f"/nodes/{node['name']}/drain", json={}).status_code == 200
+    (node,) = world.client.get("/cluster").json()["nodes"]
+    assert (node["drained"], node["jobs"]) == (True, [job_id])
+    events = len(list(world.journal.events()))
+    assert world.client.post(f"/nodes/{node['name']}/drain", json={}).status_code == 200
+    assert len(list(world.journal.events())) == events, "nothing new was asked"
+    world.journal.snapshot(world.controller.state)
+    state, tail = world.journal.load()
+    assert (state is not None and state.drained, tail) == ((node["name"],), ())
+    assert world.client.post(f"/nodes/{node['name']}/drain", json={"undo": True}).status_code == 200
+    assert world.controller.state.drained == ()
+
+
+def test_a_node_that_is_not_there_cannot_be_drained(world: World) -> None:
+    (node,) = world.client.get("/cluster").json()["nodes"]
+    refused = world.client.post(f"/nodes/{node['name']}x/drain", json={})
+    assert refused.status_code == 409
+    assert f"did you mean {node['name']!r}?" in refused.json()["error"]
+    assert world.controller.state.drained == ()

@@ -23,7 +23,9 @@ from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario,
 @pytest.fixture
 def night(tmp_path: Path) -> tuple[Path, Journal]:
     """A stormy night on the real journal, which its service still has open."""
-    scenario = replace(random_scenario(random.Random(2), jobs=5), cluster=CLUSTERS[2], hazards=STORM, cancels=())
+    scenario = replace(
+        random_scenario(random.Random(2), jobs=5), cluster=CLUSTERS[2], hazards=STORM, cancels=(), drains=()
+    )
     path = tmp_path / "journal.sqlite"
     journal, backend = Journal(f"sqlite:///{path}"), backend_of(scenario)
     controller = Controller(journal, backend, backend.now)

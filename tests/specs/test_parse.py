@@ -182,6 +182,33 @@ def test_a_job_survives_the_way_over_json(text: str) -> None:
     assert job_from_data(job.model_dump(mode="json"), "request") == job
 
 
+MAINTENANCE = f"{CLUSTER}maintenance:\n  - {{start: 2026-12-24T22:00+01:00, end: 2026-12-25T06:00Z, nodes: [n]}}\n"
+
+
+def test_a_maintenance_is_read_in_any_offset_from_utc() -> None:
+    cluster = parse_cluster(MAINTENANCE, "c.yaml")
+    assert cluster.maintenance_of("n") == ((1798146000.0, 1798178400.0),)
+    assert cluster.maintenance_of("m") == ()
+    assert ClusterSpec.model_validate(cluster.model_dump(mode="json")) == cluster
+    assert parse_cluster(MAINTENANCE.replace(", nodes: [n]", ""), "c.yaml").maintenance_of("m") != ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("22:00+01:00", "22:00", ["c.yaml:5: maintenance[0].start", "timezone"]),
+        ("2026-12-24T22:00+01:00", "20261224", ["maintenance[0].start", "a date and a time with an offset is wanted"]),
+        ("2026-12-25T06", "2026-12-23T06", ["maintenance[0]", "a maintenance ends after its start"]),
+        ("[n]", "[n0]", ["c.yaml:4: maintenance: the cluster has no such node", "did you mean 'n'?"]),
+    ],
+)
+def test_a_bad_maintenance_is_refused_in_one_error(before: str, after: str, said: list[str]) -> None:
+    with pytest.raises(SpecError) as raised:
+        parse_cluster(MAINTENANCE.replace(before, after), "c.yaml")
+    for part in said:
+        assert part in str(raised.value)
+
+
 def test_a_cluster_is_read_in_bytes_and_bytes_per_second() -> None:
     cluster = parse_cluster(CLUSTER, "c.yaml")
     assert isinstance(cluster, ClusterSpec)

@@ -1,0 +1,147 @@
+"""Drained nodes take nothing new, and nothing runs inside a maintenance; who has to leave pays nothing for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.scheduling.forecast import forecast
+from orchestrator.scheduling.moves import MOVE_GRACE_S
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.state import (
+    CancelRequested,
+    DrainRequested,
+    Event,
+    Finished,
+    JobStatus,
+    NodesSeen,
+    Released,
+    State,
+    Stop,
+    Woke,
+)
+from tests.scheduling.factories import node
+from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
+
+STOPPED = Evidence(ranks=(RankEnd(rank=0, exit_code=-15),), stopped=True, checkpoint_step=4)
+
+
+def drain(name: str, at_s: float = 0.5, *, undo: bool = False) -> DrainRequested:
+    return DrainRequested(node=name, undo=undo, at_s=at_s)
+
+
+def maintained(name: str, *windows: tuple[float, float], devices: int = 1) -> Node:
+    return replace(node(name, devices=devices), maintenance=windows)
+
+
+def test_a_drained_node_gets_nothing_and_what_runs_there_goes_on() -> None:
+    both = seen(node("a", devices=1), node("b", devices=1))
+    state, launches = played(
+        both,
+        submitted(1, script({1: 100.0})),
+        drain("a", 2.0),
+        drain("b", 2.0),
+        submitted(2, script({1: 100.0}), 3.0),
+        drain("b", 4.0, undo=True),
+        submitted(3, script({1: 100.0}), 5.0),
+        *gone(1, 200.0),
+    )
+    assert launches["job-1"].placement[0].node == "a"
+    assert launches["job-2"].placement[0].node == "b"
+    assert "job-3" not in launches
+    assert state.drained == ("a",)
+    assert forecast(state)["job-3"].start_s >= launches["job-2"].launched_at_s + LAUNCH_S + 100.0
+
+
+def test_a_drain_survives_the_nodes_absence_and_takes_effect_on_whatever_is_seen_later() -> None:
+    state, launches = played(
+        seen(node("a", devices=1)),
+        drain("a"),
+        NodesSeen(nodes=(), at_s=1.0),
+        submitted(1, script({1: 100.0}), 2.0),
+        NodesSeen(nodes=(node("a", devices=1),), at_s=3.0),
+    )
+    assert (launches, state.jobs["job-1"].status) == ({}, JobStatus.QUEUED)
+
+
+def test_what_does_not_end_before_a_maintenance_waits_and_the_gap_before_is_used() -> None:
+    begins_s, ends_s = 1000.0 + MOVE_GRACE_S, 5000.0
+    long, short = script({1: 2000.0}), script({1: 500.0})
+    events = [seen(maintained("a", (begins_s, ends_s))), submitted(1, long), submitted(2, short, 2.0)]
+    state, launches = played(*events)
+    assert set(launches) == {"job-2"}
+    assert forecast(state)["job-1"].start_s == ends_s
+    woken: list[Event] = [*gone(2, 600.0), Woke(at_s=begins_s - MOVE_GRACE_S), Woke(at_s=ends_s)]
+    _, launches = played(*events, *woken)
+    assert launches["job-1"].launched_at_s == ends_s
+
+
+def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:
+    """`a` is away first, `b` later: there is no time for two nodes together before both are back."""
+    a, b = maintained("a", (200.0, 1000.0)), maintained("b", (1300.0, 2000.0))
+    state, launches = played(seen(a, b), submitted(1, script({2: 500.0})), submitted(2, script({2: 120.0}), 2.0))
+    assert launches == {}
+    told = forecast(state)
+    assert told["job-1"].start_s == 2000.0
+    assert told["job-2"].start_s == 1000.0, "the short one fits between"
+
+
+def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on_at_no_cost() -> None:
+    """It was expected to end in time, and did not. With no retry of any kind left it goes on from its checkpoint."""
+    begins_s = 1000.0
+    late = script({1: 500.0}, retries=dict.fromkeys(("oom", "node", "startup", "hang", "preemption"), 0))
+    events: list[Event] = [
+        seen(maintained("a", (begins_s, 2000.0))),
+        submitted(1, late),
+        Woke(at_s=begins_s - MOVE_GRACE_S),
+    ]
+    state = State()
+    for event in events:
+        assert wake_at_s(state) is None or event.at_s <= (wake_at_s(state) or 0.0)
+        state, actions = step(state, event)
+    assert actions == (Stop(job_id="job-1", number=1, grace_s=MOVE_GRACE_S),)
+    assert state.jobs["job-1"].reason == "stopped for the maintenance of a"
+    events += [
+        Finished(job_id="job-1", number=1, evidence=STOPPED, at_s=begins_s - 60.0),
+        Released(job_id="job-1", number=1, at_s=begins_s - 50.0),
+    ]
+    state, launches = played(*events)
+    failure = state.jobs["job-1"].attempts[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.reason) == (FailureKind.MOVED, "stopped for the maintenance of a")
+    assert launches["job-1"].number == 1, "it waits"
+    assert wake_at_s(state) == 2000.0
+    state, launches = played(*events, Woke(at_s=2000.0))
+    assert (launches["job-1"].number, launches["job-1"].launched_at_s) == (2, 2000.0)
+    assert state.jobs["job-1"].reason == "goes on with the same plan: stopped for the maintenance of a"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "cancelled", "status", "kind"),
+    [
+        (Evidence(ranks=(RankEnd(rank=0, exit_code=0),), stopped=True), False, JobStatus.SUCCEEDED, None),
+        (STOPPED, True, JobStatus.CANCELLED, FailureKind.CANCELLED),
+        (
+            replace(
+                STOPPED,
+                ooms=(OomReport(rank=0, step=3, phase="forward", requested_bytes=1, live_bytes=1, capacity_bytes=1),),
+            ),
+            False,
+            JobStatus.QUEUED,
+            FailureKind.DEVICE_OOM,
+        ),
+    ],
+    ids=["finished meanwhile", "cancelled meanwhile", "out of memory meanwhile"],
+)
+def test_who_ends_otherwise_while_it_leaves_ends_so(
+    evidence: Evidence, cancelled: bool, status: JobStatus, kind: FailureKind | None
+) -> None:
+    events: list[Event] = [seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), Woke(at_s=900.0)]
+    events += [CancelRequested(job_id="job-1", at_s=901.0)] if cancelled else []
+    state, _ = played(*events, Finished(job_id="job-1", number=1, evidence=evidence, at_s=910.0))
+    failure = state.jobs["job-1"].attempts[0].failure
+    assert state.jobs["job-1"].attempts[0].status is AttemptStatus.ENDED
+    assert (state.jobs["job-1"].status, failure and failure.kind) == (status, kind)
