@@ -36,6 +36,7 @@ class LiveNode:
     id: str  # Ray's
     launch: LaunchNode
     host_memory_bytes: int
+    rack: str
     ray_gpus: int  # as Ray counts them; 0 on virtual devices
 
 
@@ -65,6 +66,7 @@ def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> 
                 cpus=max(1, int(entry["Resources"].get("CPU", 1))),
             ),
             host_memory_bytes=spec.host_memory if spec else int(entry["Resources"].get("memory", 0)),
+            rack=spec.rack if spec else "",
             ray_gpus=int(entry["Resources"].get("GPU", 0)),
         )
     return found
@@ -178,6 +180,7 @@ class NodeWatch:
             network_bandwidth=self.cluster.network_bandwidth,
             launch_cost_s=self.cluster.launch_cost,
             maintenance=self.cluster.maintenance_of(launch.name),
+            rack=node.rack,
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import nlargest, nsmallest
+from itertools import islice
 from math import inf
 
 from orchestrator.scheduling.groups import Group
@@ -81,6 +82,7 @@ class Pool:
         self.idle = count * self.devices_per_node
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
         self._closed: dict[int, tuple[Window, ...]] = {}  # by node
+        self._has_racks = len({node.rack for node in group.nodes}) > 1
         self._when: _Times = {}  # by share: of each node, and sorted
         self._unpromised: _Times = {}  # the same, as it was before anything was promised
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
@@ -172,19 +174,18 @@ class Pool:
     def place(self, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
         """Devices for a start now and until `end_s`, each with `least_bytes` free; None where there are too few.
 
-        A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible.
+        A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible, and of these
+        to as few racks as possible.
         """
         crowded = not self.has_room(least_bytes)
         for share in shape.shares:
             wanted = shape.devices // share
-            found: list[tuple[int, tuple[int, ...]]] = []
-            for idle in range(share, self.devices_per_node + 1):
-                for number in self._by_idle[idle]:
-                    devices = self._usable(number, end_s, least_bytes if crowded else 0)
-                    if len(devices) >= share:
-                        found.append((number, devices[:share]))
-                        if len(found) == wanted:
-                            return tuple(NodeDevices(node=self.names[n], devices=chosen) for n, chosen in sorted(found))
+            able = self._able(share, end_s, least_bytes if crowded else 0)
+            chosen = (
+                self._in_fewest_racks([*able], wanted) if wanted > 1 and self._has_racks else [*islice(able, wanted)]
+            )
+            if len(chosen) == wanted:
+                return tuple(NodeDevices(node=self.names[n], devices=devices) for n, devices in sorted(chosen))
         return None
 
     def could_hold(self, shape: Shape, least_bytes: int) -> bool:
@@ -347,6 +348,30 @@ class Pool:
                     promised_s.append(sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share])
         missing = nodes - unpromised
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
+
+    def _able(self, share: int, end_s: float, least_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Nodes with `share` devices to be had until `end_s`, the fullest first, each with these devices."""
+        for idle in range(share, self.devices_per_node + 1):
+            for number in self._by_idle[idle]:
+                devices = self._usable(number, end_s, least_bytes)
+                if len(devices) >= share:
+                    yield number, devices[:share]
+
+    def _in_fewest_racks(
+        self, able: Sequence[tuple[int, tuple[int, ...]]], wanted: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """So many of these nodes: of the largest racks, and for the rest the smallest that holds it."""
+        racks: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+        for one in able:
+            racks.setdefault(self.group.nodes[one[0]].rack, []).append(one)
+        chosen: list[tuple[int, tuple[int, ...]]] = []
+        largest = sorted(racks.values(), key=len)
+        while largest and len(chosen) < wanted:
+            missing = wanted - len(chosen)
+            enough = next((rack for rack in largest if len(rack) >= missing), largest[-1])
+            largest.remove(enough)
+            chosen += enough[:missing]
+        return chosen
 
     def _usable(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
         """Idle devices of a node that are not promised or closed before `end_s`, with so much memory free."""

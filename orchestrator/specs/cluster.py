@@ -92,6 +92,7 @@ class NodeSpec(Noun):
     # its name in specs/devices.py, or a description
     device: Annotated[DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)]
     host_memory: Bytes
+    rack: str = ""  # nodes of one rack talk with fewer switches between them; "": nobody says
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -177,6 +178,7 @@ class Node:
     network_bandwidth: int  # bytes per second to other nodes, per direction
     launch_cost_s: float = LAUNCH_COST_S  # from a launch to the first training step
     maintenance: tuple[Window, ...] = ()  # when nothing may run on it, first things first
+    rack: str = ""
 
     @property
     def devices(self) -> int:
@@ -194,6 +196,7 @@ def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
             network_bandwidth=cluster.network_bandwidth,
             launch_cost_s=cluster.launch_cost,
             maintenance=cluster.maintenance_of(name),
+            rack=node.rack,
         )
         for node in cluster.nodes
         for name in node.names

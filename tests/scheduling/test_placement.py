@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.scheduling.availability import Pool, shape_of
 from orchestrator.scheduling.groups import groups_of
@@ -40,6 +45,23 @@ def test_places(count: int, free: dict[str, list[int]], expected: dict[str, tupl
     placement = pool(free).place(shape, 10.0, 0) if shape is not None else None
     wanted: Placement | None = expected and tuple(NodeDevices(node=n, devices=d) for n, d in expected.items())
     assert placement == wanted
+
+
+@given(st.lists(st.sampled_from("xyz"), min_size=2, max_size=8), st.integers(2, 6), st.data())
+def test_a_gang_of_several_nodes_spans_as_few_racks_as_it_can(racks: str, nodes: int, data: st.DataObject) -> None:
+    """Whatever is idle: no other choice of as many nodes spans fewer."""
+    idle = {f"n{number}": data.draw(st.sampled_from([[], [0, 1]])) for number in range(len(racks))}
+    (group,) = groups_of([replace(node(name, devices=2), rack=rack) for name, rack in zip(idle, racks, strict=True)])
+    made = Pool(group)
+    for name, devices in idle.items():
+        made.occupy(name, [device for device in range(2) if device not in devices], until_s=100.0)
+    plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2 * nodes), micro_batch_size=1)
+    shape = shape_of(plan, 2, len(racks))
+    placement = made.place(shape, 10.0, 0) if shape is not None else None
+    rack_of = dict(zip(idle, racks, strict=True))
+    choices = [[rack_of[name] for name in chosen] for chosen in combinations([n for n in idle if idle[n]], nodes)]
+    fewest = min((len(set(choice)) for choice in choices), default=None)
+    assert (None if placement is None else len({rack_of[part.node] for part in placement})) == fewest
 
 
 def test_tensor_parallel_ranks_stay_inside_a_node() -> None:
