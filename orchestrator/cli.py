@@ -186,6 +186,16 @@ def queue(
 
 
 @app.command()
+def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Show how the cluster is shared: what each team and user has a share of, used, holds and waits for."""
+    from orchestrator.service.teams import teams_table
+
+    shared = _client(home).teams()
+    words = "Nothing is shared: the cluster file has no `policy`."
+    _answer({"teams": shared}, as_json, teams_table(shared) if shared else words)
+
+
+@app.command()
 def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show everything about one job: attempts, changes, predicted and measured peaks, failures."""
     from orchestrator.service.tables import job_panel

@@ -47,7 +47,7 @@ class RayBackend:
             closing=threading.Event(),
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
-        self._declared = idle_nodes(cluster)
+        self._declared, self._policy = idle_nodes(cluster), cluster.policy
         self._told: tuple[Node, ...] | None = None
         self._refresh()
         self._refresher = threading.Thread(target=self._keep_refreshing, name="nodes", daemon=True)
@@ -108,4 +108,5 @@ class RayBackend:
         nodes = self._world.nodes.refresh()
         if nodes != self._told:
             self._told = nodes
-            self._events.put(NodesSeen(nodes=nodes, declared=self._declared, at_s=self._world.clock()))
+            at_s = self._world.clock()
+            self._events.put(NodesSeen(nodes=nodes, declared=self._declared, policy=self._policy, at_s=at_s))

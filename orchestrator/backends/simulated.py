@@ -54,6 +54,7 @@ class SimulatedBackend:
         self._hazards = hazards
         self._repeat_chance = repeat_chance
         self._nodes = idle_nodes(cluster)
+        self._policy = cluster.policy
         self._memory_bytes = {node.name: node.device.memory for node in self._nodes}
         self._down: set[str] = set()
         self._processes: dict[str, Process] = {}
@@ -295,7 +296,8 @@ class SimulatedBackend:
         nodes = self._live_nodes()
         if nodes != self._told_nodes:
             self._told_nodes = nodes
-            self._outbox.append(NodesSeen(nodes=nodes, declared=self._nodes, at_s=self._now_s))
+            seen = NodesSeen(nodes=nodes, declared=self._nodes, policy=self._policy, at_s=self._now_s)
+            self._outbox.append(seen)
 
     def _live_nodes(self) -> tuple[Node, ...]:
         """Every node that is up, with what a newcomer could take of each device now."""

@@ -37,6 +37,7 @@ UNPLANNED = {
     "between": None,
     "by": None,
     "member": None,
+    "user": None,
     "steps": None,
     "retries": Retries(),
     "env": (),

@@ -84,14 +84,24 @@ def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | 
 
 
 def decide(
-    state: State, desk: Desk, waiting: Waiting, price: float, *, may_reserve: bool, by_s: float = inf
+    state: State,
+    desk: Desk,
+    waiting: Waiting,
+    price: float,
+    *,
+    may_reserve: bool,
+    by_s: float = inf,
+    devices_max: int | None = None,
 ) -> Chosen | Wait | NeverFits | None:
     """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
 
-    Of all numbers of devices the one that is best by its end and its price, now or when so many come free.
+    Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
+    come free.
     """
     menus = desk.menus_of(waiting)
-    offers = _offers(menus, price)
+    offers = [one for one in _offers(menus, price) if devices_max is None or one.entry.devices <= devices_max]
+    if not offers and devices_max is not None:
+        return None
     if not offers:
         return _without_offers(state, waiting.job, menus)
     opening = _opening(desk, waiting, offers, state.at_s, by_s)
@@ -140,13 +150,14 @@ def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> lis
 def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
     """When the job may start: within its hours, and with room left for shorter ones.
 
-    No room is left by a job that is due, that is put before others, or that says itself when it may start.
+    No room is left by a job that is due, that is put before others, or that says itself when it may start; nor where
+    the cluster is shared: whose turn it is counts there, not whose jobs are short.
     """
     spec, wanted = waiting.job.spec, desk.wanted(now_s)
     if spec.between is not None or by_s < inf:
         hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
-    if waiting.due_s <= now_s or spec.priority > 0:
+    if waiting.due_s <= now_s or spec.priority > 0 or desk.state.policy is not None:
         return lambda _, from_s: from_s
     return lambda offer, from_s: max(from_s, room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds))
 

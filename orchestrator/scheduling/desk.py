@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
+from itertools import groupby
 from math import inf, sqrt
 
 from orchestrator.memory.calibration import UNMEASURED, Calibration, calibration
@@ -18,6 +19,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
+from orchestrator.scheduling.fair import NOBODYS, Place, fair_tree, used_s
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
 from orchestrator.scheduling.outcome import ran_out
@@ -65,8 +67,10 @@ class Desk:
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
-        self._lines: dict[int, list[tuple[float, int, str]]] = {}  # by priority
-        self._due: dict[int, list[tuple[float, int, str]]] = {}  # those of them with a deadline, by that
+        self._policy = state.policy
+        # by priority and, where it counts, user
+        self._lines: dict[tuple[int, str], list[tuple[float, int, str]]] = {}
+        self._due: dict[tuple[int, str], list[tuple[float, int, str]]] = {}  # those of them with a deadline, by that
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, or were before
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
@@ -120,7 +124,7 @@ class Desk:
         groups = groups_of(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
-        ]:
+        ] or self._policy != state.policy:
             desk = Desk(state)
             desk.arrived = [desk.waiting[one.job.id] for one in self.waiting.values()]
             desk.is_stale = True
@@ -205,18 +209,25 @@ class Desk:
         """Devices that nobody holds."""
         return sum(pool.idle for pool in self.pools)
 
+    @property
+    def users(self) -> set[str]:
+        """Whose jobs wait for devices; nobody's where nothing is shared."""
+        return {user for _, user in self._lines}
+
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
         """Who waits for devices, first things first, and by when it should be done (infinity: at some time).
 
-        Of each priority first those whose deadlines are still to come, the earliest first; then all, without deadlines.
+        By priority, then whose turn it is. Of those first all whose deadlines are still to come, the earliest first;
+        then all, without deadlines.
         """
-        for priority in sorted(self._lines, reverse=True):
-            line, due = tuple(self._lines[priority]), self._due.get(priority, [])
-            for by_s, _, job_id in due[bisect_right(due, (self.state.at_s, 0, "")) :]:
+        place = self._places()
+        turns = sorted((-priority, place(user), user) for priority, user in self._lines)
+        for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
+            keys = [(-priority, user) for _, _, user in equals]
+            for by_s, _, job_id in _merged([_still_to_come(self._due.get(key, []), self.state.at_s) for key in keys]):
                 yield self.waiting[job_id], by_s
-            for _, _, job_id in line:
-                if job_id in self.waiting:
-                    yield self.waiting[job_id], inf
+            for _, _, job_id in _merged([tuple(self._lines.get(key, ())) for key in keys]):
+                yield self.waiting[job_id], inf
 
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more, or the next node closes or opens."""
@@ -301,27 +312,36 @@ class Desk:
 
     def _line_up(self, waiting: Waiting) -> None:
         job = waiting.job
-        insort(self._lines.setdefault(job.spec.priority, []), waiting.place)
+        insort(self._lines.setdefault(self._line_of(job), []), waiting.place)
         if job.deadline_s is not None:
-            insort(self._due.setdefault(job.spec.priority, []), (job.deadline_s, job.order, job.id))
+            insort(self._due.setdefault(self._line_of(job), []), (job.deadline_s, job.order, job.id))
         self.arrived.append(waiting)
 
     def _leave(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
         if self._stands(waiting):
-            line = self._lines[waiting.job.spec.priority]
+            line = self._lines[self._line_of(waiting.job)]
             del line[bisect_left(line, waiting.place)]
             job = waiting.job
             if job.deadline_s is not None:
-                due = self._due[job.spec.priority]
+                due = self._due[self._line_of(job)]
                 del due[bisect_left(due, (job.deadline_s, job.order, job.id))]
             if not line:
-                del self._lines[waiting.job.spec.priority]
+                del self._lines[self._line_of(waiting.job)]
 
     def _stands(self, waiting: Waiting) -> bool:
-        line = self._lines.get(waiting.job.spec.priority, [])
+        line = self._lines.get(self._line_of(waiting.job), [])
         at = bisect_left(line, waiting.place)
         return at < len(line) and line[at] == waiting.place
+
+    def _line_of(self, job: Job) -> tuple[int, str]:
+        return job.spec.priority, "" if self._policy is None else job.user
+
+    def _places(self) -> Callable[[str], Place]:
+        """Whose turn it is."""
+        if self._policy is None:
+            return lambda _: NOBODYS
+        return fair_tree(self._policy, used_s(self.state, self.running.values())).place
 
     def size_of(self, job: Job) -> tuple[float, float, float]:
         """Between the seconds that the job needs, and those of the whole cluster; its seconds; its device-seconds.
@@ -359,6 +379,14 @@ def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE
     return launched_s + length_s
+
+
+def _still_to_come(due: list[tuple[float, int, str]], at_s: float) -> Sequence[tuple[float, int, str]]:
+    return due[bisect_right(due, (at_s, 0, "")) :]
+
+
+def _merged(lines: Sequence[Sequence[tuple[float, int, str]]]) -> Iterable[tuple[float, int, str]]:
+    return lines[0] if len(lines) == 1 else merge(*lines)
 
 
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs

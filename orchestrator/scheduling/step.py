@@ -18,9 +18,11 @@ from orchestrator.scheduling.demand import asked
 from orchestrator.scheduling.dependence import entered, heard
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.drain import drain_requested, next_change_s
+from orchestrator.scheduling.fair import charged
 from orchestrator.scheduling.menu import NeverFits
 from orchestrator.scheduling.moves import can_move, moved
 from orchestrator.scheduling.outcome import observe
+from orchestrator.scheduling.quotas import Turns
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
 from orchestrator.specs.plan import changes
@@ -40,6 +42,7 @@ from orchestrator.specs.state import (
     Paced,
     Record,
     Released,
+    Reservation,
     Started,
     State,
     Stop,
@@ -112,7 +115,7 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case DrainRequested():
             return drain_requested(state, event), ()
         case NodesSeen():
-            return replace(state, nodes=event.nodes, declared=event.declared), ()
+            return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy), ()
         case Started():
             return _started(state, event)
         case Paced():
@@ -178,8 +181,9 @@ def _paced(state: State, event: Paced) -> tuple[State, tuple[Action, ...]]:
 
 def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
-    if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED:
+    if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED or attempt.released:
         return state, ()
+    state = replace(state, usage=charged(state, job, attempt))
     return _settled(state, _with_attempt(job, replace(attempt, released=True)))
 
 
@@ -316,21 +320,39 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         return state, ()
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
+    is_settled = False
+    while not is_settled:
+        waited = len(desk.waiting)
+        state, done = _round(state, desk, unheard)
+        actions += done
+        # until deciding once more would change nothing: who starts changes what is left of its team's quota
+        has_quotas = state.policy is not None and state.policy.has_quotas
+        is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
+    of_array = _promised_of_array(state, state.reservations)
+    for waiting in unheard.values():
+        outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
+        state, done = _answered(state, desk, waiting, outcome)
+        actions += done
+    desk.is_stale, desk.arrived = False, []
+    return state, tuple(actions)
+
+
+def _round(state: State, desk: Desk, unheard: dict[str, Waiting]) -> tuple[State, tuple[Action, ...]]:
+    """One look at all who wait; `unheard` loses those who get an answer."""
+    actions: list[Action] = []
     promised, looks_s = list(state.reservations), [] if state.look_at_s is None else [state.look_at_s]
     if desk.idle or desk.is_stale:
         desk.forget_promises()
         promised, looks_s = [], []
     price = price_of(desk)
-    of_array = Counter(state.jobs[one.job_id].array for one in promised)
-    kept = set[str]()  # in time for their deadlines
-    for waiting, by_s in desk.in_order():
+    of_array = _promised_of_array(state, promised)
+    turns = Turns(desk)
+    for waiting, by_s, devices_max in turns:
         if not desk.idle:
             break
-        if waiting.job.id in kept:
-            continue
         may_reserve = len(promised) < RESERVATIONS_MAX
         outcome = crowded(desk, waiting.job, of_array) or decide(
-            state, desk, waiting, price, may_reserve=may_reserve, by_s=by_s
+            state, desk, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
         if outcome is None:
             continue
@@ -338,18 +360,16 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
             desk.promise((outcome.reservation,))
             promised.append(outcome.reservation)
             of_array[waiting.job.array] += 1
-            kept.add(waiting.job.id)
             looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
+        turns.heard(waiting, outcome)
         unheard.pop(waiting.job.id, None)
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
-    state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
-    for waiting in unheard.values():
-        outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
-        state, done = _answered(state, desk, waiting, outcome)
-        actions += done
-    desk.is_stale, desk.arrived = False, []
-    return state, tuple(actions)
+    return replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None)), tuple(actions)
+
+
+def _promised_of_array(state: State, promised: Sequence[Reservation]) -> Counter[str | None]:
+    return Counter(state.jobs[one.job_id].array for one in promised)
 
 
 def _answered(

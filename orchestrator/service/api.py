@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from orchestrator.scheduling.deadline import late
 from orchestrator.scheduling.placement import holders
 from orchestrator.service.controller import Controller
+from orchestrator.service.teams import teams_view
 from orchestrator.service.views import (
     explanation_view,
     in_order,
@@ -133,7 +135,8 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
     ) -> dict[str, Any]:
         known = dict(controller.state.jobs) if before is None else {}
         known |= {job.id: job for job in controller.ended(ended, before)}  # asked second: none falls in between
-        return {"jobs": [job_view(job, _beats(service.home, job)) for job in in_order(known.values())]}
+        policy = controller.state.policy
+        return {"jobs": [job_view(job, _beats(service.home, job), policy) for job in in_order(known.values())]}
 
     @app.get("/jobs/{job_id}")
     def job(
@@ -142,7 +145,7 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         _job(service, job_id)
         version = controller.wait_for_change(NEVER_SEEN if seen is None else seen, wait_s)
         found = _job(service, job_id)
-        return {"job": job_view(found, _beats(service.home, found)), "version": version}
+        return {"job": job_view(found, _beats(service.home, found), controller.state.policy), "version": version}
 
     @app.get("/jobs/{job_id}/explanation")
     def explanation(job_id: str) -> dict[str, Any]:
@@ -195,6 +198,10 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     def drain(node: str, request: DrainRequest) -> dict[str, Any]:
         controller.drain(node, undo=request.undo)
         return {}
+
+    @app.get("/teams")
+    def teams() -> dict[str, Any]:
+        return {"teams": teams_view(controller.state, time.time())}
 
     @app.post("/observations")
     def observe(request: ObserveRequest) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
+from orchestrator.service.teams import TeamView
 from orchestrator.service.views import ExplanationView, JobView, observations_view
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.state import Observation
@@ -35,14 +37,14 @@ class Client:
 
     def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None) -> str:
         """The id of the job that is in the queue when this returns."""
-        return self._json("POST", "/jobs", {"spec": spec, "fault": fault})["id"]
+        return self._json("POST", "/jobs", {"spec": _signed(spec), "fault": fault})["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
         """The ids of jobs that are all in the queue when this returns, and why some will be late for their deadlines.
 
         Where one is refused, none is in the queue.
         """
-        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": spec} for spec in specs]})
+        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": _signed(spec)} for spec in specs]})
         return answer["ids"], answer["late"]
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
@@ -80,6 +82,10 @@ class Client:
         """Bytes of one rank's log from `offset`, and the offset behind them; empty where there is nothing yet."""
         answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
         return answer.content, int(answer.headers["x-next-offset"])
+
+    def teams(self) -> list[TeamView]:
+        """Teams and users of a shared cluster, whose turn it is on top; empty where it has no policy."""
+        return self._json("GET", "/teams")["teams"]
 
     def cluster(self) -> dict[str, Any]:
         """Name, live nodes (`views.NodeView`), names of drained ones, and addresses of what belongs to the service."""
@@ -143,6 +149,20 @@ def process_is_alive(pid: int) -> bool:
         return True
     except (ProcessLookupError, OSError):
         return False
+
+
+def _signed(spec: dict[str, Any]) -> dict[str, Any]:
+    """The job with its user: who submits, where it names nobody."""
+    return spec if spec.get("user") else {**spec, "user": user_name()}
+
+
+def user_name() -> str:
+    """Of who runs this process, as the operating system knows it; the number where it knows no name."""
+    number = os.getuid()
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def _token(home: Path) -> str:

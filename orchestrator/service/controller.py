@@ -273,7 +273,7 @@ class Controller:
         with self._changed:
             state, decided = self._state, list[Decided]()
             for event in events:
-                if isinstance(event, NodesSeen) and (event.nodes, event.declared) == (state.nodes, state.declared):
+                if isinstance(event, NodesSeen) and _is_known(state, event):
                     continue
                 state, actions = self._decide(state, event)
                 decided.append((event, actions))
@@ -340,6 +340,10 @@ class Controller:
         self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
         job = self._state.jobs[attempt.job_id]
         self._take_up(job, job.attempts[attempt.number - 1])
+
+
+def _is_known(state: State, seen: NodesSeen) -> bool:
+    return (seen.nodes, seen.declared, seen.policy) == (state.nodes, state.declared, state.policy)
 
 
 def _line(said: Event | Launch | Stop) -> str:

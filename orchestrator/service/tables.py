@@ -41,15 +41,17 @@ ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
 def queue_table(jobs: Sequence[JobView]) -> Table:
-    """One row per job: how it stands, with which plan, and why."""
+    """One row per job: how it stands, with which plan, and why; on a shared cluster also whose it is."""
+    shared = any(job["team"] is not None for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", "STATUS", "PRIO", "TRIES", "PLAN", "PROGRESS"):
+    for column in ("JOB", *(["TEAM/USER"] if shared else []), "STATUS", "PRIO", "TRIES", "PLAN", "PROGRESS"):
         table.add_column(column, no_wrap=column != "PLAN")
     table.add_column("WHY", overflow="fold")
     for job in jobs:
         plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{job['gpus']} gpus wanted"
         table.add_row(
             job["id"],
+            *([f"{job['team']}/{job['user']}"] if shared else []),
             coloured(job["status"]),
             str(job["priority"]),
             str(len(job["attempts"])),

@@ -17,6 +17,7 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placem
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import in_short, settings
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, Observation, State
 
@@ -99,6 +100,8 @@ class JobView(TypedDict):
     reason: str
     cancelling: bool
     priority: int
+    user: str  # "" where nobody said
+    team: str | None  # None: the cluster file has no policy
     order: int
     submitted_at_s: float
     not_before_s: float
@@ -148,7 +151,7 @@ class NodeView(TypedDict):
     network_bandwidth: int  # bytes per second
 
 
-def job_view(job: Job, beats: Sequence[Heartbeat] = ()) -> JobView:
+def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec | None = None) -> JobView:
     """The job with its attempts; `beats` are the last signs of life of the live attempt's ranks."""
     return JobView(
         id=job.id,
@@ -157,6 +160,8 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = ()) -> JobView:
         reason=job.reason,
         cancelling=job.cancelling,
         priority=job.spec.priority,
+        user=job.user,
+        team=None if policy is None else policy.team_of(job.user).name,
         order=job.order,
         submitted_at_s=job.submitted_at_s,
         not_before_s=job.not_before_s,
@@ -220,7 +225,7 @@ def explanation_view(state: State, job: Job) -> ExplanationView:
     """What there is to tell of the job's predictions and of what became of them."""
     picture = picture_of(state, job)
     return ExplanationView(
-        job=job_view(job),
+        job=job_view(job, policy=state.policy),
         lessons=[list(lessons(state, job, attempt)) for attempt in job.attempts],
         picture=None if picture is None else _picture_view(picture),
     )

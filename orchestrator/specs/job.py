@@ -74,6 +74,26 @@ By = Annotated[
 ]
 
 
+# Classes of priority by name; between them there is room for numbers.
+PRIORITIES = {"high": 100, "normal": 0, "low": -100}
+
+
+def _rank(said: object) -> object:
+    if isinstance(said, str) and said.lstrip("+-").isdecimal():
+        return int(said)
+    if isinstance(said, str) and said not in PRIORITIES:
+        raise ValueError(f"a priority is {', '.join(PRIORITIES)} or a whole number")
+    return PRIORITIES[said] if isinstance(said, str) else said
+
+
+Priority = Annotated[  # higher first
+    int,
+    BeforeValidator(_rank),
+    WithJsonSchema({"anyOf": [{"type": "integer"}, {"enum": list(PRIORITIES)}], "default": 0}),
+]
+UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$")]
+
+
 class GpuRange(Noun):
     """How many devices the job may take."""
 
@@ -152,7 +172,8 @@ class JobSpec(Noun):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     family: str | None = None  # jobs of one family share their calibration; None: the name
-    priority: int = 0  # higher first
+    priority: Priority = 0
+    user: UserName | None = None  # whose turn it takes on a cluster with a policy; None: who submits it
     after: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
     member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
     by: By | None = None  # when it should be done; without a zone: that of the machine that reads it

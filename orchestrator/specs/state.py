@@ -13,6 +13,7 @@ from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MomentBytes
 
 
@@ -75,6 +76,11 @@ class Job:
         return f"{self.id}@{self.submitted_at_s!r}"
 
     @property
+    def user(self) -> str:
+        """Whose job it is; "" where nobody said."""
+        return self.spec.user or ""
+
+    @property
     def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
@@ -117,6 +123,15 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What attempts of a user that gave their devices back had used, as it counted at a time."""
+
+    user: str
+    device_s: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """Everything that a decision may need. Replaced, never changed.
 
@@ -132,6 +147,8 @@ class State:
     look_at_s: float | None = None  # when somebody has left room for shorter jobs long enough, as of the last decision
     demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
     drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
+    policy: PolicySpec | None = None
+    usage: tuple[Usage, ...] = ()  # of each user, by name
     at_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -170,10 +187,14 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesSeen:
-    """The whole live cluster; a node that is not in it is gone. `declared` is what the cluster file promises."""
+    """The whole live cluster; a node that is not in it is gone.
+
+    `declared` is what the cluster file promises, `policy` how it says that the cluster is shared.
+    """
 
     nodes: tuple[Node, ...]
     declared: tuple[Node, ...] = ()
+    policy: PolicySpec | None = None
     at_s: float
     type: Literal["nodes_seen"] = "nodes_seen"
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from math import exp, log
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -13,6 +14,7 @@ from orchestrator.backends.simulated_process import Process
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.fair import FORGOTTEN_DEVICE_S, fair_tree, used_s
 from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.clock import Window
@@ -88,6 +90,7 @@ def violations(
     if transitions:
         last = transitions[-1].after
         found += [said for job in last.jobs.values() for said in _budgets(job)]
+        found += _usage(transitions)
         found += _unfinished(last) if complete else []
         found += _world(last, processes or {})
     return list(dict.fromkeys(found))
@@ -241,15 +244,79 @@ def _order(t: Transition) -> Iterator[str]:
     """The higher priority starts first, and nobody past an equal job that was ahead and could start as well."""
     launches = list(_of(Launch, t.actions))
     places = [-launch.job.spec.priority for launch in launches]
-    if places != sorted(places):
+    if (t.after.policy is None or not t.after.policy.has_quotas) and places != sorted(places):
         yield f"jobs start out of order: {[launch.job.id for launch in launches]}"
-    for launch in launches:
+    turn = _turns(t.after)
+    for launch, is_own in zip(launches, _within_guarantees(t), strict=True):
         for other in t.after.jobs.values():
-            ahead = (-other.spec.priority, other.order) < (-launch.job.spec.priority, launch.job.order)
+            ahead = turn(other) < turn(launch.job) and not is_own
             ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
             fresh = not other.attempts and launch.attempt.number == 1
             if ahead and ready and fresh and _shape(other) == _shape(launch.job):
                 yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
+
+
+def _within_guarantees(t: Transition) -> list[bool]:
+    """Of each launch, whether its team held no more than its quota then."""
+    return [held <= quota for _, held, quota in _claims(t)]
+
+
+def _claims(t: Transition) -> Iterator[tuple[Launch, int, int]]:
+    """Each launch with what its team holds from then on, and the team's quota; the earlier are launched."""
+    policy = t.after.policy
+    held = _held_by_teams(t)
+    for launch in _of(Launch, t.actions):
+        team = None if policy is None else policy.team_of(launch.job.user)
+        if team is None:
+            yield launch, 0, -1
+        else:
+            held[team.name] += launch.attempt.plan.world_size
+            yield launch, held[team.name], team.quota
+
+
+def _held_by_teams(t: Transition) -> Counter[str]:
+    """Devices of each team before anything was launched."""
+    held: Counter[str] = Counter()
+    launched = {launch.attempt.name for launch in _of(Launch, t.actions)}
+    for attempt in _attempts(t.after):
+        if t.after.policy is not None and not attempt.released and attempt.name not in launched:
+            held[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(devices(attempt))
+    return held
+
+
+def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
+    """Beyond its quota no team starts what a team within its own could start there as well.
+
+    Only jobs without a choice are held to it: one with a choice may wait for more of its own devices.
+    """
+    policy = t.after.policy
+    if policy is None:
+        return
+    promised: Counter[str] = Counter()
+    for one in t.after.reservations:
+        promised[policy.team_of(t.after.jobs[one.job_id].user).name] += sum(len(part.devices) for part in one.placement)
+    own = {one.job_id: sum(len(part.devices) for part in one.placement) for one in t.after.reservations}
+    held = _held_by_teams(t)
+    for launch, after, quota in _claims(t):
+        width, team = launch.attempt.plan.world_size, policy.team_of(launch.job.user)
+        for other in t.after.jobs.values():
+            owner = policy.team_of(other.user)
+            claimed = held[owner.name] + promised[owner.name] - own.get(other.id, 0) + width
+            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
+            fresh = not other.attempts and launch.attempt.number == 1
+            alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
+            borrows = owner != team and after > quota and claimed <= owner.quota
+            if borrows and ready and fresh and alike:
+                yield f"{launch.job.id} borrows what is {owner.name}'s own while {other.id} waits"
+        held[team.name] = after
+
+
+def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
+    """Priority; then, on a shared cluster, who used less per share, first of the teams and then of their users."""
+    if state.policy is None:
+        return lambda job: (-job.spec.priority, job.order)
+    tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
+    return lambda job: (-job.spec.priority, *tree.place(job.user), job.order)
 
 
 def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
@@ -404,6 +471,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _drained_nodes_get_nothing,
     _nothing_runs_in_a_maintenance,
     _order,
+    _nobody_borrows_what_its_owner_waits_for,
     _no_reservation_is_delayed,
     _dependants_wait,
     _arrays_are_bounded,
@@ -424,6 +492,29 @@ def _budgets(job: Job) -> Iterator[str]:
     for budget, count in retried.items():
         if count > getattr(job.spec.retries, budget):
             yield f"{job.id} was tried again {count} times on retries.{budget}={getattr(job.spec.retries, budget)}"
+
+
+def _usage(transitions: Sequence[Transition]) -> Iterator[str]:
+    """Everybody has used what the attempts of their jobs held, from launch to release, less what is forgotten."""
+    policy = transitions[-1].after.policy
+    if policy is None or any(t.after.policy != policy for t in transitions if any(_attempts(t.after))):
+        return
+    spans: dict[str, list[Any]] = {}  # user, devices, from, to
+    for t in transitions:
+        for attempt in _attempts(t.after):
+            user = t.after.jobs[attempt.job_id].user
+            span = spans.setdefault(attempt.name, [user, len(devices(attempt)), t.after.at_s, None])
+            if attempt.released and span[3] is None:
+                span[3] = t.after.at_s
+    now_s, life_s = transitions[-1].after.at_s, policy.half_life / log(2)
+    held: Counter[str] = Counter()
+    for user, count, from_s, to_s in spans.values():
+        ages_s = now_s - (now_s if to_s is None else to_s), now_s - from_s
+        held[user] += count * life_s * (exp(-ages_s[0] / life_s) - exp(-ages_s[1] / life_s))
+    used = used_s(transitions[-1].state, transitions[-1].state.jobs.values())
+    for user in {*held, *used}:
+        if abs(held[user] - used.get(user, 0.0)) > 1e-6 * held[user] + FORGOTTEN_DEVICE_S * len(spans):
+            yield f"{user or 'nobody'} is said to have used {used.get(user)} device-seconds, and held {held[user]}"
 
 
 def _unfinished(state: State) -> Iterator[str]:
@@ -480,5 +571,5 @@ def _of(kind: type[Any], actions: tuple[Action, ...]) -> Iterator[Any]:
 
 
 def _shape(job: Job) -> object:
-    """What makes two jobs equal for placement: all but name, priority and what comes after a start."""
-    return job.spec.model_copy(update={"priority": 0, "retries": Retries()}), job.deadline_s
+    """What makes two jobs equal for placement: all but name, priority, user and what comes after a start."""
+    return job.spec.model_copy(update={"priority": 0, "user": None, "retries": Retries()}), job.deadline_s

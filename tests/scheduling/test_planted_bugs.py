@@ -13,19 +13,21 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, drain, menu, windows
+from orchestrator.scheduling import decide, desk, drain, fair, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.fair import NOBODYS
 from orchestrator.service import controller as service
 from orchestrator.specs import clock
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job import Retries
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Finished, Job, JobStatus, Launch, Record
 from tests.scheduling import world
 from tests.scheduling.invariants import history, violations
-from tests.scheduling.world import STORM, MemoryJournal, backend_of, play, random_scenario
+from tests.scheduling.world import STORM, MemoryJournal, Scenario, backend_of, play, random_crowd, random_scenario
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS = 60
@@ -221,6 +223,32 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "crowded", lambda *_: None)
 
 
+def turns_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Desk, "_places", lambda _: lambda _: NOBODYS)
+
+
+def most_used_first(patch: pytest.MonkeyPatch) -> None:
+    true_places = Desk._places
+
+    def turned(self: Desk) -> Any:
+        place = true_places(self)
+        return lambda user: tuple(-used for used in place(user))
+
+    patch.setattr(Desk, "_places", turned)
+
+
+def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PolicySpec, "has_quotas", False)
+
+
+def nothing_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(core, "charged", lambda state, *_: state.usage)
+
+
+def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fair, "_left", lambda one, *_: one.device_s)
+
+
 def launch_twice(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
     return after, (*actions, *(action for action in actions if isinstance(action, Launch)))
 
@@ -301,6 +329,23 @@ BUGS: dict[str, tuple[Plant, str]] = {
 }
 
 
+SHARING_BUGS: dict[str, tuple[Plant, str]] = {
+    "turns ignored": (turns_ignored, "which is equal and ahead"),
+    "most used first": (most_used_first, "which is equal and ahead"),
+    "guarantees ignored": (guarantees_ignored, "'s own while"),
+    "nothing charged": (nothing_charged, "is said to have used"),
+    "nothing forgotten": (nothing_forgotten, "is said to have used"),
+}
+
+
+@pytest.mark.parametrize("bug", SHARING_BUGS)
+def test_planted_bugs_are_found_where_users_share_too_few_devices(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, said = SHARING_BUGS[bug]
+    plant(monkeypatch)
+    crowds = (random_crowd(random.Random(seed)) for seed in range(SEEDS))
+    assert any(said in violation for crowd in crowds for violation in found_in(crowd)), f"nobody said {said!r}"
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, said = BUGS[bug]
@@ -321,8 +366,12 @@ class Watched(service.Controller):
 
 
 def found(seed: int) -> list[str]:
-    """Violations in a stormy night, in which the service dies at times, and which a bug may keep from ending."""
-    scenario = replace(random_scenario(random.Random(seed)), hazards=STORM)
+    """Violations in a stormy night."""
+    return found_in(replace(random_scenario(random.Random(seed)), hazards=STORM))
+
+
+def found_in(scenario: Scenario) -> list[str]:
+    """Violations in a night in which the service dies at times, and which a bug may keep from ending."""
     journal, backend = MemoryJournal(kill_after=set(range(7, 200, 20))), backend_of(scenario)
     Watched.forgotten.clear()
     with suppress(AssertionError, ServiceError), pytest.MonkeyPatch.context() as patch:

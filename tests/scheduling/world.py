@@ -14,6 +14,7 @@ from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec, Member
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import (
     Action,
     Archive,
@@ -113,6 +114,16 @@ CLUSTERS = (
     cluster(("big", 1, 4, device("large", "2GiB", "cuda")), ("node", 2, 2, device("small", "512MiB"))),
 )
 
+SHARED = PolicySpec(
+    half_life="10min",
+    teams=[{"name": "vision", "shares": 2, "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}],
+)
+OWNED = PolicySpec(
+    half_life="10min",
+    teams=[{"name": "vision", "users": ["ada", "bob"], "quota": 1}, {"name": "speech", "users": ["cyd"], "quota": 1}],
+)
+USERS = ("ada", "bob", "cyd", "dan", None)  # dan is in no team
+
 
 def script(name: str, **fields: object) -> JobSpec:
     """A script whose declared profile needs about 180 MiB at one sample per rank."""
@@ -209,13 +220,17 @@ STORM = {
 
 
 def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
-    """Jobs of several shapes and families within a simulated hour; every second world is stormy."""
+    """Jobs of several shapes and families within a simulated hour; every second world is stormy, or shared."""
     chosen = draw.choice(CLUSTERS)
     most = max(node.devices * node.count for node in chosen.nodes)
     submissions = sorted(draw.uniform(0, HOUR_S) if draw.random() < 0.7 else 0.0 for _ in range(jobs))
+    asked = [(at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions]
+    sharing = random.Random(repr(asked))
     scenario = Scenario(
-        cluster=chosen,
-        jobs=tuple((at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions),
+        cluster=chosen.model_copy(update={"policy": sharing.choice((None, None, SHARED, OWNED))}),
+        jobs=tuple(
+            (at_s, spec.model_copy(update={"user": sharing.choice(USERS)}), fault) for at_s, spec, fault in asked
+        ),
         cancels=tuple(
             (at_s + draw.uniform(0, 600), index) for index, at_s in enumerate(submissions) if draw.random() < 0.15
         ),
@@ -300,6 +315,23 @@ def random_job(draw: random.Random, devices: int) -> JobSpec:
         gpus={"min": low, "max": draw.choice([count for count in (1, 2, 4, 8) if count >= low])},
         training={"max_steps": draw.choice((20, 500, 5000)), "checkpoint_every_steps": 10},
         retries={"oom": draw.choice((8, 8, 1)), "node": draw.choice((3, 0)), "preemption": draw.choice((16, 1))},
+    )
+
+
+def random_crowd(draw: random.Random) -> Scenario:
+    """Many equal jobs of a few users, who share too few devices."""
+    kinds = [script("red", training={"max_steps": 500}), script("blue", gpus={"min": 1, "max": 2}, steps=2000)]
+    submissions = sorted(draw.uniform(0, HOUR_S / 4) for _ in range(draw.randint(8, 20)))
+    users = draw.sample(USERS, 3)
+    return Scenario(
+        cluster=draw.choice(CLUSTERS[1:3]).model_copy(update={"policy": draw.choice((SHARED, OWNED))}),
+        jobs=tuple(
+            (at_s, draw.choice(kinds).model_copy(update={"user": draw.choice(users)}), None) for at_s in submissions
+        ),
+        cancels=(),
+        hazards={FailureKind.PREEMPTED: 0.1},
+        repeat_chance=draw.choice((0.0, 0.3)),
+        seed=draw.randint(0, 2**32),
     )
 
 

@@ -17,9 +17,11 @@ from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.api import BODY_BYTES_MAX, Service, create_app
 from orchestrator.service.controller import Controller
 from orchestrator.service.intake import read_cluster
-from orchestrator.service.tables import explanation_panel
+from orchestrator.service.tables import explanation_panel, queue_table
+from orchestrator.service.teams import teams_table
 from orchestrator.service.views import node_from_view, observations_from_view, observations_view
 from orchestrator.specs.parse import parse_job
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
 
@@ -37,10 +39,11 @@ data: {text: [/corpus.txt], sequence_length: 32}
 class World:
     """An application over a simulated cluster, and the doors to it."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, policy: PolicySpec | None = None) -> None:
         self.home = home
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
-        backend = SimulatedBackend(read_cluster(None), seed=0, hazards={}, repeat_chance=0.0)
+        cluster = read_cluster(None).model_copy(update={"policy": policy})
+        backend = SimulatedBackend(cluster, seed=0, hazards={}, repeat_chance=0.0)
         self.controller = Controller(self.journal, backend, backend.now)
         self.controller.turn(1.0)
         self.ended = False
@@ -93,6 +96,7 @@ ROUTES = [
     ("POST", "/jobs/lm-1/cancel"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
     ("GET", "/cluster"),
+    ("GET", "/teams"),
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
     ("POST", "/shutdown"),
@@ -260,6 +264,38 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
         "memory ends: 256",
     ):
         assert any(words in line for line in lines), shown.getvalue()
+
+
+def test_a_shared_cluster_says_who_has_what_and_whose_each_job_is(tmp_path: Path) -> None:
+    policy = PolicySpec(teams=[{"name": "vision", "shares": 3, "quota": 1, "users": ["ada"]}])
+    world = World(tmp_path, policy)
+    for user in ("ada", "bob", "bob"):
+        answer = world.client.post("/jobs", json={"spec": _spec() | {"user": user}})
+        assert answer.status_code == 200, answer.text
+    world.controller.turn(1.0)
+    jobs = world.client.get("/jobs").json()["jobs"]
+    assert [(job["user"], job["team"]) for job in jobs] == [("ada", "vision"), ("bob", "others"), ("bob", "others")]
+    teams = {team["name"]: team for team in world.client.get("/teams").json()["teams"]}
+    vision, others = teams["vision"], teams["others"]
+    assert (vision["share"], vision["held"], vision["borrowed"], vision["waiting"]) == (0.75, 1, 0, 0)
+    assert (others["share"], others["held"], others["borrowed"], others["waiting"]) == (0.25, 1, 1, 1)
+    assert "others/bob" in drawn(queue_table(jobs))
+    assert "vision" in drawn(teams_table([vision, others]))
+    world.journal.close()
+
+
+def test_a_cluster_that_is_not_shared_has_no_teams(world: World) -> None:
+    world.submit()
+    assert world.client.get("/teams").json() == {"teams": []}
+    jobs = world.client.get("/jobs").json()["jobs"]
+    assert [job["team"] for job in jobs] == [None]
+    assert "USER" not in drawn(queue_table(jobs))
+
+
+def drawn(table: Any) -> str:
+    page = Console(file=io.StringIO(), width=160)
+    page.print(table)
+    return page.file.getvalue()
 
 
 def test_outcomes_of_another_home_are_kept_once(world: World) -> None:

@@ -52,7 +52,11 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         f"{SCRIPT}precision: fp8\n",
         ["precision", "'fp8'", "'fp32', 'bf16' or 'fp16'", "did you mean 'fp32'?"],
     ),
-    "wrong kind": (f"{SCRIPT}priority: high\n", ["priority", "'high'", "a valid integer"]),
+    "wrong kind": (f"{SCRIPT}steps: many\n", ["steps", "'many'", "a valid integer"]),
+    "class of priority": (
+        f"{SCRIPT}priority: urgent\n",
+        ["priority", "'urgent'", "high, normal, low or a whole number"],
+    ),
     "a number where a word stands": (f"{SCRIPT}env: {{A: 1}}\n", ["env.A", 'write it in quotes: "1"']),
     "out of range": (f"{SCRIPT}gpus: 0\n", ["gpus.min", "0", "greater than or equal to 1"]),
     "empty section": (f"{SCRIPT}degrade:\n", ["job.yaml:4: degrade", "nothing stands behind the key"]),

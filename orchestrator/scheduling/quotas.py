@@ -1,0 +1,71 @@
+"""Which devices are a team's own? So many are guaranteed to it, and lent to others while it does not want them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from orchestrator.scheduling.decide import Chosen, Wait
+from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.menu import NeverFits
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.state import Job
+
+
+def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
+    """Devices that attempts of each team's jobs hold."""
+    held: Counter[str] = Counter()
+    for job in running:
+        team = policy.team_of(job.user).name
+        held[team] += sum(len(part.devices) for one in job.attempts if not one.released for part in one.placement)
+    return held
+
+
+class Turns:
+    """One look at all who wait: whoever stays within its team's guarantee comes first, then everybody in order.
+
+    Guarantees count only while several teams wait: a team alone takes what there is. A promise counts as what is held,
+    so that a team with many jobs is not served beyond its guarantee before others.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._policy = desk.state.policy
+        self._left: dict[str, int] = {}  # devices that a team may still claim as its own
+        self._heard: set[str] = set()  # jobs that have their answer
+        if self._policy is not None and self._policy.has_quotas and len(set(map(self._team_of, desk.users))) > 1:
+            held = held_by_teams(self._policy, desk.running.values())
+            self._left = {team.name: team.quota - held[team.name] for team in self._policy.teams}
+
+    def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
+        """Who is decided upon, by when it should be done, and the most devices that it may take (None: any number)."""
+        if any(left > 0 for left in self._left.values()):
+            for waiting, by_s in self._unheard():
+                left = self._left.get(self._team_of(waiting.job.user), 0)
+                if waiting.job.spec.gpus.min <= left:
+                    yield waiting, by_s, left
+        for waiting, by_s in self._unheard():
+            yield waiting, by_s, None
+
+    def _unheard(self) -> Iterator[tuple[Waiting, float]]:
+        return ((waiting, by_s) for waiting, by_s in self._desk.in_order() if waiting.job.id not in self._heard)
+
+    def heard(self, waiting: Waiting, outcome: Chosen | Wait | NeverFits) -> None:
+        """The job has its answer."""
+        self._heard.add(waiting.job.id)
+        if not self._left:
+            return
+        match outcome:
+            case Chosen():
+                placement = outcome.placement
+            case Wait() if outcome.reservation is not None and waiting.job.spec.between is None:
+                placement = outcome.reservation.placement
+            case _:  # who waits for its hours keeps no device from others of its team
+                return
+        team = self._team_of(waiting.job.user)
+        if team in self._left:
+            self._left[team] -= sum(len(part.devices) for part in placement)
+
+    def _team_of(self, user: str) -> str:
+        assert self._policy is not None
+        return self._policy.team_of(user).name

@@ -1,0 +1,56 @@
+"""PolicySpec: who shares the cluster, and how. Read from the cluster file's `policy:`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pydantic import Field, model_validator
+
+from orchestrator.specs.job import Seconds, UserName
+from orchestrator.specs.noun import Noun
+
+HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
+OTHERS = "others"  # the team of whoever is in none
+
+
+class TeamSpec(Noun):
+    """Users who share alike what their team gets."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    shares: int = Field(default=1, ge=1, le=1_000_000)  # of the cluster, in proportion to those of other teams
+    quota: int = Field(default=0, ge=0)  # devices that are its own: lent to others while none of its jobs wants them
+    users: tuple[UserName, ...] = ()
+
+
+class PolicySpec(Noun):
+    """Teams, and how soon what they have used is forgotten."""
+
+    half_life: Seconds = Field(default=HALF_LIFE_S, gt=0)  # after which a device-second used counts half
+    teams: tuple[TeamSpec, ...] = ()
+
+    @model_validator(mode="after")
+    def _said_once(self) -> PolicySpec:
+        for kind, names in (
+            ("team", [team.name for team in self.teams]),
+            ("user", [user for team in self.teams for user in team.users]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"{kind} {twice[0]!r} is said twice")
+        return self
+
+    def team_of(self, user: str) -> TeamSpec:
+        """The team that names the user; OTHERS, with one share unless the policy says more, where none does."""
+        return self._teams.get(user, self._others)
+
+    @property
+    def has_quotas(self) -> bool:
+        return any(team.quota for team in self.teams)
+
+    @cached_property
+    def _teams(self) -> dict[str, TeamSpec]:
+        return {user: team for team in self.teams for user in team.users}
+
+    @cached_property
+    def _others(self) -> TeamSpec:
+        return next((team for team in self.teams if team.name == OTHERS), TeamSpec(name=OTHERS))

@@ -1,0 +1,132 @@
+"""What the fair tree promises: who used less comes first, half is forgotten in a half-life, and nobody starves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log
+
+import pytest
+
+from orchestrator.backends.traces import Arrival, Trace, told
+from orchestrator.scheduling.fair import fair_tree, used_s
+from orchestrator.scheduling.step import step
+from orchestrator.service.simulate import simulate
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.state import Event, NodesSeen, Released, State, Woke
+from tests.bench.scheduler import cluster_of
+from tests.scheduling.factories import node
+from tests.scheduling.test_queue import gone, played, script, submitted
+
+DAY_S = 86_400.0
+POLICY = PolicySpec(
+    half_life="1d",
+    teams=[{"name": "vision", "shares": 2, "users": ["ada", "bob"]}, {"name": "speech", "users": ["cyd"]}],
+)
+ALIKE = PolicySpec(half_life="1d", teams=[{"name": "all", "users": ["ada", "bob"]}])
+
+
+def seen(devices: int, policy: PolicySpec | None = POLICY) -> NodesSeen:
+    nodes = (node(devices=devices),)
+    return NodesSeen(nodes=nodes, declared=nodes, policy=policy, at_s=0.0)
+
+
+def ranked(used: dict[str, float], policy: PolicySpec = POLICY) -> list[str]:
+    return sorted(("ada", "bob", "cyd", "dan"), key=fair_tree(policy, used).place)
+
+
+def test_teams_are_ranked_before_their_users() -> None:
+    """Bob used nothing, but his team 30 per share: cyd, whose team used 20, is before him, and dan before both."""
+    assert ranked({"ada": 60.0, "cyd": 20.0}) == ["dan", "cyd", "bob", "ada"]
+    assert ranked({"ada": 60.0, "cyd": 20.0, "dan": 40.0}) == ["cyd", "bob", "ada", "dan"]
+
+
+def test_what_was_used_counts_half_after_a_half_life() -> None:
+    events = [seen(1), submitted(1, script({1: 100.0}, user="ada"), 0.0), *gone(1, 1000.0)]
+    state, _ = played(*events)
+    counted = DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S))
+    assert used_s(state, ()) == pytest.approx({"ada": counted})
+    assert 990 < counted < 1000
+    state, _ = step(state, Woke(at_s=1000.0 + DAY_S))
+    assert used_s(state, ()) == pytest.approx({"ada": counted / 2})
+
+
+def test_what_runs_counts_before_it_ends_and_once() -> None:
+    events: list[Event] = [seen(2), submitted(1, script({2: 5000.0}, user="ada"), 0.0), Woke(at_s=1000.0)]
+    state, _ = played(*events)
+    running = used_s(state, state.jobs.values())["ada"]
+    assert running == pytest.approx(2 * DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S)))
+    ended, _ = played(*events, *gone(1, 1000.0))
+    assert used_s(ended, ended.jobs.values())["ada"] == pytest.approx(running)
+    again, _ = step(ended, Released(job_id="job-1", number=1, at_s=1000.0))
+    assert again == ended
+
+
+def test_a_flood_does_not_keep_another_user_waiting() -> None:
+    flood = [submitted(number, script({1: 100.0}, user="ada"), 1.0) for number in range(1, 31)]
+    late = submitted(31, script({1: 100.0}, user="bob"), 50.0)
+    _, launches = played(seen(1, ALIKE), *flood, late, *gone(1, 131.0))
+    assert list(launches) == ["job-1", "job-31"]
+    _, launches = played(seen(1, None), *flood, late, *gone(1, 131.0))
+    assert list(launches) == ["job-1", "job-2"]
+
+
+def test_priority_comes_before_whose_turn_it_is() -> None:
+    first = [submitted(1, script({1: 100.0}, user="ada"), 1.0)]
+    urgent = submitted(2, script({1: 100.0}, user="ada", priority="high"), 2.0)
+    turn = submitted(3, script({1: 100.0}, user="bob"), 2.0)
+    _, launches = played(seen(1, ALIKE), *first, urgent, turn, *gone(1, 131.0))
+    assert list(launches) == ["job-1", "job-2"]
+
+
+def test_users_in_the_same_place_take_turns_as_their_jobs_are_due() -> None:
+    jobs = [submitted(number, script({1: 100.0}, user=user), 1.0) for number, user in enumerate("bab", start=1)]
+    state, launches = played(seen(1, ALIKE), *jobs)
+    assert list(launches) == ["job-1"]
+    assert [job.user for job in state.jobs.values()] == ["b", "a", "b"]
+
+
+def night(policy: PolicySpec | None, *jobs: tuple[float, str, int], devices: int = 4) -> list[float]:
+    """When each of (submitted at, user, seconds) started, on its one device."""
+    arrivals = tuple(
+        Arrival(at_s=at_s, spec=told("job", {1: 1.0}, steps).model_copy(update={"user": user}))
+        for at_s, user, steps in jobs
+    )
+    hardware = cluster_of(1, 10.0, devices).model_copy(update={"policy": policy})
+    outcomes = simulate(Trace(name="night", arrivals=arrivals), hardware, seed=0).outcomes
+    assert all(one.ended_at_s is not None and one.started_at_s is not None for one in outcomes)
+    return [one.started_at_s or 0.0 for one in outcomes]
+
+
+def test_two_who_both_want_everything_get_it_by_their_shares() -> None:
+    """As long as both have jobs of ten minutes left, two of three that start are the larger team's."""
+    jobs = [(0.0, user, 590) for user in ("ada", "cyd") for _ in range(300)]
+    started = night(POLICY, *jobs)
+    until_s = min(max(started[:300]), max(started[300:]))
+    large, small = (sum(at_s <= until_s for at_s in half) for half in (started[:300], started[300:]))
+    assert large / (large + small) == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_nobody_starves_however_much_they_used() -> None:
+    """Ada used all there is for ten days; bob comes, and wants all there is: in about a day it is her turn again."""
+    jobs = [(0.0, "ada", int(10 * DAY_S)) for _ in range(4)]
+    jobs += [(10 * DAY_S, "ada", 3600)] + [(10 * DAY_S + 900 * i, "bob", 3600) for i in range(4 * 24 * 10)]
+    started = night(ALIKE, *sorted(jobs))
+    ada = [at_s for at_s, job in zip(started, sorted(jobs), strict=True) if job[1] == "ada" and job[2] == 3600]
+    # what she used is worth half each day, what he uses approaches the same: equal when 2 ** -days = 1 - 2 ** -days
+    assert ada[0] - 10 * DAY_S < 1.2 * DAY_S
+
+
+def test_without_a_policy_users_change_nothing() -> None:
+    jobs = [(60.0 * number, "abc"[number % 3], 100 + 37 * number % 500) for number in range(60)]
+    assert night(None, *jobs) == night(None, *((at_s, "all", steps) for at_s, _, steps in jobs))
+
+
+def test_what_the_state_keeps_of_usage_ends() -> None:
+    """Whoever used less than a device-second, as it counts by now, is forgotten when others are charged."""
+    state, _ = played(seen(1), submitted(1, script({1: 100.0}, user="ada"), 0.0), *gone(1, 1000.0))
+    later: list[Event] = [submitted(2, script({1: 100.0}, user="bob"), 30 * DAY_S), *gone(2, 30 * DAY_S + 100)]
+    for event in later:
+        state, _ = step(state, event)
+    assert [one.user for one in state.usage] == ["bob"]
+    assert used_s(replace(state, policy=None), ()) == {}
+    assert State().usage == ()

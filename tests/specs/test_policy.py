@@ -1,0 +1,54 @@
+"""A `policy:` says who shares the cluster; what it says wrongly is one clear error."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.service.intake import EMBEDDED_CLUSTER
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import parse_cluster
+
+POLICY = """
+policy:
+  half_life: 2d
+  teams:
+    - name: vision
+      shares: 3
+      users: [ada, bob]
+"""
+
+
+def test_users_are_in_the_team_that_names_them_and_all_others_in_one() -> None:
+    policy = parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy
+    assert policy is not None
+    assert policy.half_life == 2 * 86_400
+    assert [policy.team_of(user).name for user in ("ada", "bob", "cyd", "")] == ["vision", "vision", "others", "others"]
+    assert policy.team_of("cyd").shares == 1
+    more = parse_cluster(EMBEDDED_CLUSTER + POLICY + "    - {name: others, shares: 5}\n", "c.yaml").policy
+    assert more is not None
+    assert more.team_of("cyd").shares == 5
+    assert parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("    - {name: speech, users: [ada]}\n", "user 'ada' is said twice"),
+        ("    - {name: vision}\n", "team 'vision' is said twice"),
+        ("    - {name: speech, shares: 0}\n", "shares"),
+        ("    - {name: speech, share: 1}\n", "did you mean 'shares'?"),
+        ("    - {name: speech, users: ['a b']}\n", "users"),
+    ],
+)
+def test_what_is_said_wrongly_is_one_clear_error(text: str, said: str) -> None:
+    with pytest.raises(SpecError, match=r"c\.yaml") as refused:
+        parse_cluster(EMBEDDED_CLUSTER + POLICY + text, "c.yaml")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("said", "priority"), [("high", 100), ("normal", 0), ("low", -100), (7, 7), ("7", 7)])
+def test_priority_is_a_class_or_a_number(said: object, priority: int) -> None:
+    spec = JobSpec.model_validate({"name": "j", "command": "x", "global_batch_size": 1, "priority": said})
+    assert spec.priority == priority
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
