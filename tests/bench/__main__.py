@@ -29,6 +29,7 @@ NAMES = (
     "launch",
     "recovery",
     "scheduler",
+    "fairness",
     "journal",
 )
 FOLDER = Path(".bench")
