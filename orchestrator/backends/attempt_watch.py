@@ -45,6 +45,7 @@ TICK_S = 0.25
 CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
 UNAVAILABLE_MAX = 60  # unanswered calls in a row, half a second apart, before a launcher counts as lost
+PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving
 STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
 
 log = logging.getLogger(__name__)
@@ -168,7 +169,8 @@ class AttemptWatch:
         gone = tuple(part.node for part in self._attempt.placement if part.node not in live)
         if gone:
             return Ending(nodes_lost=gone)
-        for folder in (self._folder.path, self._jobs.output, self._jobs.checkpoints):
+        output = self._folder.output if self._attempt.probe else self._jobs.output
+        for folder in (self._folder.path, output, self._jobs.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         write_durably(self._jobs.epoch, str(self._attempt.number))
         launchers = gang.place(self._attempt, self._jobs, live)
@@ -242,6 +244,8 @@ class AttemptWatch:
             if grace_s is not None and not aborted:
                 aborted, give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
                 self._tell(known, "abort", grace_s)
+            if self._attempt.probe and self._stop_grace_s is None and progress.is_probed():
+                self._stop_grace_s = PROBE_GRACE_S
             if self._stop_grace_s is not None and not stopped:
                 stopped, give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
                 self._tell(known, "stop", self._stop_grace_s)
@@ -340,7 +344,7 @@ def request_of(
         nodes,
         master_port=master_port,
         python=python,
-        resume_from=newest_checkpoint(spec, output) if spec.is_script else None,
+        resume_from=newest_checkpoint(spec, output) if spec.is_script and not attempt.probe else None,
         config_text=config,
     )
 

@@ -80,7 +80,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
     checkpoint = latest_complete(jobs.checkpoints)
     started = started_ranks(spec, attempt.placement)
     began = any(folder.log(rank).exists() for rank in started)
-    absent = missing(spec, jobs, folder, started)
+    absent = () if attempt.probe else missing(spec, jobs, folder, started)
     beats = heartbeats(folder, world_size)
     return Evidence(
         ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (started if began else ())),
@@ -94,7 +94,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         launch_error=ending.launch_error,
         stopped=ending.stopped,
         missing_artifacts=absent,
-        finished=spec.success.log is not None and not absent,
+        finished=spec.success.log is not None and not absent and not attempt.probe,
         lost=tuple(lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
         checkpoint_step=None if checkpoint is None else step_of(checkpoint),
     )

@@ -199,11 +199,11 @@ def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
     return str(_links(paths)) if _is_linked(spec) else spec.workdir or str(paths.path)
 
 
-def _output_dir(spec: JobSpec, folder: JobFolder, paths: AttemptFolder) -> str:
-    """The job's output folder as the script is told of it."""
+def _output_dir(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
+    """An output folder as the script is told of it."""
     if spec.knobs.output_dir is None or not spec.knobs.output_dir.relative:
-        return str(folder.output)
-    return os.path.relpath(os.path.realpath(folder.output), os.path.realpath(_workdir(spec, paths)))
+        return str(output)
+    return os.path.relpath(os.path.realpath(output), os.path.realpath(_workdir(spec, paths)))
 
 
 def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
@@ -221,7 +221,7 @@ def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_fro
     return script_command(
         spec,
         attempt.plan,
-        output_dir=_output_dir(spec, folder, paths),
+        output_dir=_output_dir(spec, paths.output if attempt.probe else folder.output, paths),
         resume_from=resume_from,
         deepspeed_config_path=str(_deepspeed_path(paths)),
         config_path=None if spec.config is None else str(_config_path(spec, paths)),

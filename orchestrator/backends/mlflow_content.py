@@ -16,10 +16,11 @@ from orchestrator.planning.picture import Picture
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import settings
-from orchestrator.specs.profile import Source
+from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.state import Job, JobStatus, Observation
 from orchestrator.specs.units import format_bytes, format_seconds
 
+ENDED_FROM_OUTSIDE = (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED)
 TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
 ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 LOGS_MAX = 8  # failed ranks whose logs are kept
@@ -121,6 +122,8 @@ def attempt_content(
         "family": job.spec.family_name,
         "peak_moment": attempt.estimate.moment,
     }
+    if attempt.probe:
+        tags["probe"] = "true"
     if attempt.evidence is not None and attempt.evidence.lost:
         tags["not_resumed"] = hide(", ".join(attempt.evidence.lost))
     if failure and failure.excerpt:
@@ -129,7 +132,7 @@ def attempt_content(
     if 0 < len(outcome) <= TEXT_MAX:
         tags[OUTCOME_TAG] = outcome
     place = "; ".join(f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement)
-    killed = failure is not None and failure.kind in (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED)
+    killed = failure is not None and failure.kind in ENDED_FROM_OUTSIDE
     return RunContent(
         name=attempt.name,
         start_ms=_ms(attempt.launched_at_s),
@@ -177,7 +180,7 @@ def _attempt_metrics(attempt: Attempt) -> dict[str, float]:
     predicted = predicted_peak_bytes(attempt)
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
-        "predicted_step_s": None if attempt.estimate.source is Source.ASSUMED else attempt.step_s,
+        "predicted_step_s": None if attempt.estimate.source in UNTIMED else attempt.step_s,
         "correction": attempt.correction,
         "needed_bytes": attempt.needed_bytes,
         "fit_probability": attempt.fit_probability,

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.evidence import heartbeats
-from orchestrator.specs.attempt import Heartbeat, Pace
+from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder
 
 READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
 PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up and fill caches
 ANOTHER_PACE = 1.1  # times as fast or as slow as known: told, so that ends are expected anew
+PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
 
 
@@ -60,7 +61,7 @@ class Progress:
         self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
         self._seen: tuple[object, ...] = ()
         self._beats: Sequence[Heartbeat] = ()
-        self._since_s = time.monotonic()
+        self._began_s = self._since_s = time.monotonic()
 
     @property
     def counts(self) -> tuple[int, int] | None:
@@ -77,6 +78,12 @@ class Progress:
         if steps < PACE_STEPS or 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE:
             return None
         return Pace(steps_done=steps, step_s=step_s, at_s=at_s)
+
+    def is_probed(self) -> bool:
+        """Whether every rank has shown what a step of its plan needs, or has had its time for it."""
+        beats = heartbeats(self._folder, self._world_size)
+        trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
+        return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
     def hung_for_s(self) -> float | None:
         """Seconds without a training step, where they are too many; None otherwise.

@@ -134,7 +134,7 @@ class SimulatedBackend:
         process = Process(
             job=job,
             attempt=attempt,
-            first_step=self._checkpoints.get(job.id, 0),
+            first_step=0 if attempt.probe else self._checkpoints.get(job.id, 0),
             step_s=nature.step_s(job, attempt),
             peak_bytes=nature.peak_bytes(job, attempt, capacity_bytes),
             capacity_bytes=capacity_bytes,
@@ -200,6 +200,8 @@ class SimulatedBackend:
         """The end that was waiting for the attempt; a lost node takes everything on it along."""
         if process.evidence is not None:
             return
+        if process.attempt.probe and ending is None:
+            ending = FailureKind.PROBED
         if ending is not FailureKind.NODE_LOST:
             self._end(process, ending, step)
             return
@@ -225,6 +227,8 @@ class SimulatedBackend:
         every = process.job.spec.training.checkpoint_every_steps
         saved = step if ending is FailureKind.CANCELLED else step - step % every  # training/loop.py saves on SIGTERM
         complete = max(process.first_step, saved)
+        if process.attempt.probe:  # what it leaves is no progress
+            complete = 0
         if complete:
             self._checkpoints[process.job.id] = complete
         del self._running[process.attempt.name]

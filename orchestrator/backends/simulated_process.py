@@ -5,7 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from orchestrator.specs.attempt import Attempt, ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, Pace, RankEnd
+from orchestrator.specs.attempt import (
+    PROBE_STEPS,
+    Attempt,
+    ErrorReport,
+    Evidence,
+    FailureKind,
+    Heartbeat,
+    OomReport,
+    Pace,
+    RankEnd,
+)
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import Fault, Finished, Job, Paced, Released, Started
 
@@ -33,7 +43,9 @@ class Process:
 
     @property
     def last_step(self) -> int:
-        """Where its training ends."""
+        """Where its training ends, or is ended."""
+        if self.attempt.probe:
+            return PROBE_STEPS
         return self.job.spec.optimizer_steps or self.job.spec.training.max_steps
 
     @property
@@ -91,6 +103,7 @@ SYMPTOMS = {
     ),
     FailureKind.USER_ERROR: Symptom(exit_code=1, last_words="ValueError: 3 labels for 2 classes", error="ValueError"),
     FailureKind.CANCELLED: Symptom(exit_code=SIGTERM),
+    FailureKind.PROBED: Symptom(exit_code=SIGTERM),
 }
 
 
@@ -106,7 +119,7 @@ def evidence_of(
 ) -> Evidence:
     """The facts that remain of an attempt which met `ending` after `step`; `draw` picks the rank that met it."""
     lost = nodes_lost if ending is FailureKind.NODE_LOST else ()
-    stopped = ending is FailureKind.CANCELLED
+    stopped = ending in (FailureKind.CANCELLED, FailureKind.PROBED)
     if process.started_at_s is None:
         why = "the launcher did not answer" if ending is FailureKind.STARTUP else None
         return Evidence(launch_error=why, nodes_lost=lost, stopped=stopped)

@@ -17,7 +17,7 @@ from statistics import median, median_high
 
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.plan import Engine, Plan
-from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
+from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.state import Observation
 
 # A plan fits where it does so with this probability.
@@ -33,6 +33,7 @@ MARGINS: Mapping[Source, float] = {
     Source.CLOSED_FORM: MARGIN,
     Source.TRACED: 1.03,
     Source.DECLARED: MARGIN,
+    Source.PROBED: MARGIN,
     Source.ASSUMED: MARGIN,
 }
 # So many outcomes is that worth. With 8, of families whose errors have the spread that MARGIN supposes, 98.4 to 99.2 %
@@ -118,6 +119,8 @@ class Calibration:
     errors: Mapping[Engine, Errors] = field(default_factory=dict)
     refuted: tuple[Refuted, ...] = ()
     step_factors: Mapping[Engine, float] = field(default_factory=dict)  # measured / predicted seconds of a step
+    line: MeasuredLine | None = None  # of a script that was probed
+    is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Those of the engine, where the profile has this source; before it was measured, what is supposed."""
@@ -145,7 +148,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     under another torch than the newest do not count, save that what was refuted stays refuted.
     """
     of_family = [seen for seen in observations if seen.family == family and seen.device == device]
-    counted = _of_newest_torch(of_family)
+    counted = [seen for seen in _of_newest_torch(of_family) if not seen.probe]
     observed = [observed_correction(seen.moments, seen.measured_bytes) for seen in counted[-WINDOW:]]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
     own = (observed_correction(seen.moments, seen.measured_bytes) for seen in counted if _ran_out_itself(seen, job))
@@ -160,18 +163,30 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
         refuted=tuple(
             Refuted(plan=seen.plan, predicted_bytes=seen.predicted_bytes, needed_bytes=seen.measured_bytes)
             for seen in of_family
-            if seen.ran_out
+            if seen.ran_out and not seen.probe
         ),
         step_factors={
             engine: median(ratios)
             for engine, outcomes in by_engine.items()
             if (ratios := [seen.step_ratio for seen in outcomes if seen.step_ratio is not None])
         },
+        line=_line(of_family),
+        is_seen=any(seen.ran_out or not seen.probe for seen in of_family),
     )
 
 
+def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
+    """Through the peaks of the newest probes at two micro-batches; None where there are none."""
+    peaks = {seen.plan.micro_batch_size: seen.measured_bytes for seen in of_family if seen.probe and not seen.ran_out}
+    if len(peaks) < 2:
+        return None
+    (few, least_bytes), (more, most_bytes) = sorted(peaks.items())[:2]
+    sample_bytes = max(0, most_bytes - least_bytes) // (more - few)
+    return MeasuredLine(fixed_bytes=max(0, least_bytes - few * sample_bytes), sample_bytes=sample_bytes)
+
+
 def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
-    """What is worth keeping, oldest first: the newest WINDOW of each key, and the newest failure of each plan.
+    """What is worth keeping, oldest first: the newest WINDOW of each key, the newest failure of each plan, and probes.
 
     Each attempt counts once, and neither order nor repetition matters: so outcomes can be imported again.
     """
@@ -180,8 +195,15 @@ def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     newest_first = sorted(once.values(), key=lambda seen: (seen.at_s, seen.job, seen.number), reverse=True)
     counts: dict[tuple[str, ...], int] = {}
     failed: set[tuple[str, str, Plan, int]] = set()
+    probed: dict[tuple[str, str], set[int]] = {}  # micro-batches that were probed, by device and family
     kept = []
     for seen in newest_first:
+        if seen.probe:
+            micros = probed.setdefault((seen.device, seen.family), set())
+            if len(micros) < 2 and seen.plan.micro_batch_size not in micros:
+                kept.append(seen)
+                micros.add(seen.plan.micro_batch_size)
+            continue
         key = (seen.device, seen.plan.engine, seen.family, seen.torch_version)
         counts[key] = counts.get(key, 0) + 1
         failure = (seen.device, seen.family, seen.plan, seen.predicted_bytes)

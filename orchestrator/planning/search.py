@@ -136,7 +136,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
 def assumed_profile(
     spec: JobSpec, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
-    """A script that declares nothing: its own micro-batch fills a device and nothing is fixed.
+    """A script that declares nothing: as it was probed, or else its own micro-batch fills a device, nothing is fixed.
 
     So the first attempt runs with the script's own settings, and after an out-of-memory failure plans with smaller
     micro-batches are the lighter ones. Recomputation is taken to save half, lower precision and shorter samples their
@@ -151,6 +151,8 @@ def assumed_profile(
     saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / own_micro * share * stretch)
     if hardware.device.kind is DeviceKind.CUDA:
         saved_bytes = int(saved_bytes * 0.9)  # room for what `estimate` adds: allocator, context, communicator
+    if spec.measured is not None:
+        saved_bytes = int(spec.measured.sample_bytes * share * stretch)
     part = Segment(
         name="script",
         count=1,
@@ -163,8 +165,9 @@ def assumed_profile(
     return ModelProfile(
         family=spec.family_name,
         precision=precision,
-        source=Source.ASSUMED,
+        source=Source.ASSUMED if spec.measured is None else Source.PROBED,
         segments=(part,),
+        workspace_bytes=0 if spec.measured is None else spec.measured.fixed_bytes,
     )
 
 

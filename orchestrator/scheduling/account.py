@@ -20,6 +20,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import learned, measured_peaks
 from orchestrator.scheduling.outcome import ran_out
+from orchestrator.scheduling.probe import measured_spec
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import in_short
@@ -55,8 +56,7 @@ def picture_of(state: State, job: Job) -> Picture | None:
     A plan that the job ran stands where it was measured, all others where they are predicted, corrected, with margin.
     """
     group = _group(state, job.last.device if job.last else None)
-    candidates = _frontier(job, group)
-    if group is None or not candidates:
+    if group is None or not (candidates := _frontier(state, job, group)):
         return None
     device = group.hardware.device
     calibrated, measured = learned(state, job, device.name), measured_peaks(job, device.name)
@@ -176,7 +176,7 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     changed = ", ".join(str(change) for change in following.change)
     said = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    for candidate in _frontier(job, _group(state, following.device)):
+    for candidate in _frontier(state, job, _group(state, following.device)):
         if candidate.plan == following.plan:
             break
         faster[_why_not(job, candidate, failed)] += 1
@@ -201,11 +201,12 @@ def _group(state: State, device: str | None) -> Group | None:
     return next((group for group in groups if device in (None, group.hardware.device.name)), None)
 
 
-def _frontier(job: Job, group: Group | None) -> tuple[Candidate, ...]:
+def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, ...]:
     if group is None:
         return ()
     try:
-        return frontier(job.spec, group.hardware).candidates
+        spec = measured_spec(job.spec, learned(state, job, group.hardware.device.name))
+        return frontier(spec, group.hardware).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from orchestrator.scheduling.phases import GUARD_PHASES
 from orchestrator.scheduling.signatures import SUSPECTS, last_traceback, read_log
 from orchestrator.specs.attempt import (
+    PROBE_STEPS,
     Attempt,
     Cause,
     Evidence,
@@ -34,9 +35,11 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
     """
     if evidence.launch_error is not None:
         return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
+    if attempt.probe and evidence.stopped and not evidence.ooms and (not job.cancelling or _has_told(evidence)):
+        return _probed(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
     if evidence.finished or (succeeded and not evidence.missing_artifacts and not evidence.nodes_lost):
-        return None
+        return _probed(attempt) if attempt.probe else None
     if evidence.stopped and job.cancelling:
         return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")
     command = job.spec.command or ()
@@ -53,6 +56,16 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
     return _from_ranks(attempt, evidence, command, capacity_bytes)
+
+
+def _has_told(evidence: Evidence) -> bool:
+    beats = evidence.heartbeats
+    return bool(beats) and all(beat.steps_done >= PROBE_STEPS for beat in beats)
+
+
+def _probed(attempt: Attempt) -> Failure:
+    """What it was started for is done."""
+    return Failure(kind=FailureKind.PROBED, reason=f"measured at micro-batch {attempt.plan.micro_batch_size}")
 
 
 def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:

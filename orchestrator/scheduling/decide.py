@@ -36,6 +36,7 @@ class Chosen:
     correction: float  # on the activations, as learned by now
     needed_bytes: int | None  # None: its peak was measured before
     fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
+    probe: bool  # only to be measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +244,7 @@ def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
         correction=calibrated.correction,
         needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
         fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+        probe=entry.probe,
     )
 
 

@@ -281,7 +281,7 @@ class Desk:
     def _fresh_menus(self, job: Job, family: str, version: int) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
         if job.attempts:
             return tuple(self._menu(job, pool) for pool in self.pools)
-        key = (family, job.spec)
+        key = (family, job.spec, job.fault is None)  # what is rehearsed is not probed
         known = self._menus.get(key)
         if known is None or known[0] != version:
             if len(self._menus) >= MENUS_MAX:

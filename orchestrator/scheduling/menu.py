@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from math import inf
@@ -15,6 +15,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Shape, shape_of
 from orchestrator.scheduling.degrade import answered_by_phase, answering
 from orchestrator.scheduling.groups import Group
+from orchestrator.scheduling.probe import measured_spec, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
@@ -35,6 +36,7 @@ class Entry:
     shape: Shape
     least_bytes: int  # free on each of its devices
     seconds: float  # from its launch to its end
+    probe: bool = False  # only to be measured
 
     @property
     def devices(self) -> int:
@@ -67,7 +69,7 @@ class NeverFits:
 
 def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> Menu | NeverFits:
     """The job's untried plans that fit the group's devices when they are empty, or why there are none."""
-    device = group.hardware.device
+    device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         wanted = f"wants {job.spec.gpus.min} devices of one kind"
         return NeverFits(reason=f"{wanted}: there are {group.devices} {device.name}")
@@ -75,6 +77,8 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
         candidates = list(_untried(job, group))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return NeverFits(reason=str(error))
+    probe = probe_of(job, device, calibrated, candidates)
+    candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
     least_bytes = [_least_bytes(one, calibrated, measured) for one in candidates]
     fitting = [
@@ -87,7 +91,7 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
         return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted))
     seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
     all_of_them = tuple(
-        Entry(candidate, shape, least, launch_cost_s + length_s)
+        Entry(candidate, shape, least, launch_cost_s + length_s, probe=candidate is probe)
         for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
     )
     entries = best_of_each(all_of_them)
@@ -138,7 +142,7 @@ def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Pl
     return {
         attempt.plan: attempt.measured_step_s
         for attempt in job.attempts[: None if before is None else before - 1]
-        if attempt.device == device and attempt.measured_step_s
+        if attempt.device == device and attempt.measured_step_s and not attempt.probe
     }
 
 

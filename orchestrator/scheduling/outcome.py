@@ -6,7 +6,7 @@ from orchestrator.memory.calibration import corrected_allocated_bytes, lasting
 from orchestrator.scheduling.classify import needed_bytes, oom_reports
 from orchestrator.scheduling.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind
-from orchestrator.specs.profile import Source
+from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.state import Job, Observation
 
 
@@ -20,7 +20,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
     if measured is None:
         return None
     estimate, taken_s = attempt.estimate, attempt.measured_step_s
-    is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source is not Source.ASSUMED
+    is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source not in UNTIMED
     return Observation(
         job=job.key,
         number=attempt.number,
@@ -34,6 +34,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         ran_out=ran_out(attempt),
         step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
         at_s=attempt.ended_at_s,
+        probe=attempt.probe,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import inf
 
 from orchestrator.memory.calibration import remembered
-from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.classify import classify
 from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, crowded, decide, price_of
 from orchestrator.scheduling.demand import asked
@@ -216,10 +215,12 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         return replace(job, status=JobStatus.QUEUED, reason=failure.reason)
     if failure.kind in REFUTING:
         job = replace(job, refuted=job.refuted | {attempt.plan})
+    if attempt.probe:  # whatever it met costs nothing: a real attempt would meet it, too
+        return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     budget = BUDGETS.get(failure.kind)
     if budget is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
-    used = sum(1 for a in job.attempts if a.failure and BUDGETS.get(a.failure.kind) == budget)
+    used = sum(1 for a in job.attempts if a.failure and not a.probe and BUDGETS.get(a.failure.kind) == budget)
     allowed = getattr(job.spec.retries, budget)
     if used > allowed:
         reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
@@ -396,7 +397,7 @@ def _answered(
 
 
 def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
-    before = job.last
+    before = next((one for one in reversed(job.attempts) if not one.probe), None)
     attempt = Attempt(
         job_id=job.id,
         number=len(job.attempts) + 1,
@@ -411,14 +412,16 @@ def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
         change=changes(before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
+        probe=chosen.probe,
     )
-    job = replace(
-        job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen.candidate, before)
-    )
+    job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
     return job, attempt
 
 
-def _why(candidate: Candidate, before: Attempt | None) -> str:
+def _why(chosen: Chosen, before: Attempt | None) -> str:
+    candidate = chosen.candidate
+    if chosen.probe:
+        return f"is measured at micro-batch {candidate.plan.micro_batch_size}: nobody knows what it needs"
     if before is None or before.failure is None:
         return "runs the fastest plan that fits"
     changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))

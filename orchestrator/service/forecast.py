@@ -13,6 +13,7 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.groups import Group, groups_of
+from orchestrator.scheduling.probe import measured_spec
 from orchestrator.service.views import EstimateView, estimate_view
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError, closest
@@ -118,8 +119,9 @@ def _origin(profile: ModelProfile) -> str:
 def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> Forecast:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
-    candidates = frontier(spec, hardware).candidates
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
+    spec = measured_spec(spec, calibrated)
+    candidates = frontier(spec, hardware).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
     nothing = None

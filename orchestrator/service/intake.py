@@ -59,6 +59,8 @@ def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobS
     source = str(path)
     if spec.traced:
         raise SpecError("what is traced is no setting", source=source, path="traced", hint="say `profile`")
+    if spec.measured is not None:
+        raise SpecError("what is measured is no setting", source=source, path="measured", hint="say `profile`")
     resolved = _absolute(spec, path.resolve().parent)
     problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
     if to_run:

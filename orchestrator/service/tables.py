@@ -23,7 +23,7 @@ from orchestrator.service.views import (
     ProgressView,
     picture_from_view,
 )
-from orchestrator.specs.profile import Source
+from orchestrator.specs.profile import UNTIMED, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
 STYLES = {
@@ -143,7 +143,8 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
         return head
     factor = candidate["step_factor"]
     learned = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
-    head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{learned}")
+    if _is_timed(candidate["estimate"]):
+        head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{learned}")
     head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
 
@@ -263,7 +264,7 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
         style = "" if one["rejected"] is None else "dim"
         kind = "" if one["degradation"] == "exact" else one["degradation"]
         known = _is_known(one["estimate"])
-        step = format_seconds(one["step_s"]) if known else "-"
+        step = format_seconds(one["step_s"]) if _is_timed(one["estimate"]) else "-"
         needed = format_bytes(one["needed_bytes"]) if known else "-"
         share = "-" if one["fit_probability"] is None else format_probability(one["fit_probability"])
         table.add_row(mark, Text(one["plan"], style=style), one["settings"]["gpus"], step, needed, share, kind)
@@ -292,6 +293,10 @@ def _forecast_picture(forecast: Forecast, chosen: int) -> Picture:
     ]
     capacity_bytes = forecast["frontier"][chosen]["capacity_bytes"]
     return Picture(device=forecast["device"], capacity_bytes=capacity_bytes, points=tuple(points))
+
+
+def _is_timed(estimate: EstimateView) -> bool:
+    return estimate["source"] not in UNTIMED
 
 
 def _is_known(estimate: EstimateView) -> bool:

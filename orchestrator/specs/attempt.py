@@ -20,6 +20,9 @@ class NodeDevices:
 Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in this order
 
 
+PROBE_STEPS = 2  # in the second step, optimizer states and activations are there together
+
+
 class FailureKind(StrEnum):
     """Why an attempt did not finish."""
 
@@ -34,6 +37,7 @@ class FailureKind(StrEnum):
     DISK_FULL = "disk_full"  # no space for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong, or nothing else explains the end
     CANCELLED = "cancelled"  # the user asked for the end
+    PROBED = "probed"  # we ended it: it was to tell what its plan needs, and has told
 
 
 class Cause(StrEnum):
@@ -196,6 +200,7 @@ class Attempt:
     fit_probability: float | None = None  # on the devices that it got; None: nothing was known, or measured before
     change: tuple[Change, ...] = ()  # against the attempt before
     change_reason: str = ""
+    probe: bool = False  # only to be measured: it trains PROBE_STEPS, into a folder of its own, and is ended
     status: AttemptStatus = AttemptStatus.LAUNCHING
     moved_for: str = ""  # why we asked for its end, to go on otherwise
     leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that

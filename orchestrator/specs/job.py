@@ -21,7 +21,7 @@ from orchestrator.specs.frameworks import Framework, completed
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.noun import Command, Counter, Noun, Words
 from orchestrator.specs.plan import Degradation, Precision
-from orchestrator.specs.profile import TracedProfile
+from orchestrator.specs.profile import MeasuredLine, TracedProfile
 from orchestrator.specs.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 
 Bytes = Annotated[
@@ -203,6 +203,8 @@ class JobSpec(Noun):
 
     profile: DeclaredProfile | None = None
     traced: SkipJsonSchema[tuple[TracedProfile, ...]] = ()  # of a model that no closed form knows: added at intake
+    probe: Literal["auto", "never"] = "auto"  # short attempts first, where nobody knows what a script needs
+    measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
     degrade: Degrade = Degrade()
     retries: Retries = Retries()
     hang_timeout: Seconds = 600.0  # no training step for this long means hung

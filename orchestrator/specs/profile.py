@@ -99,7 +99,19 @@ class Source(StrEnum):
     CLOSED_FORM = "closed form"
     TRACED = "traced"
     DECLARED = "declared"
+    PROBED = "probed"  # a line through what a script was measured to need at two micro-batches
     ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
+
+
+UNTIMED = (Source.PROBED, Source.ASSUMED)  # say nothing of seconds: only the order of their plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLine:
+    """What a rank of a script needs: bytes = fixed + samples of a micro-batch x bytes of each."""
+
+    fixed_bytes: int
+    sample_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ jobs/<job id>/attempts/<n>/run.json       TrainingRun, for our engines
 jobs/<job id>/attempts/<n>/guard.json     GuardSettings, for every guarded rank
 jobs/<job id>/attempts/<n>/resume.json    {checkpoint}: of a script, that it was to go on from; null where none was
 jobs/<job id>/attempts/<n>/before.log     of what was run before the ranks
+jobs/<job id>/attempts/<n>/output/        output folder of a probe: nothing of it is kept for the job
 jobs/<job id>/attempts/<n>/rank<r>.log    standard output and error
 jobs/<job id>/attempts/<n>/rank<r>.rc     exit code, or minus the signal, written when the process is gone
 jobs/<job id>/attempts/<n>/rank<r>.heartbeat.json   Heartbeat, replaced as training goes on
@@ -75,6 +76,7 @@ class AttemptFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.resume = self.path / "resume.json"
         self.before = self.path / "before.log"
+        self.output = self.path / "output"
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"

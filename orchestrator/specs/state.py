@@ -101,6 +101,7 @@ class Observation:
     ran_out: bool
     step_ratio: float | None  # measured / predicted seconds of a step, where both are known
     at_s: float  # when it ended
+    probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

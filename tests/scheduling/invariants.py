@@ -181,7 +181,7 @@ def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:
         if job.status is JobStatus.REFUSED and job.attempts:
             yield f"{job.id} was refused after it ran"
         for attempt in job.attempts[:-1]:
-            if attempt.failure is None or attempt.failure.kind not in GOES_ON:
+            if attempt.failure is None or (attempt.failure.kind not in GOES_ON and not attempt.probe):
                 kind = attempt.failure.kind if attempt.failure else "success"
                 yield f"{job.id} was tried again after {kind}"
 
@@ -417,7 +417,7 @@ def _budgets_are_used(t: Transition) -> Iterator[str]:
     for job in t.after.jobs.values():
         before = t.before.jobs.get(job.id)
         if before and before.status is JobStatus.RUNNING and job.status is JobStatus.FAILED:
-            kinds = [attempt.failure.kind for attempt in job.attempts if attempt.failure]
+            kinds = [attempt.failure.kind for attempt in job.attempts if attempt.failure and not attempt.probe]
             budget = BUDGET_OF.get(kinds[-1]) if kinds else None
             used = sum(BUDGET_OF.get(kind) == budget for kind in kinds)
             if budget and used <= getattr(job.spec.retries, budget):
@@ -459,6 +459,28 @@ def _waking_ends(t: Transition) -> Iterator[str]:
         yield "time ran backwards"
 
 
+def _probes(t: Transition) -> Iterator[str]:
+    """Two at most, before anything else of a job whose memory nobody knows; what they leave is no progress."""
+    for launch in _of(Launch, t.actions):
+        before = launch.job.attempts[: launch.attempt.number - 1]
+        if not launch.attempt.probe:
+            continue
+        spec = launch.job.spec
+        if len(before) >= 2 or not all(one.probe for one in before):
+            yield f"{launch.attempt.name} probes what has been tried {len(before)} times"
+        if not spec.is_script or spec.profile is not None or spec.probe == "never":
+            yield f"{launch.attempt.name} probes what is known, or not to be probed"
+        micro = launch.attempt.plan.micro_batch_size
+        if any(one.plan.micro_batch_size >= micro for one in before):
+            yield f"{launch.attempt.name} probes micro-batch {micro} after one that was no smaller"
+        known = [seen for seen in t.before.observations if seen.family == spec.family_name and not seen.probe]
+        if any(seen.device == launch.attempt.device for seen in known):
+            yield f"{launch.attempt.name} probes although its family has run here"
+    for attempt in _attempts(t.after):
+        if attempt.probe and attempt.evidence is not None and attempt.evidence.checkpoint_step:
+            yield f"{attempt.name} is a probe and counts as progress"
+
+
 LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _final_ends,
     _one_gang_per_device,
@@ -472,6 +494,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _nothing_runs_in_a_maintenance,
     _order,
     _nobody_borrows_what_its_owner_waits_for,
+    _probes,
     _no_reservation_is_delayed,
     _dependants_wait,
     _arrays_are_bounded,
@@ -487,8 +510,9 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
 
 def _budgets(job: Job) -> Iterator[str]:
     """Each budget bounds its own retries."""
-    kinds = [attempt.failure.kind for attempt in job.attempts if attempt.failure]
-    retried = Counter(BUDGET_OF[kind] for kind in kinds[: len(job.attempts) - 1] if kind in BUDGET_OF)
+    real = [attempt for attempt in job.attempts if not attempt.probe]
+    kinds = [attempt.failure.kind for attempt in real if attempt.failure]
+    retried = Counter(BUDGET_OF[kind] for kind in kinds[: max(0, len(real) - 1)] if kind in BUDGET_OF)
     for budget, count in retried.items():
         if count > getattr(job.spec.retries, budget):
             yield f"{job.id} was tried again {count} times on retries.{budget}={getattr(job.spec.retries, budget)}"

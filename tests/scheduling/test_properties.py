@@ -54,6 +54,7 @@ from tests.scheduling.world import (
     random_scenario,
     script,
     settled,
+    stranger,
 )
 
 SEEDS = st.integers(0, 2**32)  # a failing one is all that is needed to play its night again
@@ -244,6 +245,7 @@ def random_event(draw: random.Random, state: State) -> Event:
     if kind is Submitted:
         order = draw.randint(1, state.submitted + 1)  # one that was told before, or the next
         spec = random_job(draw, 4).model_copy(update={"user": draw.choice(USERS)})
+        spec = stranger(spec) if order % 3 == 0 and spec.is_script else spec
         return Submitted(job_id=f"job-{order}", order=order, spec=spec, at_s=at_s)
     if kind is NodesSeen:
         nodes = idle_nodes(maintained(draw, draw.choice(CLUSTERS[2:])))

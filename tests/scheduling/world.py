@@ -26,6 +26,7 @@ from orchestrator.specs.state import (
     Record,
     State,
 )
+from orchestrator.specs.trainer import Knob
 
 TURNS_MAX = 20_000
 EVENTS_MAX = 1000  # several times what a night of twelve jobs has
@@ -148,6 +149,12 @@ def script(name: str, **fields: object) -> JobSpec:
     )
 
 
+def stranger(spec: JobSpec) -> JobSpec:
+    """The same script, of whose memory nobody knows anything."""
+    knobs = spec.knobs.model_copy(update={"output_dir": Knob(flag="--output")})
+    return spec.model_copy(update={"profile": None, "knobs": knobs, "family": f"unknown-{spec.name}"})
+
+
 def decoder(name: str, **fields: object) -> JobSpec:
     """A small decoder for our engines."""
     return JobSpec(
@@ -229,7 +236,14 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     scenario = Scenario(
         cluster=chosen.model_copy(update={"policy": sharing.choice((None, None, SHARED, OWNED))}),
         jobs=tuple(
-            (at_s, spec.model_copy(update={"user": sharing.choice(USERS)}), fault) for at_s, spec, fault in asked
+            (
+                at_s,
+                (stranger(spec) if index % 3 == 0 and spec.is_script else spec).model_copy(
+                    update={"user": sharing.choice(USERS)}
+                ),
+                fault,
+            )
+            for index, (at_s, spec, fault) in enumerate(asked)
         ),
         cancels=tuple(
             (at_s + draw.uniform(0, 600), index) for index, at_s in enumerate(submissions) if draw.random() < 0.15

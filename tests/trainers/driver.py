@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.backends.attempt_watch import request_of, write_files
+from orchestrator.backends.attempt_watch import PROBE_GRACE_S, request_of, write_files
 from orchestrator.backends.evidence import Ending, collect, write_ending
 from orchestrator.backends.launch_request import LaunchNode, started_ranks
 from orchestrator.backends.launcher import Launcher, free_port, write_durably
@@ -103,7 +103,7 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
     """One attempt on one node, as AttemptWatch leads it."""
     jobs, spec = JobFolder(home, job.id), job.spec
     folder = jobs.attempt(planned.number)
-    for path in (folder.path, jobs.output, jobs.checkpoints):
+    for path in (folder.path, folder.output if planned.probe else jobs.output, jobs.checkpoints):
         path.mkdir(parents=True, exist_ok=True)
     write_durably(jobs.epoch, str(planned.number))
     node = nodes.nodes[0]
@@ -123,11 +123,14 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
         planned.plan.world_size // len(processes),
     )
     progress = Progress(spec, folder, planned.plan.world_size, started)
-    hung_for_s = None
+    hung_for_s, stopped = None, False
     for _ in range(int(ATTEMPT_TIMEOUT_S / TICK_S)):
         if status["state"] == "ended":
             break
         status = launcher.wait(status["version"], TICK_S)
+        if planned.probe and not stopped and progress.is_probed():
+            stopped = True
+            launcher.stop(PROBE_GRACE_S)
         if hung_for_s is None:
             hung_for_s = progress.hung_for_s()
             if hung_for_s is not None:
@@ -140,6 +143,7 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
         hung_for_s=hung_for_s,
         launch_error=None if status["pids"] else status["error"],
         counts=progress.counts,
+        stopped=stopped,
     )
     write_ending(folder, ending)
     return collect(spec, planned, jobs, ending)

@@ -21,7 +21,8 @@ def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_
             "name": "diffusion",
             "trainer": "diffusers",
             "launch": "ranks",  # its own way costs an import of accelerate
-            "command": "python diffusion.py --train_batch_size 64 --mixed_precision no",
+            "command": "python diffusion.py --train_batch_size 64 --mixed_precision no --die_at 3",
+            "probe": "never",
             "workdir": str(SCRIPTS),
             "steps": 4,
             "global_batch_size": 64,
@@ -36,6 +37,33 @@ def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_
     assert f"per device = {last.plan.micro_batch_size}, precision no\nstep 3\nstep 4" in log(tmp_path, 3)
 
 
+def test_a_script_of_which_nobody_knows_what_it_needs_is_measured_and_never_runs_out_of_memory(tmp_path: Path) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "name": "diffusion",
+            "trainer": "diffusers",
+            "launch": "ranks",
+            "command": "python diffusion.py --train_batch_size 128",
+            "workdir": str(SCRIPTS),
+            "steps": 4,
+            "global_batch_size": 128,
+            "success": {"artifacts": ["model.pt"]},
+        }
+    )
+    job = Drive(tmp_path, cluster("64MiB", devices=1)).run(spec)
+    assert job.status is JobStatus.SUCCEEDED, job.reason
+    assert story(job) == ["probed", "probed", "finished"]
+    probes, last = job.attempts[:2], job.attempts[2]
+    assert [one.plan.micro_batch_size for one in probes] == [1, 8]
+    assert last.plan.micro_batch_size == 64
+    assert last.peak_bytes is not None
+    assert 0.8 < last.estimate.allocated_bytes / last.peak_bytes < 1.25
+    left = JobFolder(tmp_path, "job")
+    assert sorted(path.name for path in left.output.iterdir()) == ["checkpoint-2", "checkpoint-4", "model.pt"]
+    for number in (1, 2, 3):
+        assert json.loads(left.attempt(number).resume.read_text()) == {"checkpoint": None}
+
+
 @pytest.mark.long
 def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_written(tmp_path: Path) -> None:
     spec = JobSpec.model_validate(
@@ -46,6 +74,7 @@ def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_writt
             "--die_at 3",
             "workdir": str(SCRIPTS),
             "steps": 4,
+            "probe": "never",
             "global_batch_size": 16,
             "success": {"artifacts": ["model.safetensors"]},
         }

@@ -31,6 +31,7 @@ def parler(folder: Path, *arguments: str, **changes: object) -> JobSpec:
             "workdir": str(folder),
             "steps": 4,
             "global_batch_size": 8,
+            "probe": "never",
             "knobs": {
                 "micro_batch_size": {
                     "flag": "--per_device_train_batch_size",

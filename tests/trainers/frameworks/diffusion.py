@@ -20,6 +20,7 @@ parser.add_argument("--output_dir", type=Path, default=Path("model"))
 parser.add_argument("--resume_from_checkpoint", type=Path)
 parser.add_argument("--max_train_steps", type=int, default=4)
 parser.add_argument("--checkpointing_steps", type=int, default=2)
+parser.add_argument("--die_at", type=int, help="a machine that is taken away, once")
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -42,6 +43,6 @@ for step in range(begin, args.max_train_steps):
         folder = args.output_dir / f"checkpoint-{step + 1}"
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), folder / "model.pt")
-    if step == 2 and begin == 0:  # a machine that is taken away, once
+    if step + 1 == args.die_at and begin == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 torch.save(model.state_dict(), args.output_dir / "model.pt")

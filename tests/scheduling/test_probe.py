@@ -1,0 +1,234 @@
+"""Laws of probing: a script of unknown memory is measured twice, at no cost to its budgets, and then runs what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.memory.calibration import calibration, remembered
+from orchestrator.scheduling import step as core
+from orchestrator.scheduling.step import step
+from orchestrator.specs.attempt import (
+    PROBE_STEPS,
+    Attempt,
+    Evidence,
+    FailureKind,
+    Heartbeat,
+    OomReport,
+    RankEnd,
+)
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.profile import MeasuredLine, Source
+from orchestrator.specs.run import OOM_EXIT_CODE
+from orchestrator.specs.state import (
+    Fault,
+    FaultKind,
+    Finished,
+    Job,
+    JobStatus,
+    Launch,
+    NodesSeen,
+    Released,
+    State,
+    Submitted,
+)
+from tests.scheduling.world import CLUSTERS
+
+MIB = 2**20
+KNOBS = {
+    "micro_batch_size": {"flag": "--batch", "default": 64},
+    "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+    "output_dir": {"flag": "--output"},
+}
+
+
+def unknown(name: str = "unknown", **said: object) -> JobSpec:
+    return JobSpec.model_validate(
+        {"name": name, "command": "python train.py", "global_batch_size": 64, "knobs": KNOBS, **said}
+    )
+
+
+class Night:
+    """One device of 512 MiB, on which a script needs `fixed` + `sample` MiB for each of its micro-batch."""
+
+    def __init__(self, fixed: int = 40, sample: int = 12) -> None:
+        self.fixed, self.sample = fixed, sample
+        self.state, self.launched, self.at_s = State(), list[Attempt](), 0.0
+        nodes = idle_nodes(CLUSTERS[0])
+        self.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
+
+    def tell(self, event: object) -> None:
+        self.state, actions = step(self.state, event)  # type: ignore[arg-type]
+        self.launched += [action.attempt for action in actions if isinstance(action, Launch)]
+
+    def submit(self, spec: JobSpec, fault: Fault | None = None) -> None:
+        order = self.state.submitted + 1
+        self.tell(Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, fault=fault, at_s=self.tick()))
+
+    def tick(self) -> float:
+        self.at_s += 1000.0
+        return self.at_s
+
+    def end(self, evidence: Evidence | None = None) -> Attempt:
+        """The newest attempt, ended as the world would, or as `evidence` says."""
+        attempt = self.launched[-1]
+        told = evidence or self.truth(attempt)
+        self.tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=told, at_s=self.tick()))
+        self.tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=self.tick()))
+        return attempt
+
+    def truth(self, attempt: Attempt) -> Evidence:
+        peak = (self.fixed + self.sample * attempt.plan.micro_batch_size) * MIB
+        if peak > 512 * MIB:
+            report = OomReport(
+                rank=0, step=0, phase="backward", requested_bytes=MIB, live_bytes=512 * MIB, capacity_bytes=512 * MIB
+            )
+            return Evidence(ranks=(RankEnd(rank=0, exit_code=OOM_EXIT_CODE),), ooms=(report,))
+        steps = PROBE_STEPS if attempt.probe else 10
+        beat = Heartbeat(
+            rank=0, step=steps, steps_done=steps, step_s=0.5, peak_bytes=peak, phase="optimizer", at_s=self.at_s
+        )
+        code = -15 if attempt.probe else 0
+        return Evidence(ranks=(RankEnd(rank=0, exit_code=code),), heartbeats=(beat,), stopped=attempt.probe)
+
+    def job(self, job_id: str = "unknown-1") -> Job:
+        return self.state.jobs[job_id]
+
+
+def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_attempt_runs_it() -> None:
+    night = Night(fixed=40, sample=12)
+    night.submit(unknown())
+    probes = [night.end(), night.end()]
+    real = night.launched[-1]
+    assert [(one.probe, one.plan.micro_batch_size) for one in (*probes, real)] == [(True, 1), (True, 8), (False, 32)]
+    assert real.estimate.source is Source.PROBED
+    assert real.estimate.allocated_bytes == (40 + 12 * 32) * MIB
+    assert {one.plan.global_batch_size for one in night.launched} == {64}
+    night.end()
+    assert len(night.launched) == 3
+
+
+def test_probes_take_as_few_devices_as_the_job_will() -> None:
+    night = Night()
+    nodes = idle_nodes(CLUSTERS[2])
+    night.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=night.tick()))
+    night.submit(unknown(gpus={"min": 1, "max": 4}))
+    assert night.launched[-1].plan.world_size == 1
+
+
+def test_a_probe_that_runs_out_of_memory_at_the_smallest_micro_batch_is_an_answer() -> None:
+    night = Night(fixed=600)
+    night.submit(unknown())
+    night.end()
+    job = next(iter(night.state.jobs.values()), None)
+    assert len(night.launched) == 1
+    assert job is None, "nothing is lighter: it has failed"
+
+
+def test_where_the_second_probe_runs_out_of_memory_the_first_one_is_what_runs() -> None:
+    night = Night(fixed=40, sample=300)
+    night.submit(unknown())
+    night.end()
+    night.end()
+    assert [(one.probe, one.plan.micro_batch_size) for one in night.launched] == [(True, 1), (True, 2), (False, 1)]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="ValueError: more than 1 value per channel"),)),
+        Evidence(nodes_lost=("one",)),
+        Evidence(launch_error="no port"),
+        Evidence(ranks=(RankEnd(rank=0, exit_code=-9),), hung_for_s=700.0),
+    ],
+    ids=["bug", "node", "startup", "hang"],
+)
+def test_whatever_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_as_it_would_alone(end: Evidence) -> None:
+    night = Night()
+    budgets = {"oom": 0, "node": 0, "startup": 0, "hang": 0, "preemption": 0}
+    night.submit(unknown(retries=budgets))
+    night.end(end)
+    assert night.job().status is JobStatus.RUNNING
+    assert [(one.probe, one.plan.micro_batch_size) for one in night.launched] == [(True, 1), (False, 64)]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"probe": "never"},
+        {"profile": {"parameters": 1000, "activations_per_sample": "1MiB"}},
+        {"knobs": {key: knob for key, knob in KNOBS.items() if key != "output_dir"}},
+        {"knobs": {key: knob for key, knob in KNOBS.items() if key != "micro_batch_size"}},
+        {"knobs": {key: knob for key, knob in KNOBS.items() if key != "gradient_accumulation_steps"}},
+        {"global_batch_size": 2},
+    ],
+    ids=["never", "known", "no folder of its own", "no micro-batch", "no accumulation", "two micro-batches"],
+)
+def test_a_job_that_is_known_or_cannot_be_measured_is_not_probed(said: dict[str, object]) -> None:
+    night = Night()
+    night.submit(unknown(**said))
+    assert not night.launched[-1].probe
+
+
+def test_a_rehearsed_failure_is_met_by_the_training_not_by_a_probe() -> None:
+    night = Night()
+    night.submit(unknown(), Fault(kind=FaultKind.OOM, rank=0, step=1))
+    night.submit(unknown())
+    assert not night.launched[-1].probe
+
+
+def test_a_family_that_was_probed_is_not_probed_again_and_the_next_job_is_planned_with_what_was_learned() -> None:
+    night = Night()
+    night.submit(unknown())
+    night.submit(unknown())
+    for _ in range(3):
+        night.end()
+    assert night.launched[-1].job_id == "unknown-2"
+    assert (night.launched[-1].probe, night.launched[-1].plan.micro_batch_size) == (False, 32)
+
+
+def test_a_probe_that_ends_by_itself_is_no_success() -> None:
+    night = Night()
+    night.submit(unknown())
+    night.end(replace(night.truth(night.launched[-1]), stopped=False, ranks=(RankEnd(rank=0, exit_code=0),)))
+    first = night.job().attempts[0]
+    assert first.failure is not None
+    assert (first.failure.kind, night.launched[-1].probe) == (FailureKind.PROBED, True)
+
+
+def test_a_telling_repeated_begins_no_probe() -> None:
+    night = Night()
+    night.submit(unknown())
+    night.end()
+    attempt, launched = night.launched[0], len(night.launched)
+    night.tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=night.tick()))
+    night.tell(Submitted(job_id="unknown-1", order=1, spec=unknown(), at_s=night.tick()))
+    assert len(night.launched) == launched
+
+
+def test_a_desk_made_anew_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for fresh in (False, True):
+        night = Night()
+        if fresh:
+            monkeypatch.setattr(core, "_keep_desk", lambda *_: None)
+        night.submit(unknown())
+        night.submit(unknown("other"))
+        for _ in range(6):
+            night.end()
+        told.append([(one.name, one.probe, one.plan) for one in night.launched])
+    assert told[0] == told[1]
+
+
+def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> None:
+    night = Night(fixed=30, sample=7)
+    night.submit(unknown())
+    night.end()
+    night.end()
+    seen = night.state.observations
+    later = [replace(seen[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)]
+    kept = remembered((*seen, *later))
+    known = calibration(kept, device="small", family="unknown")
+    assert known.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB)
