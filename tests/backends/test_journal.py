@@ -42,6 +42,7 @@ from orchestrator.specs.plan import (
     Precision,
     ZeroStage,
 )
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import (
     Archive,
@@ -81,6 +82,11 @@ SCRIPT = JobSpec(
     profile={"parameters": 10**9, "activations_per_sample": "1.5GiB", "forward_flops_per_sample": 1e12},
     degrade={"allow": "semantic", "sequence_lengths": (64, 32)},
     hang_timeout="16.1min",  # 966.0000000000001 seconds
+    after=["other-1", {"job": "other-2", "when": "always"}],
+    between="22:00-08:00 Europe/Berlin mon-fri",
+    by="08:00 Europe/Berlin",
+    priority="high",
+    user="ada",
 )
 DECODER = JobSpec(
     name="decoder",
@@ -100,6 +106,7 @@ FACTORY = JobSpec(
     model=ModelSpec(factory="m.py:make", config={"layers": [1, {"width": 0.1}], "name": None}),
     profile={"parameters": 0, "activations_per_sample": "0B"},
 )
+POLICY = PolicySpec(half_life="7d", teams=[{"name": "vision", "shares": 2, "quota": 4, "users": ["ada"]}])
 
 
 def _legal_plans() -> Iterator[Plan]:
@@ -136,6 +143,7 @@ st.register_type_strategy(Plan, st.sampled_from(list(_legal_plans())))
 st.register_type_strategy(MemoryEstimate, estimates)
 st.register_type_strategy(JobSpec, st.sampled_from([SCRIPT, DECODER, FACTORY]))
 st.register_type_strategy(DeviceSpec, st.just(DEVICE))
+st.register_type_strategy(PolicySpec, st.just(POLICY))
 
 
 def build(noun: type) -> st.SearchStrategy:
