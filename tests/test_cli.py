@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import os
-import resource
+import pstats
 import signal
 import stat
 import subprocess
@@ -208,19 +208,23 @@ def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
-def test_plan_for_70b_on_512_gpus_takes_less_than_a_second_of_this_machine(desk: Desk) -> None:
-    """User and system time of the whole process, the least of some: a shared core does less in a second."""
+def test_plan_for_70b_on_512_gpus_calls_at_most_two_million_functions_with_its_start(desk: Desk) -> None:
+    """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
+
+    What they take on this machine is a figure of `make bench`.
+    """
     desk.write("70b.yaml", LLAMA_70B)
-    taken_s = [_processor_s(desk, "plan", "70b.yaml", "--cluster", "h100.yaml") for _ in range(4)]
-    assert min(taken_s) < 1.0, taken_s
-
-
-def _processor_s(desk: Desk, *words: str) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer = desk.orc(*words)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert answer.code == 0, answer
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    counted = [sys.executable, "-m", "cProfile", "-o", "calls", "-m", "orchestrator.cli"]
+    subprocess.run(
+        [*counted, "plan", "70b.yaml", "--cluster", "h100.yaml"],
+        cwd=desk.folder,
+        env={**os.environ, "ORC_HOME": str(desk.home)},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    recorded: Any = pstats.Stats(str(desk.folder / "calls"))
+    assert recorded.total_calls < 2_000_000
 
 
 def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
