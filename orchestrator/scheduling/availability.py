@@ -47,7 +47,24 @@ def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
     return Shape(devices=devices, shares=tuple(tight)) if tight else None
 
 
-_Times = dict[int, tuple[list[float], list[tuple[float, int]]]]
+@dataclass(slots=True, eq=False)
+class _Times:
+    """When so many devices of each node are free for good: of each node, and first things first."""
+
+    by_node: list[float]
+    order: list[tuple[float, int]]
+    unread: set[int]  # nodes that have changed since
+
+    def copy(self) -> _Times:
+        return _Times(self.by_node[:], self.order[:], set(self.unread))
+
+
+@dataclass(slots=True, eq=False)
+class _Future:
+    """What promises and maintenance leave of each device of a node."""
+
+    free_s: list[float]  # when it is free for good
+    next_s: list[float]  # when it is promised next, or closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +100,9 @@ class Pool:
         self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
         self._closed: dict[int, tuple[Window, ...]] = {}  # by node
         self._has_racks = len({node.rack for node in group.nodes}) > 1
-        self._when: _Times = {}  # by share: of each node, and sorted
-        self._unpromised: _Times = {}  # the same, as it was before anything was promised
+        self._futures: dict[int, _Future] = {}  # of nodes with promises or maintenance, as far as asked
+        self._when: dict[int, _Times] = {}  # by share
+        self._unpromised: dict[int, _Times] = {}  # the same, as it was before anything was promised
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
         self._open_until_s: dict[Shape, float] = {}
         self._room_bytes: int | None = None  # once asked
@@ -136,19 +154,25 @@ class Pool:
         if number is None:
             return
         if not self._promised:
-            self._unpromised = {share: (by_node[:], order[:]) for share, (by_node, order) in self._when.items()}
+            self._unpromised = {share: times.copy() for share, times in self._when.items()}
+        future = self._future(number)
         self._promised.setdefault(number, []).append((start_s, end_s, devices))
+        for device in devices:
+            future.free_s[device] = max(future.free_s[device], end_s)
+            future.next_s[device] = min(future.next_s[device], start_s)
         self._changed(number)
 
     def forget_promises(self) -> None:
         """All that is reserved is open again."""
         if not self._promised:
             return
+        for number in self._promised:
+            self._futures.pop(number, None)
         self._promised.clear()
         self._open_until_s.clear()
         self._when, self._unpromised = self._unpromised, {}
-        for number in self._changed_since:
-            self._changed(number)
+        for times in self._when.values():
+            times.unread |= self._changed_since
         self._changed_since.clear()
 
     def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
@@ -156,9 +180,7 @@ class Pool:
         before = self._closed
         self._closed = {number: windows[name] for name, number in self.numbers.items() if name in windows}
         for number in {*before, *self._closed}:
-            if self._promised:
-                self._changed_since.add(number)
-            self._changed(number)
+            self._forget_future(number)
 
     # what can be
 
@@ -254,21 +276,21 @@ class Pool:
             insort(self._by_idle[self._idle[number]], number)
             self.idle += self._idle[number] - idle
         self._room_bytes = None
+        self._forget_future(number)
+
+    def _forget_future(self, number: int) -> None:
+        """A node is not what it was, apart from promises."""
+        self._futures.pop(number, None)
         if self._promised:
             self._changed_since.add(number)
+        self._open_until_s.clear()
         self._changed(number)
 
     def _changed(self, number: int) -> None:
-        self._open_until_s.clear()
-        if not self._when:
-            return
-        free_s = sorted(self._free_from(number))
-        for share, (by_node, order) in self._when.items():
-            old_s, new_s = by_node[number], free_s[share - 1]
-            if old_s != new_s:
-                del order[bisect_left(order, (old_s, number))]
-                insort(order, (new_s, number))
-                by_node[number] = new_s
+        if self._idle[number]:
+            self._open_until_s.clear()
+        for times in self._when.values():
+            times.unread.add(number)
 
     def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
         """Since when so many devices of each node are free for good, first things first; without nodes that cannot."""
@@ -278,10 +300,20 @@ class Pool:
                 for number in range(len(self.names))
                 if len(free_s := self._roomy_from(number, least_bytes)) >= share
             )
-        if share not in self._when:
+        times = self._when.get(share)
+        if times is None:
             by_node = [sorted(self._free_from(number))[share - 1] for number in range(len(self.names))]
-            self._when[share] = (by_node, sorted((free_s, number) for number, free_s in enumerate(by_node)))
-        return self._when[share][1]
+            order = sorted((free_s, number) for number, free_s in enumerate(by_node))
+            times = self._when[share] = _Times(by_node, order, set())
+        order = times.order
+        for number in times.unread:
+            old_s, new_s = times.by_node[number], sorted(self._free_from(number))[share - 1]
+            if old_s != new_s:
+                del order[bisect_left(order, (old_s, number))]
+                insort(order, (new_s, number))
+                times.by_node[number] = new_s
+        times.unread.clear()
+        return order
 
     def _open_for(
         self, order: list[tuple[float, int]], wanted: int, now_s: float, seconds: float
@@ -314,23 +346,26 @@ class Pool:
 
     def _free_from(self, number: int) -> list[float]:
         """When each device of a node is free for good."""
-        promised, closed = self._promised.get(number, ()), self._closed.get(number, ())
-        opens_s = closed[0][1] if closed and closed[0][0] == -inf else -inf
-        if not promised and opens_s == -inf:
-            return self._until_s[number]
-        free_s = [max(until_s, opens_s) for until_s in self._until_s[number]]
-        for _, end_s, devices in promised:
-            for device in devices:
-                free_s[device] = max(free_s[device], end_s)
-        return free_s
+        future = self._futures.get(number)
+        if future is not None:
+            return future.free_s
+        if number in self._promised or number in self._closed:
+            return self._future(number).free_s
+        return self._until_s[number]
 
-    def _next_promise_s(self, number: int) -> list[float]:
-        """When each device of a node is promised next, or closed."""
-        next_s = [self._closed[number][0][0] if number in self._closed else inf] * self.devices_per_node
-        for start_s, _, devices in self._promised.get(number, ()):
-            for device in devices:
-                next_s[device] = min(next_s[device], start_s)
-        return next_s
+    def _future(self, number: int) -> _Future:
+        future = self._futures.get(number)
+        if future is None:
+            closed = self._closed.get(number, ())
+            opens_s = closed[0][1] if closed and closed[0][0] == -inf else -inf
+            free_s = [max(until_s, opens_s) for until_s in self._until_s[number]]
+            next_s = [closed[0][0] if closed else inf] * self.devices_per_node
+            for start_s, end_s, devices in self._promised.get(number, ()):
+                for device in devices:
+                    free_s[device] = max(free_s[device], end_s)
+                    next_s[device] = min(next_s[device], start_s)
+            future = self._futures[number] = _Future(free_s, next_s)
+        return future
 
     def _shares_open_until_s(self, nodes: int, share: int) -> float:
         """Until when `share` idle devices of each of so many nodes stay unpromised and open."""
@@ -344,7 +379,7 @@ class Pool:
                 elif number not in self._promised:
                     promised_s.append(self._closed[number][0][0])
                 else:
-                    both = zip(self._next_promise_s(number), self._until_s[number], strict=True)
+                    both = zip(self._future(number).next_s, self._until_s[number], strict=True)
                     promised_s.append(sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share])
         missing = nodes - unpromised
         return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
@@ -378,7 +413,7 @@ class Pool:
         until = self._until_s[number]
         if number not in self._promised and number not in self._closed and not least_bytes:
             return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)
-        next_s = self._next_promise_s(number)
+        next_s = self._future(number).next_s
         return tuple(
             device
             for device, until_s in enumerate(until)
