@@ -84,6 +84,17 @@ def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | 
     return Wait(reason=f"waits for others of the array {job.array}: at most {member.at_most} run at once")
 
 
+def must_wait(desk: Desk, waiting: Waiting) -> bool:
+    """Whether nothing of what fits the job can be had now, whoever else starts or is promised something."""
+    fits = False
+    for pool, one in desk.menus_of(waiting):
+        for entry in _entries(pool, one) if isinstance(one, Menu) else ():
+            if _can_start(pool, entry, desk.state.at_s):
+                return False
+            fits = True
+    return fits
+
+
 def decide(
     state: State,
     desk: Desk,

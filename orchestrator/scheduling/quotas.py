@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from orchestrator.scheduling.decide import Chosen, Wait
+from orchestrator.scheduling.decide import Chosen, Wait, must_wait
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.menu import NeverFits
 from orchestrator.specs.policy import PolicySpec
@@ -38,7 +38,21 @@ class Turns:
             self._left = {team.name: team.quota - held[team.name] for team in self._policy.teams}
 
     def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
-        """Who is decided upon, by when it should be done, and the most devices that it may take (None: any number)."""
+        """Who is decided upon, by when it should be done, and the most devices that it may take (None: any number).
+
+        Until no device is idle. Who must wait is decided upon only once somebody behind need not: what it is promised
+        matters to nobody else. Where guarantees count it is at once, as a promise counts against them.
+        """
+        ahead: list[tuple[Waiting, float, int | None]] = []
+        for turn in self._all():
+            if not self._desk.idle:
+                return
+            ahead.append(turn)
+            if self._left or not must_wait(self._desk, turn[0]):
+                yield from (one for one in ahead if one[0].job.id not in self._heard)
+                ahead.clear()
+
+    def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._unheard():
                 left = self._left.get(self._team_of(waiting.job.user), 0)

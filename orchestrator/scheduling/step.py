@@ -69,7 +69,7 @@ AT_ONCE = (*REFUTING, FailureKind.PREEMPTED)  # waiting would change nothing
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state after `event`, and what to do about it. Late, repeated and unknown events change nothing."""
-    before = replace(state, at_s=max(state.at_s, event.at_s))
+    before = replace(state, at_s=event.at_s) if event.at_s > state.at_s else state
     desk = _take_desk(state)
     desk.state = before
     state, told = _absorb(before, event)
@@ -329,7 +329,7 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy is not None and state.policy.has_quotas
         is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
-    of_array = _promised_of_array(state, state.reservations)
+    of_array = Counter(state.jobs[one.job_id].array for one in state.reservations if unheard)
     for waiting in unheard.values():
         outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
         state, done = _answered(state, desk, waiting, outcome)
@@ -340,17 +340,16 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
 
 def _round(state: State, desk: Desk, unheard: dict[str, Waiting]) -> tuple[State, tuple[Action, ...]]:
     """One look at all who wait; `unheard` loses those who get an answer."""
+    if not (desk.idle or desk.is_stale):
+        return state, ()
     actions: list[Action] = []
-    promised, looks_s = list(state.reservations), [] if state.look_at_s is None else [state.look_at_s]
-    if desk.idle or desk.is_stale:
-        desk.forget_promises()
-        promised, looks_s = [], []
+    promised: list[Reservation] = []
+    looks_s: list[float] = []
+    desk.forget_promises()
     price = price_of(desk)
-    of_array = _promised_of_array(state, promised)
+    of_array = Counter[str | None]()
     turns = Turns(desk)
     for waiting, by_s, devices_max in turns:
-        if not desk.idle:
-            break
         may_reserve = len(promised) < RESERVATIONS_MAX
         outcome = crowded(desk, waiting.job, of_array) or decide(
             state, desk, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
@@ -367,10 +366,6 @@ def _round(state: State, desk: Desk, unheard: dict[str, Waiting]) -> tuple[State
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
     return replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None)), tuple(actions)
-
-
-def _promised_of_array(state: State, promised: Sequence[Reservation]) -> Counter[str | None]:
-    return Counter(state.jobs[one.job_id].array for one in promised)
 
 
 def _answered(

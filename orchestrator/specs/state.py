@@ -144,7 +144,7 @@ class State:
     nodes: tuple[Node, ...] = ()  # alive
     declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
-    reservations: tuple[Reservation, ...] = ()  # as of the last decision, first come first
+    reservations: tuple[Reservation, ...] = ()  # of whom somebody might have passed at the last decision, in order
     look_at_s: float | None = None  # when somebody has left room for shorter jobs long enough, as of the last decision
     demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
     drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names

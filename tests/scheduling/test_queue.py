@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduling import decide
+from orchestrator.scheduling import decide, quotas
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import PATIENCE, Desk
@@ -18,6 +19,7 @@ from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
+    Action,
     CancelRequested,
     Event,
     Finished,
@@ -82,6 +84,34 @@ def test_a_desk_says_what_its_state_says(seed: int) -> None:
         carried = step(state, event)
         assert carried == anew
         state, desks = carried[0], core._DESKS[:]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed: int) -> None:
+    """Decided upon in order, every one of them, or only those ahead of somebody who could start: the same launches."""
+    draw = random.Random(seed)
+    state, _ = step(State(), seen(node("a", devices=4), node("b", devices=4)))
+    for number in range(1, 40):
+        now_s = 50.0 * number
+        running = [job.order for job in state.jobs.values() if job.attempts]
+        come = submitted(number, script({2 ** draw.randint(0, 3): draw.uniform(10, 1000)}), now_s)
+        goes = gone(draw.choice(running), now_s) if running and draw.random() < 0.6 else ()
+        for event in (come, *goes):
+            in_order = launches_in(decided_in_order(state, event))
+            state, actions = step(state, event)
+            assert launches_in(actions) == in_order
+
+
+def decided_in_order(state: State, event: Event) -> Sequence[Action]:
+    """What `step` does where nobody is put off."""
+    core._DESKS.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quotas, "must_wait", lambda *_: False)
+        return step(state, event)[1]
+
+
+def launches_in(actions: Sequence[Action]) -> list[Launch]:
+    return [action for action in actions if isinstance(action, Launch)]
 
 
 def test_a_long_job_does_not_keep_the_short_ones_waiting_that_come_with_it() -> None:
