@@ -16,7 +16,6 @@ from orchestrator.specs.cluster import Node, Window
 from orchestrator.specs.plan import Engine, Plan
 
 IDLE = -inf  # the time since which a device that nobody holds is free
-OVERDUE_S = 60.0  # what runs beyond its expected end is expected to end this much later
 SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would rather wait than talk
 
 
@@ -220,20 +219,18 @@ class Pool:
         ]
         return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
 
-    def earliest(self, shape: Shape, now_s: float, seconds: float, least_bytes: int) -> Slot | None:
-        """The first time from which on so many devices are free for so long, after all that is promised.
+    def earliest(self, shape: Shape, from_s: float, seconds: float, least_bytes: int) -> Slot | None:
+        """The first time, not before `from_s`, from which on so many devices are free for so long, after all promises.
 
         Before a node closes where there is time enough, else after it.
         """
         best: Slot | None = None
         for share in shape.shares:
             wanted = shape.devices // share
-            order = self._open_for(self._order_of(share, least_bytes), wanted, now_s, seconds)
+            order = self._open_for(self._order_of(share, least_bytes), wanted, from_s, seconds)
             if len(order) < wanted:
                 continue
-            start_s = max(order[-1][0], now_s)
-            if start_s == now_s and any(self._idle[number] < share for _, number in order):
-                start_s = now_s + OVERDUE_S
+            start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
                 best = Slot(start_s, share, tuple(number for _, number in order))
         return best
@@ -316,12 +313,12 @@ class Pool:
         return order
 
     def _open_for(
-        self, order: list[tuple[float, int]], wanted: int, now_s: float, seconds: float
+        self, order: list[tuple[float, int]], wanted: int, from_s: float, seconds: float
     ) -> Sequence[tuple[float, int]]:
         """The first so many nodes that are free for so long together, each with the time from which on it is."""
         first = order[:wanted]
         while first and self._closed:  # ends: each turn begins where a node opens, or is free, after the one before
-            start_s = max(now_s, first[-1][0])
+            start_s = max(from_s, first[-1][0])
             if start_s == inf:
                 return ()
             if all(self._opens_s(number, start_s, seconds) == start_s for _, number in first):

@@ -123,10 +123,17 @@ def decide(
     return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
 
 
-def expected(now_s: float, desk: Desk, waiting: Waiting, price: float, by_s: float = inf) -> Reservation | None:
-    """What the job would run as to end by `by_s`, and from when to when; None where it cannot be told, or cannot be."""
-    offers = _offers(desk.menus_of(waiting), price)
-    now, later = _best(offers, _opening(desk, waiting, offers, now_s, by_s), now_s, may_reserve=True)
+def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s: float) -> Reservation | None:
+    """What the job would run as to end by `by_s`, and from when to when, where it could start from `from_s` on.
+
+    None where it cannot be told, or cannot be.
+    """
+    offers, now_s = _offers(desk.menus_of(waiting), price), desk.state.at_s
+    opening = _opening(desk, waiting, offers, from_s, by_s)
+    if from_s > now_s:
+        later = _soonest(offers, opening, from_s)
+        return None if later is None else _reserved(waiting.job, later).reservation
+    now, later = _best(offers, opening, now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
         placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
@@ -199,16 +206,16 @@ def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
     return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _soonest(offers: Sequence[_Offer], opening: Opening, now_s: float) -> _Later | None:
-    """The best of what can be had later."""
+def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _Later | None:
+    """The best of what can be had from then on."""
     found: _Later | None = None
     for offer in offers:
         if found is not None and offer.cost_s >= found.cost_s:
             continue
-        slot = offer.pool.earliest(offer.entry.shape, now_s, offer.entry.seconds, offer.entry.least_bytes)
+        slot = offer.pool.earliest(offer.entry.shape, from_s, offer.entry.seconds, offer.entry.least_bytes)
         if slot is not None:
             start_s = opening(offer, slot.start_s)
-            cost_s = start_s - now_s + offer.cost_s
+            cost_s = start_s - from_s + offer.cost_s
             if cost_s < (inf if found is None else found.cost_s):
                 found = _Later(cost_s, offer, slot, start_s)
     return found

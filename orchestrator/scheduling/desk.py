@@ -265,6 +265,10 @@ class Desk:
             self._calibrated[key] = calibration(self.state.observations, device=device, family=job.spec.family_name)
         return self._calibrated[key]
 
+    def seated(self, job: Job) -> Waiting:
+        """The job as it waits for devices, or would."""
+        return Waiting(job, job.submitted_at_s + PATIENCE * self.size_of(job)[0])
+
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """When a running attempt is expected to end; infinity where its nodes are gone."""
         pool = next((self._pool_of[part.node] for part in attempt.placement if part.node in self._pool_of), None)
@@ -298,8 +302,7 @@ class Desk:
         if known is not None and not is_new:
             known.job = job
             return
-        waiting = Waiting(job, job.submitted_at_s + PATIENCE * self.size_of(job)[0])
-        self.waiting[job.id] = waiting
+        waiting = self.waiting[job.id] = self.seated(job)
         self._expect_opening(job, self.state.at_s)
         if job.not_before_s > self.state.at_s:
             heappush(self._asleep, (job.not_before_s, job.id))

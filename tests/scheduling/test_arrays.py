@@ -40,9 +40,11 @@ def test_what_an_array_may_not_use_is_for_others() -> None:
     assert set(launches) == {"job-1", "job-2", "job-4"}
 
 
-def test_a_forecast_promises_no_more_of_an_array_than_may_run() -> None:
+def test_a_forecast_lets_the_next_of_an_array_begin_when_one_has_ended() -> None:
+    """Launch and training take 130 s; two of five may run at once, though four could."""
     state, _ = played(seen(node(devices=4)), *submissions(5, 2))
-    assert set(forecast(state)) == {"job-1", "job-2"}
+    told = forecast(state)
+    assert [told[f"job-{number}"].start_s for number in range(1, 6)] == [1.0, 1.0, 131.0, 131.0, 261.0]
 
 
 def test_two_arrays_of_one_submission_are_two() -> None:

@@ -12,10 +12,11 @@ from orchestrator.backends.traces import Arrival, Trace, misjudged, told
 from orchestrator.scheduling.forecast import SUPPOSED_SPREAD, _longer, forecast, spread_of
 from orchestrator.service.controller import Controller
 from orchestrator.service.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
-from orchestrator.specs.state import Started
+from orchestrator.specs.attempt import Evidence, RankEnd
+from orchestrator.specs.state import Event, Finished, Released, Started
 from tests.bench.scheduler import cluster_of
 from tests.scheduling.factories import job, observation
-from tests.scheduling.test_queue import node, played, script, seen, submitted
+from tests.scheduling.test_queue import gone, node, played, script, seen, submitted
 
 
 def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them() -> None:
@@ -48,6 +49,37 @@ def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them() -> None:
     assert len(starts) > 200
     assert 0.7 <= fmean(starts) <= 0.9
     assert 0.7 <= fmean(ends) <= 0.9
+
+
+def test_what_comes_after_others_is_expected_when_the_last_of_them_has_ended() -> None:
+    """And what comes after that in turn; a job of nobody's end is expected beside them."""
+    chain = [script({1: 100.0}), script({1: 300.0}), script({1: 50.0}, after=["job-1", "job-2"])]
+    chain += [script({2: 80.0}, after=["job-3"]), script({1: 20.0})]
+    events: list[Event] = [seen(node(devices=4)), *(submitted(i, spec, 0.0) for i, spec in enumerate(chain, 1))]
+    state, _ = played(*events)
+    told = forecast(state)
+    assert [told[f"job-{number}"].start_s for number in range(1, 6)] == [0.0, 0.0, 330.0, 410.0, 0.0]
+    for number, at_s in ((5, 50.0), (1, 130.0), (2, 330.0), (3, 410.0)):
+        events += gone(number, at_s)
+    _, launches = played(*events)
+    assert {job_id: attempt.launched_at_s for job_id, attempt in launches.items()} == {
+        job_id: expected.start_s for job_id, expected in told.items()
+    }
+    later_range = told["job-4"].start_range_s
+    assert later_range is not None
+    assert later_range[0] < 410.0 < later_range[1]
+
+
+def test_who_pauses_after_a_failure_is_expected_when_the_pause_is_over() -> None:
+    lost = Evidence(ranks=(RankEnd(rank=0, exit_code=None),), nodes_lost=("node",))
+    failed = [
+        Finished(job_id="job-1", number=1, evidence=lost, at_s=50.0),
+        Released(job_id="job-1", number=1, at_s=50.0),
+    ]
+    state, _ = played(seen(node(devices=1)), submitted(1, script({1: 100.0})), *failed)
+    job = state.jobs["job-1"]
+    assert job.not_before_s > 50.0
+    assert forecast(state)["job-1"].start_s == job.not_before_s
 
 
 def test_measured_steps_of_the_family_set_the_range() -> None:
