@@ -25,16 +25,22 @@ class Turns:
     """One look at all who wait: whoever stays within its team's guarantee comes first, then everybody in order.
 
     Guarantees count only while several teams wait: a team alone takes what there is. A promise counts as what is held,
-    so that a team with many jobs is not served beyond its guarantee before others.
+    so that a team with many jobs is not served beyond its guarantee before others. But a team that holds nothing comes
+    before all guarantees with one job that is due: though quotas cover the whole cluster, nobody starves.
     """
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._policy = desk.state.policy
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
+        self._without: set[str] = set()  # teams that wait and hold nothing
         self._heard: set[str] = set()  # jobs that have their answer
-        if self._policy is not None and self._policy.has_quotas and len(set(map(self._team_of, desk.users))) > 1:
+        if self._policy is None or not self._policy.has_quotas:
+            return
+        teams = set(map(self._team_of, desk.users))
+        if len(teams) > 1:
             held = held_by_teams(self._policy, desk.running.values())
+            self._without = {team for team in teams if not held[team]}
             self._left = {team.name: team.quota - held[team.name] for team in self._policy.teams}
 
     def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
@@ -53,6 +59,9 @@ class Turns:
                 ahead.clear()
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
+        for waiting, by_s in self._unheard() if self._without else ():
+            if waiting.due_s <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
+                yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._unheard():
                 left = self._left.get(self._team_of(waiting.job.user), 0)
@@ -77,6 +86,7 @@ class Turns:
             case _:  # who waits for its hours keeps no device from others of its team
                 return
         team = self._team_of(waiting.job.user)
+        self._without.discard(team)
         if team in self._left:
             self._left[team] -= sum(len(part.devices) for part in placement)
 

@@ -249,7 +249,7 @@ def _order(t: Transition) -> Iterator[str]:
     turn = _turns(t.after)
     for launch, is_own in zip(launches, _within_guarantees(t), strict=True):
         for other in t.after.jobs.values():
-            ahead = turn(other) < turn(launch.job) and not is_own
+            ahead = turn(other) < turn(launch.job) and not is_own and not _is_overdue(t, launch)
             ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
             fresh = not other.attempts and launch.attempt.number == 1
             if ahead and ready and fresh and _shape(other) == _shape(launch.job):
@@ -306,9 +306,15 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
             fresh = not other.attempts and launch.attempt.number == 1
             alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
             borrows = owner != team and after > quota and claimed <= owner.quota
-            if borrows and ready and fresh and alike:
+            if borrows and ready and fresh and alike and not (held[team.name] == 0 and _is_overdue(t, launch)):
                 yield f"{launch.job.id} borrows what is {owner.name}'s own while {other.id} waits"
         held[team.name] = after
+
+
+def _is_overdue(t: Transition, launch: Launch) -> bool:
+    """Whether a job is due: where quotas are, it comes before them once its team holds nothing."""
+    has_quotas = t.after.policy is not None and t.after.policy.has_quotas
+    return has_quotas and Desk(t.after).seated(launch.job).due_s <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from orchestrator.scheduling.desk import PATIENCE
+from orchestrator.scheduling.step import step
 from orchestrator.service.teams import teams_view
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import NodesSeen
+from orchestrator.specs.state import Event, Launch, NodesSeen, State
 from tests.scheduling.factories import node
+from tests.scheduling.invariants import history, violations
 from tests.scheduling.test_queue import gone, played, script, submitted
 
 POLICY = PolicySpec(
@@ -51,6 +54,30 @@ def test_a_gang_within_the_guarantee_is_promised_its_devices_and_only_short_jobs
     assert next(one.job_id for one in state.reservations) == "job-3"
     _, launches = played(seen(2), *lent, gang, long, short, *gone(1, 131.0), *gone(5, 261.0), *gone(2, 1031.0))
     assert "job-3" in launches
+
+
+def test_where_every_device_is_somebodys_own_a_team_without_one_gets_a_device_once_it_is_due() -> None:
+    """Ada and bob always have more work than their quotas; cyd has two jobs, of which one at a time is let through."""
+    floods = [submitted(n, script({1: 100.0}, user="ada" if n % 2 else "bob"), 1.0) for n in range(1, 61)]
+    starved = [submitted(n, script({1: 200.0}, user="cyd"), 2.0) for n in (61, 62)]
+    events: list[Event] = [seen(4), *floods, *starved]
+    state, started_s = State(), dict[str, float]()
+    for event in events:
+        state, actions = step(state, event)
+        started_s |= {one.job.id: one.attempt.launched_at_s for one in actions if isinstance(one, Launch)}
+    due_s = 2.0 + PATIENCE * 0.5 * 230.0  # one of four devices: the root of a quarter
+    while not {"job-61", "job-62"} <= set(started_s):
+        running = [job for job in state.jobs.values() if job.attempts]
+        first = min(running, key=lambda job: started_s[job.id] + (230.0 if job.user == "cyd" else 130.0))
+        end_s = started_s[first.id] + (230.0 if first.user == "cyd" else 130.0)
+        for event in gone(first.order, end_s):
+            events.append(event)
+            state, actions = step(state, event)
+            started_s |= {one.job.id: one.attempt.launched_at_s for one in actions if isinstance(one, Launch)}
+    assert violations(history(events)) == []
+    assert due_s <= started_s["job-61"] <= due_s + 130.0
+    assert started_s["job-62"] == started_s["job-61"] + 230.0
+    assert len(state.jobs) > 5, "the others still wait"
 
 
 def test_while_several_teams_wait_a_team_takes_of_its_own_no_more_than_is_its_own() -> None:
