@@ -182,6 +182,22 @@ def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(desk: Desk
         assert words in answer.out, answer.out
 
 
+def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(desk: Desk) -> None:
+    (desk.folder / "foreign.py").touch()
+    knobs = (
+        "knobs: {micro_batch_size: {flag: --b}, gradient_accumulation_steps: {flag: --a}, output_dir: {flag: --o}}\n"
+    )
+    desk.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
+    answer = desk.ask("plan", "foreign.yaml")
+    assert answer.code == 0, answer
+    for words in ("two short attempts", "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps", "`probe: never`"):
+        assert words in answer.out, answer.out
+    assert "→" not in answer.out, "nobody knows yet"
+    unprobed = desk.ask("plan", "foreign.yaml", "--set", "probe=never").out
+    assert "the script's own micro-batch is taken to fill a device" in unprobed
+    assert "two short attempts" not in unprobed
+
+
 def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(desk: Desk) -> None:
     desk.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
     data = desk.ask("plan", "wide.yaml", "--json").data

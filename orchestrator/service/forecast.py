@@ -13,7 +13,7 @@ from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.groups import Group, groups_of
-from orchestrator.scheduling.probe import measured_spec
+from orchestrator.scheduling.probe import measured_spec, probe_of
 from orchestrator.service.views import EstimateView, estimate_view
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError, closest
@@ -33,7 +33,7 @@ from orchestrator.specs.plan import (
     settings,
 )
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.specs.state import Observation
+from orchestrator.specs.state import Job, Observation
 
 SETTINGS = (
     "engine",
@@ -81,6 +81,7 @@ class Forecast(TypedDict):
     global_batch_size: int
     profile: str  # where the model's costs come from
     chosen: int | None  # index into the frontier
+    probe: CandidateView | None  # what is run first to be measured, where nobody knows what the script needs
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
 
@@ -124,6 +125,8 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     candidates = frontier(spec, hardware).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
+    job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
+    probe = probe_of(job, hardware.device, calibrated, candidates)
     nothing = None
     if chosen is None:
         nothing = why_nothing_fits(spec, hardware, free_bytes[0], calibrated)
@@ -134,6 +137,7 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
         global_batch_size=spec.global_batch_size,
         profile=_origin(profile_for(spec, hardware, candidates[0].plan)),
         chosen=chosen,
+        probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
         frontier=views,
         nothing_fits=nothing,
     )

@@ -23,6 +23,7 @@ from orchestrator.service.views import (
     ProgressView,
     picture_from_view,
 )
+from orchestrator.specs.attempt import PROBE_STEPS
 from orchestrator.specs.profile import UNTIMED, Source
 from orchestrator.specs.units import format_bytes, format_probability, format_seconds
 
@@ -119,13 +120,13 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
         parts.append(Text(forecast["nothing_fits"] or "no plan fits", style="red"))
         return Group(*parts, Text(), _frontier(forecast, 0))
     candidate = forecast["frontier"][chosen]
-    parts.append(candidate_panel(candidate))
+    parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
     if _is_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
         parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_forecast_picture(forecast, chosen))]
     parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(forecast, chosen)]
-    if chosen:
+    if chosen and forecast["probe"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
         faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
         parts += [Text(f"  {one['plan']}: {one['rejected']}") for one in faster]
@@ -140,6 +141,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
         head.add_row(
             "memory", "not known: the script's own micro-batch is taken to fill a device; `profile` says better"
         )
+        head.add_row("", "with knobs for micro-batch, accumulation and output folder it would be measured first")
         return head
     factor = candidate["step_factor"]
     learned = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
@@ -147,6 +149,16 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
         head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{learned}")
     head.add_row("memory", _verdict(candidate))
     return Group(head, Text(), bars(candidate["estimate"]))
+
+
+def _probe_panel(probe: CandidateView) -> RenderableType:
+    """What is run before the training, and why."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("memory", "not known: two short attempts measure what a sample needs, before the training is planned")
+    head.add_row("first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold"))
+    head.add_row("second", "the same with the largest micro-batch that is sure to fit by then")
+    head.add_row("then", "the fastest plan that fits by both; nothing of them is kept. `probe: never` leaves them out")
+    return head
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
@@ -255,9 +267,9 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
     above = len(forecast["frontier"][:low])
     if above:
         table.add_row("", f"... {above} faster")
-    chosen = forecast["chosen"]
+    chosen = forecast["chosen"] if forecast["probe"] is None else None
     for index, one in enumerate(shown, start=low):
-        if index == chosen and chosen > 0:
+        if index == chosen and index > 0:
             limit = format_bytes(one["capacity_bytes"])
             table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
         mark = Text("→", style="bold green") if index == chosen else Text("")

@@ -8,9 +8,12 @@ from orchestrator.memory.calibration import CONFIDENCE
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.groups import groups_of
 from orchestrator.service.forecast import SETTINGS, forecast, given_plan
+from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.plan import Engine, Optimizer, Plan, settings
 from tests.planning.test_strategies import job, machine
 from tests.scheduling.factories import MIB, decoder_spec, node, observation
+from tests.scheduling.test_probe import Night, unknown
+from tests.scheduling.world import CLUSTERS
 
 FOLLOWS = {"gpus", "optimizer", "global_batch_size"}  # from the layout and the job
 
@@ -67,3 +70,18 @@ def test_a_forecast_says_how_surely_each_plan_fits_and_never_takes_what_the_fami
     assert refuted["frontier"][0]["fit_probability"] == 0.0
     assert refuted["frontier"][0]["rejected"] == "ran out of memory before, in another job of this family"
     assert refuted["chosen"] != 0
+
+
+def test_what_is_said_to_be_measured_first_is_what_the_queue_launches_first() -> None:
+    night, nodes = Night(), idle_nodes(CLUSTERS[0])
+    spec = unknown()
+    foretold = forecast(spec, nodes)["probe"]
+    night.submit(spec)
+    assert night.launched[0].probe
+    assert foretold is not None
+    assert foretold["settings"] == settings(night.launched[0].plan)
+    for _ in range(2):
+        night.end()
+    assert forecast(spec, nodes, night.state.observations)["probe"] is None, "it is known by then"
+    assert forecast(unknown(probe="never"), nodes)["probe"] is None
+    assert forecast(decoder_spec(), nodes)["probe"] is None
