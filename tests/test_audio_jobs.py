@@ -81,13 +81,18 @@ def test_what_is_to_run_needs_its_project(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_orpheus_runs_out_in_the_optimizer_at_batch_1_and_fits_fully_sharded_over_four() -> None:
-    """canopyai/Orpheus-TTS issue 93: out of memory on devices of 80 GB at the default batch of 1, cured by FSDP."""
+    """canopyai/Orpheus-TTS issue 93: out of memory on devices of 80 GB at the default batch of 1, cured by FSDP.
+
+    Issues 214 and 215: on 40 GB in optimizer.step, where no sample counts any more: no smaller batch helps.
+    """
     spec, where = job(ORPHEUS), hardware("1x4-a100-80gb")
     alike = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=1, precision=Precision.BF16)
     assert alike in list(plans(spec, where))
     needed = estimate(profile_for(spec, where, alike), alike, where.device)
     assert needed.device_bytes > where.device.memory
-    assert needed.moment == "optimizer step"
+    (in_step,) = [one for one in needed.moments if one.name == "optimizer step"]
+    assert in_step.activation_bytes == 0
+    assert in_step.counted_bytes > 60 * GB
     found = fit(ORPHEUS, "1x4-a100-80gb")
     assert all(one.plan.zero_stage for one in found), "on one device the same batch does not fit either"
     (sharded,) = [one for one in found if one.plan.layout.dp == 4 and one.plan.zero_stage is ZeroStage.PARAMETERS]

@@ -37,8 +37,8 @@ def profile_of(
 ) -> ModelProfile | None:
     """What one rank has of the job's model at this precision and these tokens per sample (None: its own).
 
-    The declared profile where there is one, else the closed form of `model.decoder` or of a transformers family that
-    has one, else what intake had traced; None where nothing is known.
+    The declared profile where there is one, else the closed form of a decoder or of a transformers family that has
+    one, else what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
     whether it runs there, which a closed form need not know.
     """
@@ -48,18 +48,19 @@ def profile_of(
         lower = spec.precision is Precision.FP32 and precision is not Precision.FP32
         share = LOW_SHARE if lower else 1.0
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
-    if spec.model is not None and spec.model.decoder is not None:
-        length = sequence_length or spec.data.sequence_length
-        return decoder_profile(spec.model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
-    if spec.model is not None and spec.model.hf is not None:
-        length = sequence_length or spec.data.sequence_length
-        shape = decoder_shape(spec.model, length)
+    model, length = spec.known_model, sequence_length or spec.data.sequence_length
+    if model is not None and model.decoder is not None:
+        ours = decoder_profile(model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
+        return with_all_logits(ours, model.decoder.vocab_size, length) if spec.is_script else ours
+    if model is not None and model.hf is not None:
+        shape = decoder_shape(model, length)
         if shape is not None:
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
-            return as_transformers(ours, spec.model, shape, length, autocast=autocast)
+            theirs = as_transformers(ours, model, shape, length, autocast=autocast)
+            return with_all_logits(theirs, shape.vocab_size, length) if spec.is_script else theirs
     if tensor_parallel > 1:
         return None
-    return _traced(spec.traced, precision, sequence_length or spec.data.sequence_length, autocast, cuda)
+    return _traced(spec.traced, precision, length, autocast, cuda)
 
 
 def is_known(spec: JobSpec) -> bool:
@@ -200,6 +201,23 @@ def decoder_profile(
         tensor_parallel=tp,
         updated_before_largest=_updated_before_largest(h * f, h * v),
     )
+
+
+def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
+    """The profile with the plain loss of somebody's script (`head_bytes` of memory/foreign.py): 12 bytes a logit."""
+    *layers, head = profile.segments
+    logits = sequence_length * vocab_size
+    saved_bytes = head.saved_bytes + 4 * logits
+    whole = replace(
+        head,
+        saved_bytes=saved_bytes,
+        checkpointed_bytes=saved_bytes,
+        selective_bytes=saved_bytes,
+        transient_bytes=head.transient_bytes + 8 * logits,
+        selective_transient_bytes=head.selective_transient_bytes + 8 * logits,
+        chunks=None,
+    )
+    return replace(profile, segments=(*layers, whole))
 
 
 def _updated_before_largest(feed_forward: int, table: int) -> int:

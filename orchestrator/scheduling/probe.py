@@ -75,7 +75,7 @@ def _can_be_probed(spec: JobSpec) -> bool:
 
 
 def _is_unknown(spec: JobSpec) -> bool:
-    return spec.is_script and spec.profile is None
+    return spec.is_script and spec.profile is None and spec.trains is None
 
 
 def _is_plain(one: Candidate) -> bool:

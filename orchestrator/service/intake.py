@@ -16,6 +16,7 @@ from orchestrator.specs.clock import known_zone
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import ModelSpec
 from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
 
 KINDS_OF_FILES = ("text", "chat", "tokens")
@@ -67,7 +68,7 @@ def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobS
         problems += _missing_script(resolved, source)
     if problems:
         raise together(problems, source)
-    if resolved.is_script or is_known(resolved):
+    if resolved.known_model is None or is_known(resolved):
         return resolved
     home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
     return resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
@@ -117,15 +118,25 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`
         before = [str(_at(folder, word)) if (folder / word).is_file() else word for word in spec.resume.before]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
-    if spec.model is not None and spec.model.factory is not None:
-        file, colon, function = spec.model.factory.rpartition(":")
-        if colon:
-            changed["model"] = dataclasses.replace(spec.model, factory=f"{_at(folder, file)}:{function}")
-    if spec.model is not None and isinstance(spec.model.hf, str):
-        hf = str(_folder_or_name(folder, spec.model.hf))
-        config = _folder_config(hf) if Path(hf).is_absolute() else spec.model.config or _hub_config(hf)
-        changed["model"] = dataclasses.replace(spec.model, hf=hf, config=config)
+    if spec.known_model is not None:
+        changed[_said_as(spec)] = _absolute_model(spec.known_model, folder)
     return spec.model_copy(update=changed)
+
+
+def _said_as(spec: JobSpec) -> str:
+    """Under which key the job file says `known_model`."""
+    return "trains" if spec.is_script else "model"
+
+
+def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
+    if model.factory is not None:
+        file, colon, function = model.factory.rpartition(":")
+        return dataclasses.replace(model, factory=f"{_at(folder, file)}:{function}") if colon else model
+    if isinstance(model.hf, str):
+        hf = str(_folder_or_name(folder, model.hf))
+        config = _folder_config(hf) if Path(hf).is_absolute() else model.config or _hub_config(hf)
+        return dataclasses.replace(model, hf=hf, config=config)
+    return model
 
 
 def local_zone() -> str:
@@ -172,21 +183,22 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
         for index, file in enumerate(getattr(spec.data, kind)):
             if not Path(file).is_file():
                 yield SpecError("the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file)
-    folders = {"data.tokenizer": spec.data.tokenizer, "model.hf": spec.model.hf if spec.model is not None else None}
+    model, key = spec.known_model, _said_as(spec)
+    folders = {"data.tokenizer": spec.data.tokenizer, f"{key}.hf": model.hf if model is not None else None}
     for path, folder in folders.items():
         if isinstance(folder, str) and Path(folder).is_absolute() and not Path(folder).is_dir():
             yield SpecError("the folder does not exist", source=source, path=path, got=folder)
-    hf = folders["model.hf"]
-    if spec.model is not None and isinstance(hf, str) and Path(hf).is_dir() and not spec.model.config:
+    hf = folders[f"{key}.hf"]
+    if model is not None and isinstance(hf, str) and Path(hf).is_dir() and not model.config:
         hint = "a folder as `save_pretrained` writes it"
-        yield SpecError(f"no {CONFIG} can be read", source=source, path="model.hf", got=hf, hint=hint)
-    if spec.model is not None and spec.model.factory is not None:
-        file, _, function = spec.model.factory.rpartition(":")
+        yield SpecError(f"no {CONFIG} can be read", source=source, path=f"{key}.hf", got=hf, hint=hint)
+    if model is not None and model.factory is not None:
+        file, _, function = model.factory.rpartition(":")
         if not file or not function.isidentifier():
             form = "path/to/file.py:function"
-            yield SpecError("no function", source=source, path="model.factory", got=spec.model.factory, allowed=form)
+            yield SpecError("no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form)
         elif not Path(file).is_file():
-            yield SpecError("the file does not exist", source=source, path="model.factory", got=file)
+            yield SpecError("the file does not exist", source=source, path=f"{key}.factory", got=file)
 
 
 def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:

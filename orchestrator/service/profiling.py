@@ -55,19 +55,19 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
 
     Raises SpecError with the model's own words where its code fails; `source` is the job's file.
     """
-    assert spec.model is not None, "a script is not traced"
+    assert spec.known_model is not None, "nothing is traced of a script alone"
     arithmetics = _arithmetics(spec)
     found = []
     for length in _lengths(spec):
         request = {
-            "model": dataclasses.asdict(spec.model),
+            "model": dataclasses.asdict(spec.known_model),
             "training": dataclasses.asdict(spec.training),
             "family": spec.family_name,
             "sequence_length": length,
             "arithmetics": [dict(zip(("precision", "autocast", "cuda"), each, strict=True)) for each in arithmetics],
         }
         kept = home / "profiles" / f"{_digest(spec, request)}.json"
-        profiles = _read(kept) or _trace(request, kept, source)
+        profiles = _read(kept) or _trace(request, kept, source, spec.workdir if spec.is_script else None)
         found += [
             TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
             for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True)
@@ -84,14 +84,14 @@ def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool, bool]]:
 
 def _lengths(spec: JobSpec) -> list[int]:
     """Tokens per sample that a plan may have; a factory's data are its own."""
-    shorter = () if spec.model is not None and spec.model.factory is not None else spec.degrade.sequence_lengths
+    shorter = () if spec.known_model is not None and spec.known_model.factory else spec.degrade.sequence_lengths
     return list(dict.fromkeys((spec.data.sequence_length, *shorter)))
 
 
 def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
     """Of all that the answer follows from; where a factory's file lies does not matter, nor how long it trains."""
-    assert spec.model is not None, "a script is not traced"
-    file, _, function = (spec.model.factory or "").rpartition(":")
+    assert spec.known_model is not None, "nothing is traced of a script alone"
+    file, _, function = (spec.known_model.factory or "").rpartition(":")
     model = {**request["model"], "factory": function}
     said = {**request, "model": model, "training": request["training"]["freeze"]}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
@@ -111,14 +111,18 @@ def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
         return None
 
 
-def _trace(request: dict[str, Any], kept: Path, source: str) -> tuple[ModelProfile, ...]:
+def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None) -> tuple[ModelProfile, ...]:
+    """`project`: a folder from which the model's file may import, as its script does."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if project is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "request.json"
         asked.write_text(json.dumps(request))
         try:
             child = subprocess.run(
                 [sys.executable, "-m", PROGRAM, str(asked)],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                env=env,
                 capture_output=True,
                 timeout=TRACE_TIMEOUT_S,
                 check=False,

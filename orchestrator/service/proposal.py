@@ -159,6 +159,8 @@ def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | No
         yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would begin anew."
     if known.get("output_dir") is None:
         yield "# Not known: where it leaves its checkpoints. Without knobs.output_dir they are sought in workdir."
+    yield "# Not known: its memory, which short attempts find out. Which model it trains would say it:"
+    yield "# trains: {hf: MODEL} with data: {sequence_length: N}, or a file: trains: {factory: model.py:build}."
     yield "# Not known: what it leaves when it has finished. success: {artifacts: [model.pt]}"
     yield "# Not known: how many optimizer steps it takes. steps: 1000"
 

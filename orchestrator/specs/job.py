@@ -189,6 +189,7 @@ class JobSpec(Noun):
     training: TrainingSpec = TrainingSpec()
 
     command: Command | None = None
+    trains: ModelSpec | None = None  # what a script trains, of `data.sequence_length`: known by it, and never run
     trainer: Framework | None = None  # says launch, knobs, resume, progress and phases, as far as the job does not
     launch: LaunchStyle = "ranks"
     workdir: str | None = None  # relative to the job file; None: the job file's folder
@@ -219,6 +220,11 @@ class JobSpec(Noun):
         return self.command is not None
 
     @property
+    def known_model(self) -> ModelSpec | None:
+        """The model whose costs are those of the job: its own, or the one that its script trains."""
+        return self.model or self.trains
+
+    @property
     def optimizer_steps(self) -> int | None:
         """From the job's beginning to its end; None where nobody says."""
         return self.steps if self.is_script else self.training.max_steps
@@ -243,9 +249,14 @@ class JobSpec(Noun):
             raise ValueError("a job says either `command` (a script) or `model` (and `data`)")
         if self.command is not None and not self.command:
             raise ValueError("`command` is empty")
+        if self.known_model is not None:
+            ways = (self.known_model.decoder, self.known_model.hf, self.known_model.factory)
+            if sum(way is not None for way in ways) != 1:
+                word = "model" if self.model is not None else "trains"
+                raise ValueError(f"`{word}` says exactly one of `decoder`, `hf` and `factory`")
+        if self.trains is not None and self.command is None:
+            raise ValueError("`trains` says which model somebody's script trains: it needs a `command`")
         if self.model is not None:
-            if sum(way is not None for way in (self.model.decoder, self.model.hf, self.model.factory)) != 1:
-                raise ValueError("`model` says exactly one of `decoder`, `hf` and `factory`")
             if self.model.decoder is not None and not self.data.text:
                 raise ValueError("a decoder job needs `data.text`: the files it is trained on")
             if self.model.hf is not None and not self.data.files:

@@ -73,7 +73,7 @@ def parse_cluster(text: str, source: str) -> ClusterSpec:
 def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     """The job that came as JSON (`JobSpec.model_dump(mode="json")`). Raises SpecError."""
     spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
-    if spec.model is not None and spec.model.factory is not None and not (spec.profile or spec.traced):
+    if spec.known_model is not None and spec.known_model.factory and not (spec.profile or spec.traced):
         hint = "service/intake.py has it traced where a job file is read; or say `profile`"
         raise SpecError("nobody says what the model costs", source=source, path="traced", hint=hint)
     return spec

@@ -29,6 +29,7 @@ from orchestrator.specs.plan import (
     ZeroStage,
     changes,
 )
+from orchestrator.specs.profile import Source
 
 KNOBS = {
     "micro_batch_size": {"flag": "--batch", "default": 16},
@@ -357,6 +358,25 @@ def test_every_way_to_fit_that_is_offered_really_fits() -> None:
     assert list(fitting(frontier(decoder_job(hidden_size=768, gpus=4), four), capacity, UNMEASURED))
     assert any(way.startswith("devices with at least") for way in ways)
     assert "worst moment" in why_nothing_fits(spec, hardware, capacity, UNMEASURED)
+
+
+def test_a_script_that_names_the_model_it_trains_is_costed_by_it_with_a_loss_that_holds_all_logits() -> None:
+    own = decoder_job()
+    named = script(trains=own.model, data={"sequence_length": 128})
+    ours = profile_of(own, precision=Precision.FP32, sequence_length=None)
+    theirs = profile_of(named, precision=Precision.FP32, sequence_length=None)
+    assert ours is not None
+    assert theirs is not None
+    assert theirs.parameters == ours.parameters
+    assert theirs.segments[:-1] == ours.segments[:-1]
+    more = theirs.segments[-1], ours.segments[-1]
+    (held, chunked), logits = [one.saved_bytes + one.transient_bytes for one in more], 128 * 512
+    assert held - chunked == 12 * logits, "fp32 logits, their log-softmax and their gradient"
+    shorter = profile_of(named, precision=Precision.FP32, sequence_length=64)
+    assert shorter is not None
+    assert shorter.segments[-1].saved_bytes < theirs.segments[-1].saved_bytes
+    found = frontier(script(trains=own.model, data={"sequence_length": 128}), machine()).candidates
+    assert {one.estimate.source for one in found} == {Source.CLOSED_FORM}
 
 
 def test_a_declared_profile_wins_over_the_closed_form() -> None:

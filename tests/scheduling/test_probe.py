@@ -43,6 +43,14 @@ KNOBS = {
     "output_dir": {"flag": "--output"},
 }
 
+DECODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
 
 def unknown(name: str = "unknown", **said: object) -> JobSpec:
     return JobSpec.model_validate(
@@ -159,12 +167,21 @@ def test_whatever_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_as_it_
     [
         {"probe": "never"},
         {"profile": {"parameters": 1000, "activations_per_sample": "1MiB"}},
+        {"trains": {"decoder": DECODER}},
         {"knobs": {key: knob for key, knob in KNOBS.items() if key != "output_dir"}},
         {"knobs": {key: knob for key, knob in KNOBS.items() if key != "micro_batch_size"}},
         {"knobs": {key: knob for key, knob in KNOBS.items() if key != "gradient_accumulation_steps"}},
         {"global_batch_size": 2},
     ],
-    ids=["never", "known", "no folder of its own", "no micro-batch", "no accumulation", "two micro-batches"],
+    ids=[
+        "never",
+        "known",
+        "of a known model",
+        "no folder of its own",
+        "no micro-batch",
+        "no accumulation",
+        "two micro-batches",
+    ],
 )
 def test_a_job_that_is_known_or_cannot_be_measured_is_not_probed(said: dict[str, object]) -> None:
     night = Night()

@@ -166,6 +166,37 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_own_words(tmp_path: P
     assert [words for words in ("job.yaml", "ZeroDivisionError", "say what it costs") if words not in said] == [], said
 
 
+@pytest.mark.timeout(300)  # a child process that imports torch
+def test_the_model_that_a_script_trains_is_traced_and_may_import_from_its_project(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").touch()
+    (project / "sizes.py").write_text("WIDTH = 5\n")
+    text = "trains: {factory: own.py:build, config: {outputs: 3}}\ncommand: python train.py\nworkdir: ../project\n"
+    path = own_job(tmp_path, "from sizes import WIDTH\n" + FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
+    spec = read_job(path, home=tmp_path / "home")
+    known = profile_of(spec, precision=spec.precision, sequence_length=None)
+    assert known is not None
+    assert (known.source, known.parameters) == (Source.TRACED, 5 * 3 + 3)
+    assert job_from_data(json.loads(spec.model_dump_json()), "the journal") == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("trains: {factory: own.py:build}\nmodel: {factory: own.py:build}\n", "`trains` says which model"),
+        ("trains: {hf: a, factory: own.py:build}\ncommand: ./train.sh\n", "`trains` says exactly one"),
+        ("trains: {factory: none.py:build}\ncommand: python train.py\n", "trains.factory"),
+        ("trains: {hf: ./none}\ncommand: python train.py\n", "trains.hf"),
+    ],
+)
+def test_a_mistake_in_what_a_script_trains_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
+    path = own_job(tmp_path, FACTORY, f"name: own\nglobal_batch_size: 8\n{text}")
+    (tmp_path / "jobs" / "train.py").touch()
+    with pytest.raises(SpecError, match=said):
+        read_job(path, home=tmp_path / "home")
+
+
 def test_what_is_traced_is_no_setting_of_a_job_file(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     traced = read_job(path, home=home).model_dump(mode="json")["traced"]

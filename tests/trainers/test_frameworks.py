@@ -64,6 +64,43 @@ def test_a_script_of_which_nobody_knows_what_it_needs_is_measured_and_never_runs
         assert json.loads(left.attempt(number).resume.read_text()) == {"checkpoint": None}
 
 
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("samples", "tokens", "precision"), [(16, 128, "fp32"), (4, 256, "fp32"), (8, 128, "bf16")])
+def test_what_a_script_needs_is_foretold_by_the_model_that_it_names(
+    samples: int, tokens: int, precision: str, tmp_path: Path
+) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "name": "hf",
+            "trainer": "hf",
+            "launch": "ranks",
+            "command": f"python hf.py --max_steps 3 --report_to none --per_device_train_batch_size {samples} "
+            f"--block_size {tokens}{' --bf16' if precision == 'bf16' else ''}",
+            "workdir": str(SCRIPTS),
+            "global_batch_size": samples,
+            "trains": {"hf": LLAMA},
+            "data": {"sequence_length": tokens},
+            "success": {"artifacts": ["model.safetensors"]},
+        }
+    )
+    job = Drive(tmp_path, cluster("512MiB", devices=1)).run(spec)
+    assert story(job) == ["finished"], job.reason
+    (only,) = job.attempts
+    assert only.peak_bytes is not None
+    assert 0.95 < only.estimate.allocated_bytes / only.peak_bytes < 1.05
+
+
 @pytest.mark.long
 def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_written(tmp_path: Path) -> None:
     spec = JobSpec.model_validate(
