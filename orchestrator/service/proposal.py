@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.service.script_flags import Flag, Script, read_script
+from orchestrator.service.script_flags import TRL, Flag, Script, read_script
 from orchestrator.specs.frameworks import CONFIG_FLAG, Framework, knobs_of
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Precision
@@ -105,6 +105,8 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
         "deepspeed": "it takes --deepspeed_config",
     }[framework]
     yield f"trainer: {framework} # {why}; says knobs, launch and resume, unless they stand here"
+    if (script.training_arguments or "").endswith(TRL):
+        yield "precision: bf16 # as TRL has it where nothing is said"
 
 
 def _devices(script: Script, framework: Framework | None) -> Iterator[str]:

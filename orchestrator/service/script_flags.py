@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +11,8 @@ from typing import Any, Literal
 from orchestrator.specs.errors import SpecError
 
 MODULES_MAX = 32  # of the script's own folder that are read with it
-TRAINING_ARGUMENTS = ("TrainingArguments", "SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig")
+TRL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig")  # trl/trainer/*_config.py
+TRAINING_ARGUMENTS = ("TrainingArguments", *TRL)
 _NOT_LITERAL = object()
 
 
@@ -53,7 +54,8 @@ def read_script(path: Path) -> Script:
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     imports = frozenset(name for tree in trees for name in _imported(tree))
     flags: dict[str, Flag] = {}
-    parsed = [one for call in calls for one in _parsed_classes(call)]
+    listed = dict(_listed(nodes))
+    parsed = [one for call in calls for one in _parsed_classes(call, listed)]
     found = [
         *(flag for call in calls for flag in _added(call, constants)),
         *(flag for name in parsed for flag in _fields(name, classes, constants)),
@@ -183,11 +185,19 @@ def _longest(names: Iterable[str]) -> str:
 # ------------------------------------------------------------------------------------------------- fields of classes
 
 
-def _parsed_classes(call: ast.Call) -> Iterator[str]:
+def _listed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
+    """What is written in a list that has a name."""
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
+            yield from ((_last(target), node.value.elts) for target in node.targets if _last(target))
+
+
+def _parsed_classes(call: ast.Call, listed: Mapping[str, list[ast.expr]]) -> Iterator[str]:
     if _last(call.func) not in ("HfArgumentParser", "TrlParser") or not (call.args or call.keywords):
         return
     first = call.args[0] if call.args else call.keywords[0].value
-    yield from (_last(one) for one in (first.elts if isinstance(first, ast.Tuple | ast.List) else [first]))
+    one_by_one = first.elts if isinstance(first, ast.Tuple | ast.List) else listed.get(_last(first), [first])
+    yield from map(_last, one_by_one)
 
 
 def _inherited(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:

@@ -12,6 +12,7 @@ from orchestrator.service.proposal import proposal
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.plan import Precision
 
 ARGPARSE = """
 import argparse
@@ -66,6 +67,16 @@ parser = HfArgumentParser((ModelArguments, MyArguments))
 model, training = parser.parse_args_into_dataclasses()
 Trainer(args=training).train(resume_from_checkpoint=training.resume_from_checkpoint)
 """
+SFT = """
+def main(script_args, training_args):
+    from trl import SFTTrainer
+    SFTTrainer(args=training_args).train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+def make_parser():
+    from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    dataclass_types = (ScriptArguments, SFTConfig, ModelConfig)
+    return TrlParser(dataclass_types)
+"""
 DIFFUSERS = """
 import argparse
 from accelerate import Accelerator
@@ -107,7 +118,9 @@ def proposed(folder: Path, source: str) -> tuple[str, JobSpec]:
     return text, read_job(file)
 
 
-@pytest.mark.parametrize("source", [ARGPARSE, CLICK, TYPER, HF, DIFFUSERS, LIGHTNING, HYDRA, SPAWNING, "print()\n"])
+@pytest.mark.parametrize(
+    "source", [ARGPARSE, CLICK, TYPER, HF, SFT, DIFFUSERS, LIGHTNING, HYDRA, SPAWNING, "print()\n"]
+)
 def test_what_is_proposed_can_be_planned_as_it_stands(tmp_path: Path, source: str) -> None:
     _, spec = proposed(tmp_path, source)
     assert forecast(spec, idle_nodes(read_cluster(None)), ())["chosen"] is not None
@@ -164,6 +177,13 @@ def test_transformers_trainer_is_recognised_by_what_its_parser_is_given(tmp_path
     assert "nothing in it uses resume_from_checkpoint" not in text
     without, _ = proposed(tmp_path, HF.replace("resume_from_checkpoint=training.resume_from_checkpoint", ""))
     assert "nothing in it uses resume_from_checkpoint" in without
+
+
+def test_a_script_of_trl_is_one_of_transformers_whose_precision_is_trls(tmp_path: Path) -> None:
+    text, spec = proposed(tmp_path, SFT)
+    assert "it parses SFTConfig" in text
+    assert (spec.trainer, spec.precision) == ("hf", Precision.BF16)
+    assert proposed(tmp_path, HF)[1].precision is Precision.FP32
 
 
 def test_what_a_script_of_a_framework_does_otherwise_is_written(tmp_path: Path) -> None:
