@@ -59,7 +59,7 @@ def proposal(path: Path) -> str:
 def _framework(script: Script) -> Framework | None:
     flags = {flag.name for flag in script.flags}
     if script.training_arguments is not None:
-        return "hf"
+        return "trl" if script.training_arguments.endswith(TRL) else "hf"
     if "LightningCLI" in script.calls:
         return "lightning"
     if "Accelerator" in script.calls and {"--train_batch_size", "--gradient_accumulation_steps"} <= flags:
@@ -71,7 +71,7 @@ def _framework(script: Script) -> Framework | None:
 
 def _lines(path: Path, folder: Path, script: Script, framework: Framework | None) -> Iterator[str]:
     flags = {flag.word: flag for flag in reversed(script.flags)}
-    inherits = framework in ("hf", "lightning")  # flags that stand in the framework's own code
+    inherits = framework in ("hf", "trl", "lightning")  # flags that stand in the framework's own code
     knobs = _own_knobs(framework, flags) if framework and not inherits else {} if inherits else dict(_knobs(flags))
     taken = {name for knob in (*knobs.values(), *_preset(framework).values()) if knob for name in _names(knob)}
     needed = [flag for flag in script.flags if flag.required and flag.name not in taken]
@@ -99,14 +99,13 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
         return
     why = {
         "hf": f"it parses {script.training_arguments}",
+        "trl": f"it parses {script.training_arguments}",
         "lightning": "it calls LightningCLI",
         "diffusers": "an Accelerator, and the flags of the examples of diffusers",
         "accelerate": "an Accelerator, and the flags of transformers' examples without Trainer",
         "deepspeed": "it takes --deepspeed_config",
     }[framework]
     yield f"trainer: {framework} # {why}; says knobs, launch and resume, unless they stand here"
-    if (script.training_arguments or "").endswith(TRL):
-        yield "precision: bf16 # as TRL has it where nothing is said"
 
 
 def _devices(script: Script, framework: Framework | None) -> Iterator[str]:
@@ -157,7 +156,7 @@ def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | No
         yield "# Not known: accumulation. Without that knob the micro-batch is never cut: it would be another training."
     if known.get("resume_from") is None:
         yield "# Not known: how it goes on from a checkpoint. Without knobs.resume_from a restart begins anew."
-    elif framework == "hf" and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used(script):
+    elif framework in ("hf", "trl") and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used(script):
         yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would begin anew."
     if known.get("output_dir") is None:
         yield "# Not known: where it leaves its checkpoints. Without knobs.output_dir they are sought in workdir."

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 _Precision = Literal["fp32", "bf16", "fp16"]
-Framework = Literal["hf", "accelerate", "diffusers", "lightning", "deepspeed"]
+Framework = Literal["hf", "trl", "accelerate", "diffusers", "lightning", "deepspeed"]
 
 # A progress bar of tqdm without a name before it. At 0 nothing has been counted yet: resumed ones begin there, too.
 _BAR = r"^\s*\d+%\|[^|]*\| ([1-9]\d*)/\d+ \["
@@ -15,9 +15,9 @@ _ACCUMULATION = {"flag": "--gradient_accumulation_steps", "default": 1}
 _OUTPUT = {"flag": "--output_dir"}
 _RESUME = {"flag": "--resume_from_checkpoint"}
 
-# hf: transformers/training_args.py as HfArgumentParser reads it (transformers 4 and 5; TRL's configurations inherit it,
-# and turn bf16 and gradient checkpointing on where they are told nothing). Shards are said in accelerate's file, since
-# `--fsdp` takes other words from one version to the next.
+# hf: transformers/training_args.py as HfArgumentParser reads it (transformers 4 and 5). Shards are said in accelerate's
+# file, since `--fsdp` takes other words from one version to the next. trl: its configurations inherit that
+# (trl/trainer/sft_config.py), and turn bf16 and gradient checkpointing on where they are told nothing.
 # accelerate: transformers' examples/pytorch/*_no_trainer.py. diffusers: its examples/*/train_*.py.
 # lightning: lightning/pytorch/cli.py and trainer/trainer.py; a checkpoint's name ends in step=N by default.
 # deepspeed: the file of `--deepspeed_config`, with the keys of deepspeed/runtime/constants.py.
@@ -102,6 +102,7 @@ _FRAMEWORKS: dict[str, dict[str, Any]] = {
         "resume": {"checkpoints": "global_step*", "holds": ["*model_states.pt"], "step": r"global_step(\d+)"},
     },
 }
+_FRAMEWORKS = {"hf": _FRAMEWORKS["hf"], "trl": {**_FRAMEWORKS["hf"], "precision": "bf16"}, **_FRAMEWORKS}
 WAYS = ("flag", "switch", "override", "key", "env", "accelerate")
 CONFIG_FLAG = {"deepspeed": "--deepspeed_config"}  # its file stands in the command, and is rewritten for each attempt
 assert tuple(_FRAMEWORKS) == get_args(Framework)

@@ -182,7 +182,7 @@ def test_transformers_trainer_is_recognised_by_what_its_parser_is_given(tmp_path
 def test_a_script_of_trl_is_one_of_transformers_whose_precision_is_trls(tmp_path: Path) -> None:
     text, spec = proposed(tmp_path, SFT)
     assert "it parses SFTConfig" in text
-    assert (spec.trainer, spec.precision) == ("hf", Precision.BF16)
+    assert (spec.trainer, spec.precision) == ("trl", Precision.BF16)
     assert proposed(tmp_path, HF)[1].precision is Precision.FP32
 
 

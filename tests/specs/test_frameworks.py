@@ -63,6 +63,18 @@ def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: s
             "--gradient_checkpointing true --resume_from_checkpoint CKPT --output_dir OUT",
         ),
         (
+            "trl",
+            "python train.py",  # in bf16, without a word
+            "--per_device_train_batch_size 2 --per_device_eval_batch_size 8 --gradient_accumulation_steps 4 "
+            "--gradient_checkpointing true --resume_from_checkpoint CKPT --output_dir OUT",
+        ),
+        (
+            "trl",
+            "python train.py --bf16 false",
+            "--per_device_train_batch_size 2 --per_device_eval_batch_size 8 --gradient_accumulation_steps 4 "
+            "--gradient_checkpointing true --bf16 false --resume_from_checkpoint CKPT --output_dir OUT",
+        ),
+        (
             "accelerate",
             "python train.py",
             "--per_device_train_batch_size 2 --gradient_accumulation_steps 4 --resume_from_checkpoint CKPT "
@@ -146,3 +158,10 @@ def test_a_mistake_beside_a_trainer_is_answered_by_one_error_that_says_where(tex
         parse_job(f"name: a\nglobal_batch_size: 8\n{text}", "job.yaml")
     for part in said:
         assert part in str(refused.value)
+
+
+def test_a_script_of_trl_trains_in_bf16_where_nobody_says_otherwise() -> None:
+    assert job("hf").precision is Precision.FP32
+    assert job("trl").precision is Precision.BF16
+    assert job("trl", "python train.py --bf16 false").precision is Precision.FP32
+    assert job("trl", precision="fp16").precision is Precision.FP16
