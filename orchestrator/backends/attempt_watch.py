@@ -226,7 +226,9 @@ class AttemptWatch:
         """How the gang ended: by itself, stopped, hung, or with nodes that went away."""
         known = Gang(launchers)
         known.lost = {part.node for part in self._attempt.placement if part.node not in launchers}
-        progress = Progress(self._job.spec, self._folder, self._attempt.plan.world_size, self._started)
+        spec = self._job.spec
+        output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
+        progress = Progress(spec, self._folder, self._attempt.plan.world_size, self._started, output)
         stopped, hung_for_s, aborted, give_up_at_s = False, None, False, float("inf")
         known_step_s = self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
         while known.open():  # bounded: the watchdog ends a gang that stands still

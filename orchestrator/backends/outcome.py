@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -47,6 +48,18 @@ def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
         if not done and _is_whole(resume, path):
             found.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
     return max(found)[2] if found else None
+
+
+def last_saved_s(spec: JobSpec, output: Path) -> float | None:
+    """When anything of a script's checkpoints was last written, in seconds since 1970; None where there are none."""
+    newest = None
+    try:
+        for path in {path for pattern in spec.resume.checkpoints for path in output.glob(pattern)}:
+            for one in (path, *(path.rglob("*") if path.is_dir() else ())):
+                newest = max(newest or 0.0, one.stat().st_mtime)
+    except OSError:  # one is being removed: whoever removes it gets on
+        return time.time()
+    return newest
 
 
 def counted(pattern: str | None, text: str) -> int | None:

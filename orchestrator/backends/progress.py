@@ -1,4 +1,4 @@
-"""Does an attempt still get on? Steps that its ranks and its log tell of, and for how long there was no new one."""
+"""Does an attempt still get on? Steps that its ranks and its log tell of, checkpoints, and how long none was new."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.backends.evidence import heartbeats
+from orchestrator.backends.outcome import last_saved_s
 from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat, Pace
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder
@@ -55,8 +56,10 @@ class LogCounter:
 class Progress:
     """The watchdog: how long an attempt has stood still beyond its job's limits, and how fast it is."""
 
-    def __init__(self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int]) -> None:
-        self._spec, self._folder, self._world_size = spec, folder, world_size
+    def __init__(
+        self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int], output: Path
+    ) -> None:
+        self._spec, self._folder, self._world_size, self._output = spec, folder, world_size, output
         self._logs = [folder.log(rank) for rank in started]
         self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
         self._seen: tuple[object, ...] = ()
@@ -86,10 +89,11 @@ class Progress:
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
     def hung_for_s(self) -> float | None:
-        """Seconds without a training step, where they are too many; None otherwise.
+        """Seconds without a training step or a checkpoint, where they are too many; None otherwise.
 
         A step is one that the guard of some rank saw, or a number that the log counts. A program that gives neither
-        sign has but its log: then its growth is the progress.
+        sign has but its log: then its growth is the progress. How busy a device is tells nothing: a rank that waits
+        in a collective for one that is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its kernels poll).
         """
         beats, counts = heartbeats(self._folder, self._world_size), self.counts
         self._beats = beats
@@ -103,5 +107,9 @@ class Progress:
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
+        if now_s - self._since_s > limit_s:  # only now: looking for a checkpoint is not for every tick
+            saved_s = last_saved_s(self._spec, self._output)
+            if saved_s is not None:
+                self._since_s = max(self._since_s, now_s - max(0.0, time.time() - saved_s))
         still_s = now_s - self._since_s
         return still_s if still_s > limit_s else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 from orchestrator.backends.outcome import lost, missing, newest_checkpoint
@@ -35,17 +36,33 @@ def test_a_log_that_talks_without_counting_is_no_progress(tmp_path: Path) -> Non
     """LatentSync tells of every error that it swallows, for ever."""
     folder = AttemptFolder(tmp_path)
     spec = script(progress=r"Steps: (\d+)", hang_timeout="0s", startup_timeout="1h")
-    progress = Progress(spec, folder, 1, (0,))
+    progress = Progress(spec, folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
     assert progress.hung_for_s() is None, "it may still be starting"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n")
     assert progress.hung_for_s() is None, "a step"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n" + "INFO - retry\n" * 9)
     assert progress.hung_for_s() is not None
-    silent = Progress(script(hang_timeout="0s"), folder, 1, (0,))
+    silent = Progress(script(hang_timeout="0s"), folder, 1, (0,), tmp_path)
     assert silent.hung_for_s() is None
     folder.log(0).write_text("x" * 1000)
     assert silent.hung_for_s() is None, "without a counter, growth is all there is to see"
+
+
+def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Path) -> None:
+    """The step after it may be long in coming: a large checkpoint takes longer than many steps."""
+    spec = script(progress=r"step (\d+)", hang_timeout="60s", startup_timeout="60s")
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    shard = checkpoint / "shard-1.pt"
+    shard.touch()
+    for age_s, hangs in ((10, False), (300, True)):
+        progress = Progress(spec, AttemptFolder(tmp_path / "attempt"), 1, (0,), tmp_path)
+        progress._since_s -= 200.0  # since when nothing moved
+        progress._seen = (0, None)
+        for path in (checkpoint, shard):
+            os.utime(path, (time.time() - age_s, time.time() - age_s))
+        assert (progress.hung_for_s() is not None) is hangs
 
 
 def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:

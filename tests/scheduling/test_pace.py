@@ -67,7 +67,7 @@ def test_what_should_have_ended_is_expected_to_take_longer_and_longer() -> None:
 def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
     """Of the slowest rank, and of no rank's first steps."""
     folder = AttemptFolder(tmp_path)
-    progress = Progress(script_spec(), folder, 2, (0, 1))
+    progress = Progress(script_spec(), folder, 2, (0, 1), tmp_path)
 
     def beat(rank: int, steps_done: int, step_s: float) -> None:
         said = {"rank": rank, "step": steps_done, "steps_done": steps_done, "step_s": step_s}

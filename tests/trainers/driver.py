@@ -15,6 +15,7 @@ from orchestrator.backends.attempt_watch import PROBE_GRACE_S, request_of, write
 from orchestrator.backends.evidence import Ending, collect, write_ending
 from orchestrator.backends.launch_request import LaunchNode, started_ranks
 from orchestrator.backends.launcher import Launcher, free_port, write_durably
+from orchestrator.backends.outcome import output_folder
 from orchestrator.backends.progress import Progress
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence
@@ -122,7 +123,8 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
         request.workdir,
         planned.plan.world_size // len(processes),
     )
-    progress = Progress(spec, folder, planned.plan.world_size, started)
+    output = folder.output if planned.probe else output_folder(spec, jobs)
+    progress = Progress(spec, folder, planned.plan.world_size, started, output)
     hung_for_s, stopped = None, False
     for _ in range(int(ATTEMPT_TIMEOUT_S / TICK_S)):
         if status["state"] == "ended":
