@@ -9,7 +9,17 @@ import pytest
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.degrade import answered_by_phase, answering, bytes_per_parameter, phase_batch_sizes
 from orchestrator.scheduling.step import step
-from orchestrator.specs.attempt import Attempt, Cause, Evidence, Failure, FailureKind, Finding, Phase, RankEnd
+from orchestrator.specs.attempt import (
+    Attempt,
+    Cause,
+    Evidence,
+    Failure,
+    FailureKind,
+    Finding,
+    OomReport,
+    Phase,
+    RankEnd,
+)
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
@@ -22,7 +32,7 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.state import Event, Finished, Launch, NodesSeen, Released, State, Submitted
-from tests.scheduling.factories import attempt, estimate, node, script_spec
+from tests.scheduling.factories import MIB, attempt, estimate, node, script_spec
 
 DDP = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=1)
 PARLER = script_spec(
@@ -160,3 +170,36 @@ def test_trap_16_a_restart_after_the_optimizer_step_shards() -> None:
     assert (first.zero_stage, second.zero_stage) == (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
     first, second = restarted(sharded, Phase.TRAINING)
     assert second == replace(first, activation_checkpointing=ActivationCheckpointing.FULL)
+
+
+def test_trap_3_where_others_hold_the_memory_the_same_plan_runs_elsewhere() -> None:
+    profile = {"parameters": 1_000_000, "layers": 4, "activations_per_sample": "4MiB"}
+    spec = script_spec(profile=profile, knobs={"micro_batch_size": {"flag": "--batch"}})
+    state, launched = State(), list[Attempt]()
+
+    def tell(event: Event) -> None:
+        nonlocal state
+        state, actions = step(state, event)
+        launched.extend(action.attempt for action in actions if isinstance(action, Launch))
+
+    tell(NodesSeen(nodes=(node("n0", 1), node("n1", 1)), at_s=0.0))
+    tell(Submitted(job_id="script-1", order=1, spec=spec, at_s=1.0))
+    there = launched[0].placement[0].node
+    report = OomReport(
+        rank=0,
+        step=0,
+        phase="",
+        requested_bytes=MIB,
+        live_bytes=20 * MIB,
+        capacity_bytes=256 * MIB,
+        foreign_bytes=230 * MIB,
+    )
+    end = RankEnd(rank=0, exit_code=1, findings=(Finding(cause=Cause.DEVICE_OOM, line="out of memory", oom=report),))
+    tell(Finished(job_id="script-1", number=1, evidence=Evidence(ranks=(end,)), at_s=2.0))
+    seen = tuple(node(name, 1, free_bytes=(26 if name == there else 256) * MIB) for name in ("n0", "n1"))
+    tell(Released(job_id="script-1", number=1, at_s=3.0))
+    tell(NodesSeen(nodes=seen, at_s=1000.0))  # a back-off is over
+    first, second = launched
+    assert first.plan == second.plan, "nothing is degraded"
+    assert second.placement[0].node != there
+    assert state.jobs["script-1"].refuted == frozenset()
