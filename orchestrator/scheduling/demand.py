@@ -42,8 +42,9 @@ def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
 def room_from_s(wanted: Sequence[float], pool: Pool, devices: int, seconds: float) -> float:
     """From when on so many devices can be held for so long with room left for what is much shorter.
 
-    What is held for as long as such jobs matter leaves as many devices as they wanted lately, or is nothing but this.
+    What is held for as long as such jobs matter leaves as many whole devices as they wanted lately, or is nothing but
+    this.
     """
     shorter_s = SHORT * seconds
     others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
-    return pool.held_until_s(pool.group.devices - others - devices) - shorter_s
+    return pool.held_until_s(pool.group.devices - int(others) - devices) - shorter_s

@@ -61,6 +61,19 @@ def test_where_nothing_short_comes_no_device_stays_idle() -> None:
     assert set(launched) == {"job-1", "job-2"}
 
 
+def test_what_shorter_jobs_could_not_keep_busy_is_not_left_to_them() -> None:
+    """One job of a few minutes in the last hours wants no device for itself: on two devices two long jobs run."""
+    short, long = script({1: 600.0}), script({1: 100 * LONG_S})
+    _, launched = played(
+        seen(node("a", devices=2)),
+        submitted(1, short),
+        *gone(1, 700.0),
+        submitted(2, long, 710.0),
+        submitted(3, long, 710.0),
+    )
+    assert set(launched) == {"job-1", "job-2", "job-3"}
+
+
 def test_room_is_left_no_longer_than_it_matters() -> None:
     """A quarter of its length before the other ends, it starts, though nothing happens then: `step` is woken."""
     long = script({4: LONG_S})
