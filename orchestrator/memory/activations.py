@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from orchestrator.memory.moments import FP32_BYTES, NOTHING, Passage, Point, Rank, passages
-from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 
@@ -63,20 +63,22 @@ def _of_one_micro_batch(
         count, (all_saved, all_copied) = segments[place].count, kept[place]
         return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
 
+    gradient_bytes = FP32_BYTES if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE
     found = []
     for passage in passages(stage, has_loss):
         if passage.point is Point.FORWARD:
-            found.append(_forward_end(segments, saved[-1], copied[-1], recast=recast))
+            kept_then = up_to(passage.place, passage.segment.count)
+            found.append(_forward_end(segments, passage.segment, *kept_then, recast=recast))
             continue
         parts = passage.segment.count - passage.position
         if passage.point is Point.START:
             found.append(Activations(*up_to(passage.place, parts)))
             continue
         saved_before, copied_before = up_to(passage.place, parts - 1)
-        own_saved, own_fixed = _backward(passage, mode)
+        own_saved, summed = _backward(passage, mode)
         cast_bytes = passage.segment.cast_bytes if casts else 0
-        found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + own_fixed))
+        found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
     deepest = max(range(len(segments)), key=lambda place: segments[place].count)
     found.append(Activations(*up_to(deepest, segments[deepest].count - 1)))
     return (*found, NONE)
@@ -92,21 +94,27 @@ def _kept(segment: Segment, mode: ActivationCheckpointing, casts: bool) -> tuple
     return segment.count * segment.saved_bytes, segment.count * segment.cast_bytes if casts else 0
 
 
-def _forward_end(segments: tuple[Segment, ...], saved_bytes: int, copied_bytes: int, *, recast: bool) -> Activations:
-    """The loss has just been computed; autocast still keeps every weight that it has cast."""
-    last = segments[-1]
-    transient = -(-last.transient_bytes // 2) if last.chunks is None else 0
+def _forward_end(
+    segments: tuple[Segment, ...], last: Segment, saved_bytes: int, copied_bytes: int, *, recast: bool
+) -> Activations:
+    """The last layer goes forward, or the loss has just been computed; autocast keeps every weight that it has cast."""
+    transient = last.forward_transient_bytes
+    if last is segments[-1] and last.chunks is None:
+        transient += -(-last.transient_bytes // 2)
     cast = sum(segment.count * segment.cast_bytes for segment in segments) if recast else 0
     return Activations(saved_bytes + transient, copied_bytes + cast, last.chunks)
 
 
 def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int]:
-    """Of a part that goes backward, per sample, and of a shared weight's gradients that meet."""
+    """Bytes per sample of a part that goes backward, and elements of a shared weight's gradients that meet."""
     segment = passage.segment
     if passage.point is Point.END:
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0
     if passage.point is Point.GRADIENT:
         return segment.saved_bytes, 0
-    selective = mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None
-    transient = segment.selective_transient_bytes if selective else segment.transient_bytes
-    return segment.saved_bytes + transient, FP32_BYTES * segment.summed_gradients
+    transient = segment.transient_bytes
+    if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
+        transient = segment.selective_transient_bytes
+    elif mode is ActivationCheckpointing.FULL and segment.forward_transient_bytes:  # and the gradient that comes in
+        transient = max(transient, segment.forward_transient_bytes + segment.checkpointed_bytes)
+    return segment.saved_bytes + transient, segment.summed_gradients

@@ -106,6 +106,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
 
     Stage 3 gathers one tensor at a time, but a layer that is recomputed keeps all of its own until they have gone
     backward: the recomputation saves views of them (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0).
+    A single rank uses what it has (`NoGatherHandle` in deepspeed/runtime/zero/partition_parameters.py).
     """
     width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
@@ -128,6 +129,8 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
     at_once = segment.parameters if recomputed and passage.backward else segment.largest_parameter
     gathered = min(profile.parameters, buckets.live) or min(segment.parameters, at_once)
+    if dp == 1 and plan.offload is not Offload.PARAMETERS:
+        gathered = 0
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     return (
         ("gradients", width * (-(-profile.trained_parameters // dp) + own)),

@@ -7,13 +7,13 @@ by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 20
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.specs.model import LoraSpec, ModelSpec
 from orchestrator.specs.plan import Precision
-from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
 # What the configuration classes of transformers 5.23 say where config.json says nothing.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -85,9 +85,9 @@ def as_transformers(
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim
-    if low and not autocast:  # norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
+    if low and not autocast:  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
         wider = 4 if config["model_type"] == "gemma" and model.lora is None else 0
-        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 2) * shape.hidden_size)
+        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 4) * shape.hidden_size)
     tensors = (*layer.tensors, more) if more else layer.tensors
     layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more, tensors=tensors)
     if model.lora is not None:
@@ -110,21 +110,26 @@ def _adapted(
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
     Under low precision the base's matrices are held in it (training/hf_model.py), or in 4 bits; embedding and norms
-    stay fp32. An adapter keeps what stands between its two matrices; under selective checkpointing also what the second
-    returned, since a matrix product did. A norm whose weight is frozen does not keep what the weight is multiplied
-    with.
+    stay fp32. A projection without an adapter does not keep its input, an adapter also what stands between its two
+    matrices; under selective checkpointing also what the second returned, since a matrix product did. A norm whose
+    weight is frozen does not keep what the weight is multiplied with.
     """
     embedding, layer, head = segments
-    sizes = list(_adapted_sizes(lora, shape))
+    adapted = _adapted_projections(lora, shape)
+    sizes, h, f = list(adapted.values()), shape.hidden_size, shape.intermediate_size
     trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
-    table = shape.vocab_size * shape.hidden_size
+    table, width = shape.vocab_size * h, 2 if low else 4
     matrices = sum(inputs * outputs for inputs, outputs in _projections(shape).values())
-    held = NF4_BYTES if lora.quantise_base else 2 if low else 4
-    between = sequence_length * (2 if low else 4) * lora.rank * len(sizes)
-    returned = sequence_length * (2 if low else 4) * sum(outputs for _, outputs in sizes)
-    normed = sequence_length * (2 if low and not autocast else 4) * shape.hidden_size
+    held = NF4_BYTES if lora.quantise_base else width
+    between = sequence_length * width * lora.rank * len(sizes)
+    returned = sequence_length * width * sum(outputs for _, outputs in sizes)
+    normed = sequence_length * (width if low and not autocast else 4) * h
+    base_inputs = sequence_length * (10 * h + 2 * f if autocast else width * (2 * h + f))
+    inputs = sequence_length * _inputs_bytes(adapted, lora, shape, width=width, autocast=autocast)
+    forward = sequence_length * _forward_bytes(adapted, shape) if autocast else 0
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
     head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
+    cast_head = 2 * table if autocast and head_width == 4 else 0
     return (
         replace(
             embedding, trained=0, frozen_bytes=4 * embedding.parameters, summed_gradients=0, factored=0, tensors=()
@@ -134,8 +139,12 @@ def _adapted(
             parameters=layer.parameters + trained,
             trained=trained,
             frozen_bytes=frozen_layer,
-            saved_bytes=layer.saved_bytes + between - 2 * normed,
+            saved_bytes=layer.saved_bytes + between + inputs - base_inputs - 2 * normed,
+            forward_transient_bytes=forward,
             selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
+            selective_transient_bytes=max(
+                layer.selective_transient_bytes, forward + layer.checkpointed_bytes + sequence_length * width * h
+            ),
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
             tensors=tuple(lora.rank * width for inputs, outputs in reversed(sizes) for width in (outputs, inputs)),
@@ -147,9 +156,43 @@ def _adapted(
             frozen_bytes=head_width * table + 4 * (head.parameters - table),
             factored=0,
             tensors=(),
-            chunks=None if head.chunks is None else replace(head.chunks, gradients=0),
+            chunks=None if head.chunks is None else _frozen_loss(head.chunks, cast_head),
         ),
     )
+
+
+def _inputs_bytes(
+    adapted: Mapping[str, tuple[int, int]], lora: LoraSpec, shape: DecoderShape, *, width: int, autocast: bool
+) -> int:
+    """What adapters of a layer keep of their inputs, per token.
+
+    Projections of one input share it; attention keeps its own output. Autocast casts the input of every adapter for
+    itself, and dropout makes another: both are kept in the compute type. Its mask has the type of the adapters on CPU,
+    one byte on CUDA.
+    """
+    each = sum(inputs for inputs, _ in adapted.values())
+    masks = each * (4 if autocast else width) if lora.dropout else 0
+    if autocast or lora.dropout:
+        return width * each + masks
+    shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
+    return width * sum(_projections(shape)[names[0]][0] for names in shared if any(name in adapted for name in names))
+
+
+def _forward_bytes(adapted: Mapping[str, tuple[int, int]], shape: DecoderShape) -> int:
+    """What autocast has live of a feed-forward part while its last projection runs, beside what it keeps, per token.
+
+    Its fp32 input, which only casts of are kept; the gated product, since a frozen matrix does not keep its input; its
+    copy in the type of the adapters, fp32 (`_cast_input_dtype` in peft/tuners/tuners_utils.py, peft 0.19); and what the
+    base projection returned.
+    """
+    copied = 4 * shape.intermediate_size if "down_proj" in adapted else 0
+    return 4 * shape.hidden_size + 2 * shape.intermediate_size + copied + 2 * shape.hidden_size
+
+
+def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
+    """A loss whose weight has no gradient: logits, and a copy of the weight where autocast makes one."""
+    per_token_bytes, _ = chunks.peaks[0]
+    return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 
 
 def _projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
@@ -160,7 +203,9 @@ def _projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
     return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
 
 
-def _adapted_sizes(lora: LoraSpec, shape: DecoderShape) -> Iterator[tuple[int, int]]:
-    for name, size in _projections(shape).items():
-        if not lora.target_modules or name in lora.target_modules:
-            yield size
+def _adapted_projections(lora: LoraSpec, shape: DecoderShape) -> dict[str, tuple[int, int]]:
+    return {
+        name: size
+        for name, size in _projections(shape).items()
+        if not lora.target_modules or name in lora.target_modules
+    }

@@ -133,17 +133,23 @@ class Rank:
 def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 
-    Between the second and the last part of a segment everything changes linearly, so three parts are enough.
+    Between the second part of a segment and the last but one everything changes linearly, so four are enough: the last
+    has none ahead that an engine could gather.
     """
     segments = stage.segments
     last, chunks = segments[-1], segments[-1].chunks
     in_forward = min(chunks.gradients, last.trained_parameters) if chunks is not None else 0
-    fresh = min(in_forward, last.largest_parameter)
-    found = [Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0)]
+    fresh = min(in_forward, last.largest_gradient)
+    found = [
+        Passage(f"forward of last {segment.name}", Point.FORWARD, segment, place, 0, 0, 0, 0, 0, 0)
+        for place, segment in enumerate(segments)
+        if segment.forward_transient_bytes
+    ]
+    found.append(Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0))
     done = units = ends = 0
     for place, segment in reversed(list(enumerate(segments))):
         repeated, is_loss = segment.count > 1, has_loss and segment is last and segment.count == 1
-        for position in sorted({0, min(1, segment.count - 1), segment.count - 1}):
+        for position in sorted({0, min(1, segment.count - 1), max(0, segment.count - 2), segment.count - 1}):
             found += [
                 Passage(
                     name=f"{point.value} of {_order(segment, position)}{segment.name}",
@@ -153,7 +159,7 @@ def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
                     position=position,
                     done=done + position * segment.trained_parameters,
                     own=own,
-                    fresh=min(own, segment.largest_parameter),
+                    fresh=min(own, segment.largest_gradient),
                     units_done=units + position * segment.parameters,
                     ends_done=ends,
                     ahead=segment if position < segment.count - 1 else None,
@@ -217,8 +223,7 @@ def _backward(segment: Segment, *, is_loss: bool) -> tuple[tuple[Point, int], ..
     loss that holds all logits has its peak before the head has any gradient, one in chunks has the head's from the
     forward pass.
     """
-    trained = segment.trained_parameters
-    largest = min(segment.largest_parameter, trained)
+    trained, largest = segment.trained_parameters, segment.largest_gradient
     if is_loss and segment.chunks is not None:
         return (Point.PEAK, min(segment.chunks.gradients, trained)), (Point.END, trained)
     if is_loss:

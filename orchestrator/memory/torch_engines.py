@@ -51,9 +51,11 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the
     end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
     ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
-    At stage 2 every part stays gathered from its forward to its backward pass. HSDP cuts over dp / dp_replicate ranks,
+    At stage 2 every part stays gathered from its forward to its backward pass. A single rank copies its weights where
+    they are used, without flat buffers and ahead of nothing (`wait_for_unshard` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). HSDP cuts over dp / dp_replicate ranks,
     and keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0), beside those to which they are added.
+    the same file), beside those to which they are added.
     """
     profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
     trained = rank.trained_parameters
@@ -73,7 +75,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         if plan.layout.pp > 1:
             transients = _pipelined(rank, passage, compute)
         else:
-            transients = _unit(rank, plan, passage, compute, gloo=not cuda)
+            transients = _unit(rank, plan, passage, compute, shards, gloo=not cuda)
         # of reduced gradients the rank has a shard
         fresh = max(0, passage.done - passage.ends_done)
         whole = of_turn.get(passage.turn, trained)
@@ -81,12 +83,13 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
-    if unit and plan.layout.pp == 1 and not profile.moments:
+    if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, unit, compute, shards, device)
         found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
     if unit and plan.layout.pp > 1:
         found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
-    found.append(Moment("gradient reduction of the root", (*fixed, *_root_reduction(rank, plan, shards, device))))
+    reduction = _root_reduction(rank, plan, shards, device, gloo=not cuda)
+    found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if device:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         step = (
@@ -97,38 +100,40 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     return found
 
 
-def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, *, gloo: bool) -> Causes:
+def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
     """What is gathered and not yet reduced where every unit comes and goes by itself.
 
     Before the backward pass of a unit starts, the gradients of the one behind it are reduced: they are in the flat
-    input of their reduce-scatter, of which gloo makes a copy, while this one waits in the flat buffer in which it was
-    gathered ahead. Then its weights leave that, the one before comes in another, and the input is still there
-    (`post_backward` and `pre_backward` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
-    Where gradients add up over micro-batches, the shard that is to be added lies beside. At stage 2 nothing is gathered
-    any more.
+    input of their reduce-scatter, of which gloo makes a copy, beside the last of them (see _root_reduction), while this
+    one waits in the flat buffer in which it was gathered ahead. Then its weights leave that, the one before comes in
+    another, and the input is still there (`post_backward` and `pre_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up over micro-batches,
+    the shard that is to be added lies beside. At stage 2 nothing is gathered any more.
     """
-    segment, keeps = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS
-    gathered, reducing = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0
-    ahead, behind, starts = passage.ahead, passage.behind, passage.point is Point.START
+    segment, keeps, alone = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
+    gathered, reducing, named = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
+    ahead, behind = passage.ahead, passage.behind
     if segment.is_unit and passage.backward:
-        unit, reducing = segment.parameters, behind.trained_parameters if behind else 0
-        before = 0 if keeps else unit
-        arriving = 0 if keeps else ahead.parameters if ahead else 0
-        if starts:
+        unit, reducing = 0 if keeps else segment.parameters, behind.trained_parameters if behind else 0
+        waiting = 0 if alone else unit
+        arriving = ahead.parameters if ahead and not keeps and not alone else 0
+        here = unit + arriving, 0, reducing
+        if passage.point is Point.START:
             added = reducing * plan.dp_replicate // plan.layout.dp if rank.accumulates else 0
-            reduction = before, reducing * (2 if gloo else 1) + added
-            start = before + max(before, arriving), reducing
-            before, reducing = max(reduction, start, key=lambda one: compute * one[0] + FP32_BYTES * one[1])
-            arriving = 0
-        gathered += before + arriving
+            last = sum(behind.tensors[:1]) if behind and not alone and not rank.stage.moments else 0
+            reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
+            start = unit + max(waiting, arriving), 0, reducing
+            here = max(reduction, start, key=lambda one: compute * (one[0] + one[1]) + FP32_BYTES * one[2])
+        gathered, named, reducing = gathered + here[0], here[1], here[2]
     elif segment.is_unit and rank.stage.moments:
-        gathered += segment.parameters * (1 if keeps else 2)  # the flat buffer stays until the next unit's is there
-        if passage.point is Point.ENTRY and ahead:  # see _last_gathering
+        flat = 0 if alone else segment.parameters  # stays until the next unit's is there
+        gathered += flat + (0 if keeps else segment.parameters)
+        if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
-    elif not passage.backward:  # the root goes on, and has the last one's flat buffer until it is done
+    elif not passage.backward and not alone:  # the root goes on, and has the last one's flat buffer until it is done
         earlier = reversed(rank.stage.segments[: passage.place])
         gathered += next((each.parameters for each in earlier if each.is_unit), 0)
-    whole = compute * (passage.ends_done + passage.own) + FP32_BYTES * reducing
+    whole = compute * (passage.ends_done + passage.own + named) + FP32_BYTES * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
@@ -165,21 +170,28 @@ def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
     return (("gathered parameters", compute * rank.parameters), ("whole gradients", FP32_BYTES * whole))
 
 
-def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int) -> Causes:
-    """What is live when the root unit, which goes last, is reduced: its gradients and their flat fp32 copy meet.
+def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: bool) -> Causes:
+    """What is live when the root unit, which goes last, is reduced: its weights are let go before.
 
-    One shard of it in the compute type more is there than these explain (measured on two gloo ranks with a vocabulary
-    of 2,048, torch 2.13.0+cpu, 2026-11).
+    Its gradients go into a flat fp32 buffer; then they are let go, but for the last one, which a loop's variable still
+    names where there are several ranks, and a shard is reduced out of the buffer, of which gloo makes a copy
+    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its
+    weights are still there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
     root, trained = rank.end_parameters, rank.trained_end_parameters
     reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
     if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
-    shard = -(-root // shards)
-    whole = (FP32_BYTES if plan.layout.pp > 1 else compute) * trained
+    shard = FP32_BYTES * -(-trained // shards)
+    if plan.layout.pp > 1:
+        gathered, whole = compute * (root + -(-root // shards)), 2 * FP32_BYTES * trained + shard
+    else:
+        last = next((sum(each.tensors[:1]) for each in reversed(rank.held.segments) if not each.is_unit), 0)
+        named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
+        gathered, whole = 0, max((compute + FP32_BYTES) * trained, copies * FP32_BYTES * trained + shard + named)
     return (
         ("gradients", device * FP32_BYTES * -(-reduced // shards)),
-        ("gathered parameters", compute * (root + shard)),
-        ("whole gradients", whole + FP32_BYTES * trained + FP32_BYTES * -(-trained // shards)),
+        ("gathered parameters", gathered),
+        ("whole gradients", whole),
     )

@@ -38,6 +38,7 @@ class Segment:
     checkpointed_bytes: int  # the same when the part is recomputed, per sample
     transient_bytes: int  # above what is saved, at the part's own peak, per sample
     forward_flops: float  # per sample
+    forward_transient_bytes: int = 0  # above what is saved, while the part goes forward, per sample
     cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
     largest_parameter: int = 0  # elements of its largest tensor
     summed_gradients: int = 0  # elements of a shared weight's gradients that meet in its backward pass
@@ -65,10 +66,15 @@ class Segment:
         """Elements of the gradients of one part, in the order in which they come."""
         return self.tensors or ((self.trained_parameters,) if self.trained_parameters else ())
 
+    @property
+    def largest_gradient(self) -> int:
+        """Elements of the largest tensor that is trained."""
+        return max(self.tensors, default=min(self.largest_parameter, self.trained_parameters))
+
     def weight_bytes(self, width: int) -> int:
-        """Bytes of its weights at `width` bytes each, but for those that are frozen in a form of their own."""
-        frozen = self.parameters - self.trained_parameters
-        return width * self.trained_parameters + (self.frozen_bytes or width * frozen)
+        """Bytes of its weights at `width` bytes each, but for those that are frozen in a narrower form of their own."""
+        frozen = width * (self.parameters - self.trained_parameters)
+        return width * self.trained_parameters + (min(self.frozen_bytes, frozen) if self.frozen_bytes else frozen)
 
 
 class TracedMoment(NamedTuple):
@@ -147,7 +153,7 @@ class ModelProfile:
     @cached_property
     def largest_trained(self) -> int:
         """Elements of the largest tensor that is trained."""
-        return max(min(segment.largest_parameter, segment.trained_parameters) for segment in self.segments)
+        return max(segment.largest_gradient for segment in self.segments)
 
     def weight_bytes(self, width: int) -> int:
         """Bytes of all weights at `width` bytes each, but for those that are frozen in a form of their own."""

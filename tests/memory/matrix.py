@@ -183,12 +183,13 @@ def rows(model: DecoderSpec | ModelSpec, tried: Sequence[Plan], folder: Path) ->
     model = ModelSpec(decoder=model) if isinstance(model, DecoderSpec) else model
     spec = job(model)
     return [
-        Row(plan=plan, predicted_bytes=_predicted(spec, plan), measured_bytes=measured)
+        Row(plan=plan, predicted_bytes=predicted(spec, plan), measured_bytes=measured)
         for plan, measured in zip(tried, peaks(model, SEQUENCE_LENGTH, tried, folder), strict=True)
     ]
 
 
-def _predicted(spec: JobSpec, plan: Plan) -> int:
+def predicted(spec: JobSpec, plan: Plan) -> int:
+    """Allocated bytes of the plan, by the closed form."""
     profile = profile_of(
         spec,
         precision=plan.precision,

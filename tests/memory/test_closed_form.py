@@ -12,13 +12,32 @@ from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.memory.pipeline import layers_of
 from orchestrator.memory.profiles import CHUNK_TOKENS
 from orchestrator.planning.frontier import MARGIN
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, Precision
+from orchestrator.specs.model import ModelSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
 from orchestrator.training import cross_entropy
 from orchestrator.training import deepspeed_settings as engine
 from orchestrator.training.pipeline import layer_range
-from tests.memory.matrix import ADAPTED, DEEP, WIDE, Row, adapted_plans, full, parallel_plans, plans, rows, table
+from tests.memory.matrix import (
+    ADAPTED,
+    DEEP,
+    SEQUENCE_LENGTH,
+    WIDE,
+    Row,
+    adapted_plans,
+    full,
+    job,
+    parallel_plans,
+    plan,
+    plans,
+    predicted,
+    rows,
+    table,
+)
+from tests.memory.measure import Run
+from tests.memory.measure import measured as measured_peaks
 
 MEAN_ERROR_MAX = 0.02
+MOMENT_ERROR_MAX = 0.01
 NONE, SELECTIVE, FULL = ActivationCheckpointing
 pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, several times that on busy ones
 
@@ -49,6 +68,48 @@ def test_the_mean_error_over_engines_stages_micro_batches_and_checkpointing_is_w
 def test_no_plan_called_fitting_needs_more_than_the_capacity(measured: list[Row]) -> None:
     short = [row for row in measured if row.measured_bytes > row.predicted_bytes * MARGIN]
     assert not short, table(short)
+
+
+def _once(engine: Engine, stage: int, mode: ActivationCheckpointing, precision: Precision, ranks: int) -> Plan:
+    """A plan of one micro-batch a step, so that every gradient is new."""
+    said = plan(engine, stage, 2, layout={"dp": ranks}, activation_checkpointing=mode, precision=precision)
+    return dataclasses.replace(said, gradient_accumulation_steps=1)
+
+
+def _turns(mode: ActivationCheckpointing) -> Plan:
+    return plan(Engine.TORCH, 0, 4, layout={"dp": 1}, activation_checkpointing=mode, precision=Precision.BF16)
+
+
+FEW_WORDS = dataclasses.replace(ADAPTED, hf={**ADAPTED.hf, "vocab_size": 256})  # its layers need more than its loss
+DEEPER, WIDER = ModelSpec(decoder=DEEP), ModelSpec(decoder=WIDE)
+MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
+    "the last layer to gather another ahead": [(DEEPER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
+    "a layer's last gradient beside its reduction": [(DEEPER, _once(Engine.TORCH, 3, FULL, Precision.BF16, 2))],
+    "the root's reduction without its weights": [(WIDER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
+    "one rank without flat buffers": [(WIDER, _once(Engine.TORCH, stage, FULL, Precision.FP32, 1)) for stage in (2, 3)],
+    "casts of what adapters are given": [(FEW_WORDS, _turns(mode)) for mode in ActivationCheckpointing],
+    "one rank that gathers nothing": [(ADAPTED, _once(Engine.DEEPSPEED, 3, FULL, Precision.FP32, 1))],
+}
+
+
+@pytest.fixture(scope="module")
+def momentary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
+    """All of MOMENTS, in one launch for each number of ranks; DeepSpeed, which leaves something behind, last."""
+    found: dict[str, list[Row]] = {}
+    for ranks in (1, 2):
+        tried = [(name, *each) for name, them in MOMENTS.items() for each in them if each[1].world_size == ranks]
+        runs = [Run(model=model, plan=one, sequence_length=SEQUENCE_LENGTH) for _, model, one in tried]
+        peaks = measured_peaks(runs, tmp_path_factory.mktemp(f"moments-{ranks}"))
+        for (name, model, one), peak in zip(tried, peaks, strict=True):
+            row = Row(plan=one, predicted_bytes=predicted(job(model), one), measured_bytes=peak)
+            found.setdefault(name, []).append(row)
+    return found
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_lives_for_a_moment_is_known(moment: str, momentary: dict[str, list[Row]]) -> None:
+    found = momentary[moment]
+    assert max(abs(row.error) for row in found) <= MOMENT_ERROR_MAX, table(found)
 
 
 def test_the_model_of_deepspeed_knows_the_buckets_that_the_engine_sets() -> None:
