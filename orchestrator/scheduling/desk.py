@@ -19,7 +19,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
-from orchestrator.scheduling.fair import NOBODYS, Place, fair_tree, used_s
+from orchestrator.scheduling.fair import Place, fair_tree, nobodys, used_s
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
 from orchestrator.scheduling.outcome import ran_out
@@ -75,6 +75,7 @@ class Desk:
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
         self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
+        self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # by family
         self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
@@ -343,8 +344,11 @@ class Desk:
     def _places(self) -> Callable[[str], Place]:
         """Whose turn it is."""
         if self._policy is None:
-            return lambda _: NOBODYS
-        return fair_tree(self._policy, used_s(self.state, self.running.values())).place
+            return nobodys
+        now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
+        if now != self._tree[0]:
+            self._tree = (now, fair_tree(self._policy, used_s(self.state, self.running.values())).place)
+        return self._tree[1]
 
     def size_of(self, job: Job) -> tuple[float, float, float]:
         """Between the seconds that the job needs, and those of the whole cluster; its seconds; its device-seconds.

@@ -16,7 +16,6 @@ from orchestrator.specs.state import Job, State, Usage
 
 FORGOTTEN_DEVICE_S = 1.0  # less than so much changes nobody's turn for long
 Place = tuple[float, float]  # usage per share of the team, then of the user within it: the smallest is next
-NOBODYS: Place = (0.0, 0.0)  # where nothing is shared
 
 
 def charged(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
@@ -46,6 +45,11 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
             if not attempt.released:
                 parts.setdefault(job.user, []).append(_held(attempt, state.at_s, half_life_s))
     return {user: fsum(each) for user, each in parts.items()}
+
+
+def nobodys(_: str) -> Place:
+    """Everybody's place where nothing is shared."""
+    return 0.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)

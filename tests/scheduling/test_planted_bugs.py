@@ -17,7 +17,7 @@ from orchestrator.scheduling import decide, desk, drain, fair, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.fair import NOBODYS
+from orchestrator.scheduling.fair import nobodys
 from orchestrator.service import controller as service
 from orchestrator.specs import clock
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
@@ -224,7 +224,7 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Desk, "_places", lambda _: lambda _: NOBODYS)
+    patch.setattr(Desk, "_places", lambda _: nobodys)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
