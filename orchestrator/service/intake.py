@@ -116,7 +116,8 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`
-        before = [str(_at(folder, word)) if (folder / word).is_file() else word for word in spec.resume.before]
+        # an environment's interpreter is a link: resolved, it would know nothing of its environment
+        before = [os.path.abspath(folder / word) if (folder / word).is_file() else word for word in spec.resume.before]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     if spec.known_model is not None:
         changed[_said_as(spec)] = _absolute_model(spec.known_model, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,19 @@ def test_a_mistake_in_what_a_script_trains_is_one_clear_error(tmp_path: Path, te
     (tmp_path / "jobs" / "train.py").touch()
     with pytest.raises(SpecError, match=said):
         read_job(path, home=tmp_path / "home")
+
+
+def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    (tmp_path / "jobs").mkdir()
+    for name in ("train.py", "carry_over.py"):
+        (tmp_path / "jobs" / name).touch()
+    path = tmp_path / "jobs" / "job.yaml"
+    before = "resume: {before: ../venv/python carry_over.py}"
+    path.write_text(f"name: own\nglobal_batch_size: 8\ncommand: python train.py\n{before}\n")
+    venv, jobs = tmp_path.resolve() / "venv", tmp_path.resolve() / "jobs"
+    assert read_job(path).resume.before == (str(venv / "python"), str(jobs / "carry_over.py"))
 
 
 def test_what_is_traced_is_no_setting_of_a_job_file(tmp_path: Path, home: Path) -> None:
