@@ -38,7 +38,7 @@ bench-cost: $(READY)
 	$(BIN)/python -m tests.bench cost
 
 bench-scheduler: $(READY)
-	$(BIN)/python -m tests.bench scheduler journal
+	$(BIN)/python -m tests.bench scheduler fairness journal
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.figure import Figure
+from tests.bench.figure import Figure, say
 
 NAMES = (
     "plan",
@@ -44,7 +44,7 @@ def main(names: list[str]) -> int:
     console = Console()
     missed = 0
     for name in names or NAMES:
-        console.print(f"measuring {name} ...")
+        say(f"measuring {name}")
         figures: list[Figure] = importlib.import_module(f"tests.bench.{name}").figures()
         (FOLDER / f"{name}.json").write_text(json.dumps(figures, indent=1))
         console.print(table(name, figures))

@@ -22,7 +22,7 @@ from orchestrator.backends.traces import Arrival, Trace, told
 from orchestrator.service.simulate import Outcome, simulate
 from orchestrator.specs.policy import PolicySpec
 from tests.bench import peers
-from tests.bench.figure import Figure, at_least, at_most, informs
+from tests.bench.figure import Figure, at_least, at_most, informs, say
 from tests.bench.scheduler import cluster_of
 
 SEEDS = 10
@@ -45,10 +45,12 @@ class Waited:
 
 
 def figures() -> list[Figure]:
+    say(f"{SEEDS} nights of {FLOOD} jobs at once, under three queues")
     nights = [night(seed) for seed in range(SEEDS)]
     fair = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, ALIKE, seed))]
     alone = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, None, seed))]
     fifo = [one for seed, trace in enumerate(nights) for one in waits(trace, first_come(trace, seed))]
+    say(f"{SEEDS} nights of two teams with shares 2 : 1")
     large = [share_of(seed) for seed in range(SEEDS)]
     return [
         at_most(
@@ -91,7 +93,7 @@ def ours(trace: Trace, policy: PolicySpec | None, seed: int) -> tuple[Outcome, .
 
 
 def first_come(trace: Trace, seed: int) -> tuple[Outcome, ...]:
-    return peers.play(peers.FIFO, trace, cluster_of(DEVICES // 8, LAUNCH_S), seed=seed)
+    return peers.play(peers.FIFO, trace, cluster_of(DEVICES // 8, LAUNCH_S), seed=seed).outcomes
 
 
 def waits(trace: Trace, outcomes: Sequence[Outcome]) -> list[Waited]:

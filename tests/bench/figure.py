@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import TypedDict
+
+BEGAN_S = time.monotonic()
 
 
 class Figure(TypedDict):
@@ -28,3 +32,8 @@ def at_least(figure: str, value: float, unit: str, limit: float) -> Figure:
 def informs(figure: str, value: float, unit: str) -> Figure:
     """A figure without a bar."""
     return Figure(figure=figure, value=value, unit=unit, bar="", holds=True)
+
+
+def say(what: str) -> None:
+    """One line of progress, beside the table."""
+    print(f"{time.monotonic() - BEGAN_S:6.0f} s  {what} ...", file=sys.stderr, flush=True)

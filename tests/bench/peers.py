@@ -6,6 +6,7 @@ so many. What each knows of a job beyond that is said in `knows`.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from orchestrator.backends.traces import Arrival, Trace
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.groups import groups_of
-from orchestrator.service.simulate import Outcome, Trouble, backend_for, outcomes_of
+from orchestrator.service.simulate import Simulated, Trouble, backend_for, outcomes_of, report_on
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.state import Finished, Job, Launch, Released, Stop
@@ -81,11 +82,12 @@ EDF = Peer(
 )
 
 
-def play(peer: Peer, trace: Trace, cluster: ClusterSpec, *, seed: int) -> tuple[Outcome, ...]:
-    """What became of each job of the trace under a peer's queue."""
+def play(peer: Peer, trace: Trace, cluster: ClusterSpec, *, seed: int) -> Simulated:
+    """What became of each job of the trace under a peer's queue; its decisions with the launches that they made."""
     backend = backend_for(trace, cluster, seed=seed, trouble=Trouble())
     queue = _Queue(peer, backend, cluster)
     arrivals = deque(enumerate(trace.arrivals, start=1))
+    decisions_s = list[float]()
     while arrivals or queue.waiting or queue.running:
         until_s = arrivals[0][1].at_s if arrivals else FOREVER_S
         if peer.preempts and (queue.waiting or queue.running):
@@ -94,8 +96,12 @@ def play(peer: Peer, trace: Trace, cluster: ClusterSpec, *, seed: int) -> tuple[
             queue.hear(until_s)
         while arrivals and arrivals[0][1].at_s <= backend.now():
             queue.add(*arrivals.popleft())
+        began_s = time.perf_counter()
         queue.decide()
-    return outcomes_of(trace, cluster, backend.processes)
+        decisions_s.append(time.perf_counter() - began_s)
+    outcomes = outcomes_of(trace, cluster, backend.processes)
+    report = report_on(trace, cluster, seed, outcomes)
+    return Simulated(report=report, outcomes=outcomes, decisions_s=tuple(decisions_s))
 
 
 @dataclass(kw_only=True)

@@ -7,58 +7,61 @@ plan for it. Nobody learns while it runs. Every figure over shaken inputs is the
 
 from __future__ import annotations
 
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from math import log
 from pathlib import Path
 from statistics import fmean
 
-from orchestrator.backends.traces import Arrival, Trace, misjudged, read_trace, shaken, told
-from orchestrator.scheduling.step import step
-from orchestrator.service.controller import Controller
-from orchestrator.service.simulate import (
-    FOREVER_S,
-    Outcome,
-    Report,
-    Trouble,
-    Unkept,
-    alone_s,
-    backend_for,
-    quantile,
-    report_on,
-    simulate,
-)
+from rich.console import Console
+
+from orchestrator.backends.traces import Arrival, Trace, misjudged, read_trace, shaken
+from orchestrator.service.simulate import Simulated, alone_s, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Action, Event, JobStatus, Released, State, Submitted
 from tests.bench import peers
-from tests.bench.figure import Figure, at_least, at_most, informs
+from tests.bench.decisions import decision_figures
+from tests.bench.figure import Figure, at_least, at_most, informs, say
+from tests.bench.side_by_side import Measured, SideBySide, measured, ranged
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 SHAKES = 10
+LARGE, SHAKES_LARGE = 10_000, 3  # of a trace of so many jobs, which takes a minute for each queue
 ARRIVAL_S, LENGTH = 60.0, 0.05  # arrivals by up to a minute, lengths by up to 5 % (reference/scheduling.md, 6.3)
 PLANS_LAUNCH_S = 260.0  # what AlibabaPAI/reconfigurable-dl-scheduler charges for a launch or a new plan
 # Nodes for each cluster's trace: a quarter, and a twentieth, of its jobs come when the devices that were asked for by
 # then are more than there are.
 DEADLINES = {"01": (22, 33), "05": (12, 20), "06": (21, 36), "07": (42, 64)}
+BUSY = 0.1  # of the jobs come when more devices are asked for than there are: a queue decides who is late
 PHILLY_NODES = 64
 PENDING = (1000, 2000, 5000, 10_000)
-RUNNING = 500
 DECISIONS = 2000  # measured at each depth
-PEERS = (peers.FIFO, peers.EASY, peers.SJF, peers.LAS)  # without deadlines EDF is FIFO with backfill
-Play = Callable[[Trace, int], Sequence[Outcome]]  # a trace and a seed to what became of its jobs
+PEERS = (peers.FIFO, peers.EASY, peers.SJF, peers.LAS, peers.EDF)
+YARDSTICK = 5_000_000
+Play = Callable[[Trace, int], Simulated]  # a trace and a seed to what became of its jobs
+OURS = "ours"
 
 
 def figures() -> list[Figure]:
     """Everything that a simulation can show; needs the published traces, except for the time of decisions."""
-    found = decision_figures(PENDING, DECISIONS)
+    began_s, shown = time.monotonic(), SideBySide()
+    found = [informs(f"this machine: a loop of {YARDSTICK:,} additions of squares", yardstick_s(), "s")]
+    found += decision_figures(cluster_of(256, 30.0), PENDING, DECISIONS)
     if TRACES.exists():
-        found += plans_figures(SHAKES) + deadline_figures(DEADLINES, SHAKES) + philly_figures()
-    return found
+        found += plans_figures(SHAKES, shown) + deadline_figures(DEADLINES, SHAKES, shown) + philly_figures(shown)
+        Console(width=170).print(shown.table())
+    took_s = time.monotonic() - began_s
+    return [*found, *shown.figures(), informs("this benchmark, on the wall", took_s / 60, "min")]
+
+
+def yardstick_s() -> float:
+    """Processor seconds that a plain loop takes on this machine, now."""
+    total, began_s = 0, time.thread_time()
+    for number in range(YARDSTICK):
+        total += number * number
+    return time.thread_time() - began_s
 
 
 def cluster_of(nodes: int, launch_s: float, devices: int = 8) -> ClusterSpec:
@@ -79,7 +82,7 @@ def published(*parts: str) -> Trace:
 
 def ours(cluster: ClusterSpec, sigma: float = 0.0) -> Play:
     """Our queue, told times whose logarithm is off by `sigma`."""
-    return lambda trace, seed: simulate(misjudged(trace, sigma, seed), cluster, seed=seed).outcomes
+    return lambda trace, seed: simulate(misjudged(trace, sigma, seed), cluster, seed=seed)
 
 
 def theirs(peer: peers.Peer, cluster: ClusterSpec) -> Play:
@@ -90,47 +93,50 @@ def shakes(trace: Trace, count: int) -> list[Trace]:
     return [shaken(trace, seed, arrival_s=ARRIVAL_S, length=LENGTH) for seed in range(count)]
 
 
-def over(cluster: ClusterSpec, traces: Sequence[Trace], play: Play) -> list[Report]:
-    return [report_on(trace, cluster, seed, play(trace, seed)) for seed, trace in enumerate(traces)]
+def over(traces: Sequence[Trace], play: Play) -> list[Measured]:
+    return [measured(play(trace, seed)) for seed, trace in enumerate(traces)]
 
 
-def ranged(name: str, values: Sequence[float]) -> str:
-    return f"{name} ({min(values):.4g} to {max(values):.4g})"
+def mean_of(measure: str, runs: Sequence[Measured]) -> float:
+    return fmean(one[measure] for one in runs)
 
 
 # ------------------------------------------------------------------------------------------ plans with measured speeds
 
 
-def plans_figures(count: int) -> list[Figure]:
-    """`base.csv` on 8 nodes x 8 GPUs with 260 s to launch."""
+def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
+    """`base.csv` on 8 nodes x 8 GPUs with 260 s to launch. Without deadlines EDF is FIFO with backfill."""
     trace, cluster = published("plans", "workloads", "base.csv"), cluster_of(8, PLANS_LAUNCH_S)
     alike = shakes(trace, count)
     found = [*bound_figures("base", trace, cluster)]
     for name, play, completion_s, makespan_s in (
-        ("ours", ours(cluster), 1500.0, 58_680.0),
+        (OURS, ours(cluster), 1500.0, 58_680.0),
         ("ours, told lognormal(0.5)", ours(cluster, 0.5), 1800.0, None),
         *((peer.name, theirs(peer, cluster), None, None) for peer in PEERS),
     ):
         say(f"base.csv, {count} shaken inputs: {name}")
-        exact = report_on(trace, cluster, 0, play(trace, 0))
-        reports = over(cluster, alike, play)
+        exact, runs = measured(play(trace, 0)), over(alike, play)
+        shown.add("base on 8x8", name, runs)
         found += [
-            informs(f"base, {name}: mean completion, as published", exact["mean_completion_s"], "s"),
-            informs(f"base, {name}: makespan, as published", exact["makespan_s"], "s"),
-            *_means(f"base, {name}", reports, completion_s, makespan_s),
+            informs(f"base, {name}: {measure}, as published", exact[measure], "s")
+            for measure in ("mean completion", "makespan")
         ]
+        for measure, limit_s in (("mean completion", completion_s), ("makespan", makespan_s)):
+            values = [one[measure] for one in runs]
+            if limit_s is not None:
+                found.append(at_most(ranged(f"base, {name}: {measure}", values), fmean(values), "s", limit_s))
+        found.append(at_most(f"base, {name}: jobs not finished", mean_of("jobs not finished", runs), "", 0))
+    say(f"base.csv, {count} shaken inputs: other costs of a launch, and no choice of devices")
     for launch_s in (20.0, 60.0):
         hardware = cluster_of(8, launch_s)
-        for name, play in (("ours", ours(hardware)), (peers.SJF.name, theirs(peers.SJF, hardware))):
-            completions = [one["mean_completion_s"] for one in over(hardware, alike, play)]
+        for name, play in ((OURS, ours(hardware)), (peers.SJF.name, theirs(peers.SJF, hardware))):
+            completions = [one["mean completion"] for one in over(alike, play)]
             title = ranged(f"base, {name}: mean completion with {launch_s:.0f} s to launch", completions)
             found.append(informs(title, fmean(completions), "s"))
     rigid = [replace(one, arrivals=tuple(map(as_asked, one.arrivals))) for one in alike]
-    completions = [one["mean_completion_s"] for one in over(cluster, rigid, ours(cluster))]
-    found.append(
-        informs(ranged("base, ours without a choice of devices: mean completion", completions), fmean(completions), "s")
-    )
-    return found
+    completions = [one["mean completion"] for one in over(rigid, ours(cluster))]
+    title = ranged("base, ours without a choice of devices: mean completion", completions)
+    return [*found, informs(title, fmean(completions), "s")]
 
 
 def bound_figures(name: str, trace: Trace, cluster: ClusterSpec) -> list[Figure]:
@@ -175,11 +181,6 @@ def without_gaps(work: Sequence[tuple[float, float]]) -> tuple[list[float], floa
     return completions, now_s
 
 
-def say(what: str) -> None:
-    """One line of progress."""
-    print(f"  {what} ...", flush=True)
-
-
 def as_asked(arrival: Arrival) -> Arrival:
     """The job with no choice but the number of devices that its user asked for."""
     speeds = tuple(one for one in arrival.spec.speeds if one[0] == arrival.rigid_devices)
@@ -188,50 +189,54 @@ def as_asked(arrival: Arrival) -> Arrival:
     return replace(arrival, spec=arrival.spec.model_copy(update={"speeds": speeds, "gpus": gpus}))
 
 
-def _means(name: str, reports: Sequence[Report], completion_s: float | None, makespan_s: float | None) -> list[Figure]:
-    """Mean over the shakes, with the range."""
-
-    def figure(what: str, values: Sequence[float], unit: str, limit: float | None) -> Figure:
-        title = ranged(f"{name}: {what}", values)
-        return informs(title, fmean(values), unit) if limit is None else at_most(title, fmean(values), unit, limit)
-
-    return [
-        figure("mean completion", [one["mean_completion_s"] for one in reports], "s", completion_s),
-        figure("p99 completion", [one["p99_completion_s"] for one in reports], "s", None),
-        figure("makespan", [one["makespan_s"] for one in reports], "s", makespan_s),
-        figure("worst slowdown", [one["worst_slowdown"] for one in reports], "x", None),
-        figure("GPU-hours", [one["gpu_hours"] for one in reports], "h", None),
-        figure("restarts a job", [one["restarts"] / one["jobs"] for one in reports], "", None),
-        figure("jobs not finished", [one["jobs"] - one["finished"] for one in reports], "", 0),
-    ]
-
-
 # ----------------------------------------------------------------------------------------------------------- deadlines
 
 
-def deadline_figures(nodes: Mapping[str, tuple[int, int]], count: int) -> list[Figure]:
-    """Production traces with deadlines, on a busy and on a large cluster: against EDF, and against each job alone."""
+def deadline_figures(nodes: Mapping[str, tuple[int, int]], count: int, shown: SideBySide) -> list[Figure]:
+    """Production traces with deadlines, on a busy and on a large cluster: against EDF, and against each job alone.
+
+    Twice EDF's is asked for where the cluster is busy; elsewhere EDF alone meets too many for that, and what each job
+    could do alone is asked for, within a tenth.
+    """
     found = []
-    for number, (busy, large) in nodes.items():
-        alike = shakes(published("deadlines", f"cluster{number}.csv"), count)
-        for size in (busy, large):
-            say(f"cluster{number} on {size}x8, {count} shaken inputs")
-            cluster = cluster_of(size, 0.0)
+    for number, sizes in nodes.items():
+        trace = published("deadlines", f"cluster{number}.csv")
+        alike = shakes(trace, count if len(trace.arrivals) < LARGE else SHAKES_LARGE)
+        for size in sizes:
+            cluster, where = cluster_of(size, 0.0), f"cluster{number} on {size}x8"
+            runs = {}
+            for name, play in ((OURS, ours(cluster)), *((peer.name, theirs(peer, cluster)) for peer in PEERS)):
+                say(f"{where}, {len(alike)} shaken inputs: {name}")
+                runs[name] = over(alike, play)
+                shown.add(where, name, runs[name])
+            met, edf = (mean_of("deadlines met", runs[name]) for name in (OURS, peers.EDF.name))
             bounds = [share(can_be_met(one, cluster)) for one in alike]
-            met, edf = (
-                [one["deadlines_met"] / one["deadlines"] for one in over(cluster, alike, play)]
-                for play in (ours(cluster), theirs(peers.EDF, cluster))
-            )
-            where, of_bound = f"cluster{number} on {size}x8", fmean(met) / fmean(bounds)
+            crowd = share(comes_to_a_crowd(trace, 8 * size))
+            over_edf, of_bound = f"{where}: deadlines met over EDF's", f"{where}: deadlines met over the bound"
+            is_busy = crowd >= BUSY
             found += [
+                informs(f"{where}: jobs that come when more devices are asked for than there are", crowd, ""),
                 informs(ranged(f"{where}: deadlines that each job alone can meet", bounds), fmean(bounds), ""),
-                informs(ranged(f"{where}: deadlines met, {peers.EDF.name}", edf), fmean(edf), ""),
-                informs(ranged(f"{where}: deadlines met, ours", met), fmean(met), ""),
-                at_least(f"{where}: deadlines met over EDF's", fmean(met) / fmean(edf), "x", 2.0),
-                at_least(f"{where}: deadlines met over the bound", of_bound, "", 0.9)
-                if size == large
-                else informs(f"{where}: deadlines met over the bound", of_bound, ""),
+                at_least(over_edf, met / edf, "x", 2.0) if is_busy else informs(over_edf, met / edf, "x"),
+                informs(of_bound, met / fmean(bounds), "")
+                if is_busy
+                else at_least(of_bound, met / fmean(bounds), "", 0.9),
             ]
+    return found
+
+
+def comes_to_a_crowd(trace: Trace, devices: int) -> list[bool]:
+    """Whether each job comes when more devices are asked for than there are, had every job begun when it came."""
+    ends: list[tuple[float, int]] = []
+    asked, found = 0, []
+    for one in sorted(trace.arrivals, key=lambda arrival: arrival.at_s):
+        while ends and ends[0][0] <= one.at_s:
+            asked -= heappop(ends)[1]
+        count = one.rigid_devices or one.spec.gpus.max
+        asked += count
+        assert one.spec.steps is not None, one.spec.name
+        heappush(ends, (one.at_s + one.spec.steps * dict(one.spec.speeds)[count], count))
+        found.append(asked > devices)
     return found
 
 
@@ -252,101 +257,25 @@ def share(holds: Iterable[bool]) -> float:
 # -------------------------------------------------------------------------------------------------------------- Philly
 
 
-def philly_figures() -> list[Figure]:
+def philly_figures(shown: SideBySide) -> list[Figure]:
     """Four months of 15 virtual clusters on one cluster: the whole trace, once."""
     trace, cluster = published("philly", "philly.csv"), cluster_of(PHILLY_NODES, 30.0)
-    say(f"philly, {len(trace.arrivals)} jobs")
+    name = f"philly on {PHILLY_NODES}x8"
+    say(f"{name}, {len(trace.arrivals)} jobs: {OURS}")
     begin_s = time.process_time()
     run = simulate(trace, cluster, seed=0)
-    replay_s = time.process_time() - begin_s
-    backfilled = report_on(trace, cluster, 0, peers.play(peers.EASY, trace, cluster, seed=0))
-    report, name = run.report, f"philly on {PHILLY_NODES}x8"
-    ratio = report["mean_completion_s"] / backfilled["mean_completion_s"]
+    replay_s, decided_s, mine = time.process_time() - begin_s, sum(run.decisions_s), measured(run)
+    yard_s = yardstick_s()
+    del run
+    say(f"{name}: {peers.EASY.name}")
+    backfilled = measured(peers.play(peers.EASY, trace, cluster, seed=0))
+    shown.add(name, OURS, [mine])
+    shown.add(name, peers.EASY.name, [backfilled])
+    ratio = mine["mean completion"] / backfilled["mean completion"]
     return [
-        at_most(f"{name}: replay of {report['jobs']} jobs on one core", replay_s, "CPU s", 120.0),
-        informs(f"{name}: of it in decisions", sum(run.decisions_s), "s"),
-        informs(f"{name}, ours: mean completion", report["mean_completion_s"], "s"),
-        informs(f"{name}, {peers.EASY.name}: mean completion", backfilled["mean_completion_s"], "s"),
+        at_most(f"{name}: replay of {len(trace.arrivals)} jobs on one core", replay_s, "CPU s", 120.0),
+        informs(f"{name}: of it in decisions", decided_s, "s"),
+        informs(f"{name}: that loop of {YARDSTICK:,} right after it", yard_s, "CPU s"),
         at_most(f"{name}: mean completion over that of {peers.EASY.name}", ratio, "x", 0.5),
-        informs(f"{name}, ours: p99 completion", report["p99_completion_s"], "s"),
-        informs(f"{name}, {peers.EASY.name}: p99 completion", backfilled["p99_completion_s"], "s"),
-        informs(f"{name}, ours: worst slowdown", report["worst_slowdown"], "x"),
-        informs(f"{name}, {peers.EASY.name}: worst slowdown", backfilled["worst_slowdown"], "x"),
-        informs(f"{name}, ours: makespan", report["makespan_s"], "s"),
-        informs(f"{name}, {peers.EASY.name}: makespan", backfilled["makespan_s"], "s"),
-        at_most(f"{name}: jobs not finished", report["jobs"] - report["finished"], "", 0),
-        informs(f"{name}: GPU-hours", report["gpu_hours"], "h"),
+        at_most(f"{name}: jobs not finished", mine["jobs not finished"], "", 0),
     ]
-
-
-# ---------------------------------------------------------------------------------------------------- time of decisions
-
-
-def decision_figures(depths: Sequence[int], decisions: int) -> list[Figure]:
-    """Of one `step` on 2,048 devices: full, with so many jobs waiting, one in for each that ends."""
-    found, means = [], {}
-    for pending in depths:
-        say(f"{decisions} decisions with {pending} pending")
-        running, unsorted_s = decisions_at(pending, decisions)
-        taken_s = sorted(unsorted_s)
-        means[pending] = fmean(taken_s)
-        limit_ms = {1000: 50.0, 10_000: 250.0}.get(pending)
-        name, p99_ms = f"2,048 GPUs, {pending} pending", 1e3 * quantile(taken_s, 0.99)
-        found += [
-            informs(f"{name}: decision p50", 1e3 * quantile(taken_s, 0.5), "ms"),
-            at_most(f"{name}: decision p99", p99_ms, "ms", limit_ms)
-            if limit_ms
-            else informs(f"{name}: decision p99", p99_ms, "ms"),
-            informs(f"{name}: jobs running", running, ""),
-            informs(f"{name}: decision max", 1e3 * taken_s[-1], "ms"),
-        ]
-    few, many = min(depths), max(depths)
-    growth, allowed = means[many] / means[few], many * log(many) / (few * log(few))
-    found.append(at_most(f"growth of the mean decision from {few} to {many} pending", growth, "x", allowed))
-    return found
-
-
-def decisions_at(pending: int, decisions: int) -> tuple[int, list[float]]:
-    """Jobs that ran at the end, and seconds of each decision on a submission or on devices that came free.
-
-    Starts and ends of attempts, which free nothing yet, are decided upon as well; they take microseconds and are left
-    out, so that a quantile says something about the rest.
-    """
-    draw = random.Random(pending)
-    kinds = [_kind(draw) for _ in range(40)]
-    cluster = cluster_of(256, 30.0)
-    arrivals = [
-        Arrival(at_s=0.0, spec=draw.choice(kinds).model_copy(update={"steps": draw.randint(100, 20_000)}))
-        for _ in range(pending + RUNNING + decisions)
-    ]
-    coming = iter(arrivals)
-    backend = backend_for(Trace(name="deep", arrivals=tuple(arrivals)), cluster, seed=0, trouble=Trouble())
-    taken_s: list[float] = []
-    ended = 0
-
-    def decide(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-        nonlocal ended
-        begin_s = time.perf_counter()
-        decided = step(state, event)
-        if ended and isinstance(event, Submitted | Released):
-            taken_s.append(time.perf_counter() - begin_s)
-        ended += isinstance(event, Released)
-        return decided
-
-    controller = Controller(Unkept(), backend, backend.now, decide=decide)
-    controller.turn(0.0)
-    for _ in range(pending + RUNNING):
-        controller.submit(next(coming).spec)
-    while len(taken_s) < decisions:
-        before = ended
-        controller.turn(FOREVER_S)
-        for _ in range(ended - before):
-            controller.submit(next(coming).spec)
-    running = sum(job.status is JobStatus.RUNNING for job in controller.state.jobs.values())
-    return running, taken_s[:decisions]
-
-
-def _kind(draw: random.Random) -> JobSpec:
-    """Jobs of one kind, for up to eight devices."""
-    alone_s, scaling, most = draw.uniform(0.1, 5.0), draw.uniform(0.5, 0.95), draw.choice((1, 2, 4, 8, 8))
-    return told("kind", {n: alone_s / n**scaling for n in (1, 2, 4, 8) if n <= most}, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.backends.traces import Arrival, Trace, told
-from tests.bench import peers, scheduler
+from tests.bench import decisions, peers, scheduler
+from tests.bench.side_by_side import UNITS, SideBySide
 
 ONE_NODE = scheduler.cluster_of(1, 10.0)
 
@@ -19,10 +20,10 @@ def test_peers_get_what_users_asked_for_and_ours_may_choose() -> None:
     jobs = tuple(arrival(0.0, 100, {1: 1.0, 8: 0.9}, rigid_devices=8) for _ in range(4))
     trace = Trace(name="night", arrivals=jobs)
     for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(peers.EASY, ONE_NODE), 8)):
-        outcomes = play(trace, 0)
+        outcomes = play(trace, 0).outcomes
         assert {process.attempt.plan.world_size for one in outcomes for process in one.attempts} == {width}
     rigid = Trace(name="night", arrivals=tuple(map(scheduler.as_asked, jobs)))
-    (first, *_) = scheduler.ours(ONE_NODE)(rigid, 0)
+    (first, *_) = scheduler.ours(ONE_NODE)(rigid, 0).outcomes
     assert first.attempts[0].attempt.plan.world_size == 8
 
 
@@ -36,9 +37,9 @@ def test_backfill_takes_what_the_head_cannot_use_and_never_delays_it() -> None:
             arrival(3.0, 50, {4: 1.0}, rigid_devices=4),  # ends before
         ),
     )
-    started = [one.started_at_s for one in peers.play(peers.EASY, trace, ONE_NODE, seed=0)]
+    started = [one.started_at_s for one in peers.play(peers.EASY, trace, ONE_NODE, seed=0).outcomes]
     assert started == [0.0, 110.0, 220.0, 3.0]
-    in_order = [one.started_at_s for one in peers.play(peers.FIFO, trace, ONE_NODE, seed=0)]
+    in_order = [one.started_at_s for one in peers.play(peers.FIFO, trace, ONE_NODE, seed=0).outcomes]
     assert in_order == [0.0, 110.0, 220.0, 220.0]
 
 
@@ -49,13 +50,31 @@ def test_the_bound_is_what_a_job_alone_could_do() -> None:
     assert scheduler.can_be_met(Trace(name="night", arrivals=jobs), ONE_NODE) == [False, True, True]
 
 
+def test_a_job_comes_to_a_crowd_where_more_devices_are_asked_for_than_there_are() -> None:
+    """Two that last 100 s ask for five of eight each; the third comes when the first has gone."""
+    jobs = tuple(arrival(at_s, 100, {5: 1.0}, rigid_devices=5) for at_s in (0.0, 50.0, 120.0, 221.0))
+    assert scheduler.comes_to_a_crowd(Trace(name="night", arrivals=jobs), 8) == [False, True, True, False]
+
+
+def test_side_by_side_has_every_measure_of_every_queue() -> None:
+    shown = SideBySide()
+    trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0}, rigid_devices=8, deadline_s=200.0),) * 2)
+    for name, play in (("ours", scheduler.ours(ONE_NODE)), ("FIFO", scheduler.theirs(peers.FIFO, ONE_NODE))):
+        shown.add("one node", name, scheduler.over([trace, trace], play))
+    found = {one["figure"]: one["value"] for one in shown.figures()}
+    assert found["one node, FIFO: makespan (220 to 220)"] == 220.0
+    assert found["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
+    assert len(found) == 2 * len(UNITS)
+    assert shown.table().row_count == 2
+
+
 def test_the_bound_without_gaps_does_the_shortest_rest_first() -> None:
     """The long one is put aside for the short one; the machine is idle until the third comes."""
     assert scheduler.without_gaps([(0.0, 10.0), (2.0, 3.0), (50.0, 1.0)]) == ([3.0, 13.0, 1.0], 51.0)
 
 
 def test_decisions_are_timed_while_the_queue_stays_as_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "RUNNING", 20)
-    found = {one["figure"]: one for one in scheduler.decision_figures((10, 20), 40)}
+    monkeypatch.setattr(decisions, "RUNNING", 20)
+    found = {one["figure"]: one for one in decisions.decision_figures(scheduler.cluster_of(256, 30.0), (10, 20), 40)}
     assert found["2,048 GPUs, 10 pending: decision p50"]["value"] > 0
     assert "growth of the mean decision from 10 to 20 pending" in found

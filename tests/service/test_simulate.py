@@ -107,7 +107,7 @@ def test_the_laws_of_the_world_hold_under_the_production_queue(seed: int, troubl
 @pytest.mark.parametrize("peer", [peers.FIFO, peers.EASY, peers.SJF, peers.LAS], ids=lambda peer: peer.name)
 def test_the_laws_of_the_world_hold_under_every_peer(peer: peers.Peer) -> None:
     trace = day(7)
-    outcomes = peers.play(peer, trace, CLUSTER, seed=7)
+    outcomes = peers.play(peer, trace, CLUSTER, seed=7).outcomes
     assert breaches(trace, outcomes) == []
     assert all(one.ended_at_s is not None for one in outcomes)
     widths = [process.attempt.plan.world_size for process in attempts(outcomes)]
@@ -121,7 +121,7 @@ def test_a_preempted_job_goes_on_from_where_it_was(monkeypatch: pytest.MonkeyPat
     short = Arrival(at_s=1000.0, spec=job("short", 100, {4: 1.0}), rigid_devices=4)
     one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
     trace = Trace(name="two", arrivals=(long, short))
-    first, second = peers.play(peers.LAS, trace, one_node, seed=0)
+    first, second = peers.play(peers.LAS, trace, one_node, seed=0).outcomes
     assert [process.ending for process in first.attempts] == [FailureKind.CANCELLED, None]
     before, after = first.attempts
     assert after.first_step == pytest.approx(1000 - LAUNCH_COST_S, abs=peers.ROUND_S)
