@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from orchestrator.specs.errors import OrchestratorError
+
+NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the config file"
 
 
 def rewritten(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
     """A config file after dotted keys have taken new values, written as YAML reads them; nothing else has another.
 
     YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its braces; only comments are
-    lost. Raises OrchestratorError where a key leads through a value.
+    lost. JSON is read as such: YAML 1.1 sees a word in its 1e-3. Raises OrchestratorError where a key leads through a
+    value, or a file is not what its name says.
     """
+    if is_json:
+        return json.dumps(_with_keys(text, keys), indent=2)
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
         root = yaml.MappingNode("tag:yaml.org,2002:map", [])
@@ -30,14 +36,29 @@ def rewritten(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
             value = yaml.ScalarNode("tag:yaml.org,2002:str", word, style="'")
         _at(place, last, key)
         _put(place, last, value)
-    if is_json:
-        return json.dumps(yaml.safe_load(yaml.serialize(root, Dumper=yaml.SafeDumper)), indent=2)
     return str(yaml.serialize(root, Dumper=yaml.SafeDumper))
+
+
+def _with_keys(text: str, keys: Mapping[str, str]) -> Any:
+    try:
+        root = json.loads(text)
+    except ValueError as error:
+        raise OrchestratorError(f"the config file is no JSON: {error}") from None
+    for key, word in keys.items():
+        *sections, last = key.split(".")
+        place = root
+        for section in sections:
+            place = place.setdefault(section, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise OrchestratorError(NO_SECTION.format(key=key))
+        value = yaml.safe_load(word)
+        place[last] = word if isinstance(value, dict | list) or value is None else value
+    return root
 
 
 def _at(place: yaml.Node, name: str, key: str) -> yaml.Node | None:
     if not isinstance(place, yaml.MappingNode):
-        raise OrchestratorError(f"knob key {key!r}: there is nothing to set inside a value of the config file")
+        raise OrchestratorError(NO_SECTION.format(key=key))
     return next((value for word, value in place.value if word.value == name), None)
 
 

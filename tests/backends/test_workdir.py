@@ -51,9 +51,21 @@ def test_json_stays_json() -> None:
     assert json.loads(text) == {"train": {"batch_size": 2, "fp16_run": True}, "x": None}
 
 
+def test_a_number_of_json_stays_a_number_however_it_is_written() -> None:
+    """DeepSpeed's own examples say 1e-3 and 5e8, which YAML 1.1 takes for words."""
+    text = '{"optimizer": {"params": {"lr": 1e-3, "eps": 1e-8}}, "bucket": 5e8, "zero": "auto"}'
+    said = json.loads(rewritten(text, {"bf16.enabled": "false", "micro": "4", "folder": "[x]"}, is_json=True))
+    assert said.pop("bf16") == {"enabled": False}
+    assert (said.pop("micro"), said.pop("folder")) == (4, "[x]")
+    assert said == json.loads(text)
+
+
 def test_a_key_through_a_value_is_refused() -> None:
-    with pytest.raises(OrchestratorError, match=r"data\.batch_size\.x"):
-        rewritten(LATENTSYNC, {"data.batch_size.x": "1"}, is_json=False)
+    for text, is_json in ((LATENTSYNC, False), ('{"data": {"batch_size": 1}}', True)):
+        with pytest.raises(OrchestratorError, match=r"data\.batch_size\.x"):
+            rewritten(text, {"data.batch_size.x": "1"}, is_json=is_json)
+    with pytest.raises(OrchestratorError, match="no JSON"):
+        rewritten("data: 1", {"data": "1"}, is_json=True)
 
 
 def test_the_working_directory_is_the_users_but_for_the_one_file(tmp_path: Path) -> None:
