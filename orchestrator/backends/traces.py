@@ -251,6 +251,8 @@ def told(name: str, step_s: Mapping[int, float], steps: int, family: str | None 
             "command": ("python", "train.py"),
             "global_batch_size": lcm(*step_s),
             "steps": steps,
+            "knobs": {"resume_from": {"flag": "--resume"}},
+            "resume": {"on_sigterm": True},
             "speeds": {str(count): f"{Decimal(repr(each)):f}s" for count, each in step_s.items()},
         }
     )

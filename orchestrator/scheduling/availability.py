@@ -209,6 +209,24 @@ class Pool:
                 return tuple(NodeDevices(node=self.names[n], devices=devices) for n, devices in sorted(chosen))
         return None
 
+    def place_again(self, held: Placement, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
+        """Devices as by `place`, were those that one of our attempts holds idle and empty."""
+        until = {part.node: self._until_s[self.numbers[part.node]][:] for part in held}
+        free_bytes, self._free_bytes = self._free_bytes, [*self._free_bytes]
+        for part in held:
+            number = self.numbers[part.node]
+            memory = self.group.hardware.device.memory
+            self._free_bytes[number] = tuple(
+                memory if device in part.devices else free for device, free in enumerate(free_bytes[number])
+            )
+            self.vacate(part.node, part.devices)
+        placement = self.place(shape, end_s, least_bytes)
+        self._free_bytes = free_bytes
+        for part in held:
+            for device in part.devices:
+                self.occupy(part.node, (device,), until[part.node][device])
+        return placement
+
     def could_hold(self, shape: Shape, least_bytes: int) -> bool:
         """Whether there are enough devices with so much memory once our own attempts are gone."""
         if self.has_room(least_bytes):

@@ -14,6 +14,7 @@ from orchestrator.scheduling.demand import room_from_s
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.groups import groups_of
 from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measured_peaks, menu
+from orchestrator.scheduling.moves import is_elastic
 from orchestrator.scheduling.windows import hours_of, why_closed
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.state import Job, Reservation, State
@@ -23,6 +24,7 @@ RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promise
 # count what it delays all that are there now; as many come while it runs, so that 2 is better on nearly all shaken
 # inputs of traces/plans/base.csv (2026-11), and 0 lets the first jobs take everything.
 PRICE = 2.0
+PRICE_IDLE = 0.002  # where nobody waits: a job that grows can make way again
 PRICE_ALONE = 0.1  # of a device-second where nobody else is there yet: for devices that hardly help
 
 
@@ -74,6 +76,11 @@ def price_of(desk: Desk) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
     others = max(0, len(desk.waiting) + len(desk.running) - 1)
     return PRICE_ALONE + PRICE * others / max(1, desk.devices)
+
+
+def price_of_idle(desk: Desk) -> float:
+    """The same of devices that nobody can use now: only who waits counts."""
+    return PRICE_IDLE + PRICE * len(desk.waiting) / max(1, desk.devices)
 
 
 def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
@@ -169,14 +176,14 @@ def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> lis
 def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
     """When the job may start: within its hours, and with room left for shorter ones.
 
-    No room is left by a job that is due, that is put before others, or that says itself when it may start; nor where
-    the cluster is shared: whose turn it is counts there, not whose jobs are short.
+    No room is left by a job that is due, that is put before others, that can make way for them, or that says itself
+    when it may start; nor where the cluster is shared: whose turn it is counts there, not whose jobs are short.
     """
     spec, wanted = waiting.job.spec, desk.wanted(now_s)
     if spec.between is not None or by_s < inf:
         hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
-    if waiting.due_s <= now_s or spec.priority > 0 or desk.state.policy is not None:
+    if waiting.due_s <= now_s or spec.priority > 0 or desk.state.policy is not None or is_elastic(waiting.job):
         return lambda _, from_s: from_s
     return lambda offer, from_s: max(from_s, room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush, merge
 from itertools import groupby
 from math import inf, sqrt
@@ -21,7 +21,17 @@ from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
 from orchestrator.scheduling.fair import Place, fair_tree, nobodys, used_s
 from orchestrator.scheduling.groups import Group, groups_of
-from orchestrator.scheduling.menu import UNKNOWN_LENGTH_S, Menu, NeverFits, attempt_seconds, learned, menu, steps_left
+from orchestrator.scheduling.menu import (
+    UNKNOWN_LENGTH_S,
+    Entry,
+    Menu,
+    NeverFits,
+    attempt_seconds,
+    learned,
+    menu,
+    steps_left,
+)
+from orchestrator.scheduling.moves import claims_of, is_elastic
 from orchestrator.scheduling.outcome import ran_out
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt
@@ -62,6 +72,8 @@ class Desk:
         self.devices = sum(pool.group.devices for pool in self.pools)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
+        self.elastic: dict[str, Job] = {}  # those of them that could be moved
+        self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
@@ -79,6 +91,8 @@ class Desk:
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # by family
         self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
+        self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
+        self._entries: dict[str, tuple[int, int, Sequence[Entry]]] = {}  # of running jobs: attempts, version, entries
         self._closed: dict[str, tuple[Window, ...]] = {}  # by node
         self.close(state)
         for job in state.jobs.values():
@@ -108,11 +122,18 @@ class Desk:
             self._followers.setdefault(one.job, set()).add(job.id)
         if job.array is not None:
             self.running_of_array[job.array] += bool(held_after) - (job.id in self.running)
-        if held_after:
-            assert after is not None
-            self.running[job.id] = after
-        else:
-            self.running.pop(job.id, None)
+        for index, belongs in (
+            (self.running, True),
+            (self.elastic, is_elastic(job)),
+            (self._claiming, bool(claims_of(job))),
+        ):
+            if held_after and belongs:
+                index[job.id] = job
+            else:
+                index.pop(job.id, None)
+        if not held_after:
+            self._entries.pop(job.id, None)
+            self.ends_s.pop(job.id, None)
         waited, waits = before is not None and _waits(before), after is not None and _waits(after)
         if waited and not waits:
             self._leave(job.id)
@@ -179,9 +200,18 @@ class Desk:
                     pool.promise(part.node, part.devices, one.start_s, one.end_s)
 
     def forget_promises(self) -> None:
-        """All that is reserved is open again."""
+        """All that is reserved is open again, but for what is kept for those that move."""
         for pool in self.pools:
             pool.forget_promises()
+        for job in self._claiming.values():
+            self.keep(job)
+
+    def keep(self, job: Job) -> None:
+        """Nobody else gets what a job claims that moves, for as long as it would have run on as it was."""
+        attempt = job.last
+        assert attempt is not None, job.id
+        until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
+        self.promise([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.claims)])
 
     def wake(self, at_s: float) -> None:
         """Those whose time has come wait for devices again, nodes close and open, and who is late ends later."""
@@ -267,12 +297,31 @@ class Desk:
         return self._calibrated[key]
 
     def seated(self, job: Job) -> Waiting:
-        """The job as it waits for devices, or would."""
-        return Waiting(job, job.submitted_at_s + PATIENCE * self.size_of(job)[0])
+        """The job as it waits for devices, or would; first of all where devices are kept for it."""
+        return Waiting(job, -inf if claims_of(job) else self.due_s(job))
+
+    def pool_of(self, attempt: Attempt) -> Pool | None:
+        """Where it runs; None where one of its nodes is gone."""
+        pools = [self._pool_of.get(part.node) for part in attempt.placement]
+        return None if None in pools else pools[0]
+
+    def entries_of(self, job: Job, pool: Pool) -> Sequence[Entry]:
+        """What a running job could run as, were it launched anew."""
+        version = self._versions.get(job.spec.family_name, 0)
+        known = self._entries.get(job.id)
+        if known is None or known[:2] != (len(job.attempts), version):
+            found = self._menu(job, pool)[1]
+            entries = found.entries if isinstance(found, Menu) else ()
+            known = self._entries[job.id] = (len(job.attempts), version, entries)
+        return known[2]
+
+    def due_s(self, job: Job) -> float:
+        """From when on nobody who comes later goes before it."""
+        return job.submitted_at_s + PATIENCE * self.size_of(job)[0]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """When a running attempt is expected to end; infinity where its nodes are gone."""
-        pool = next((self._pool_of[part.node] for part in attempt.placement if part.node in self._pool_of), None)
+        pool = self.pool_of(attempt)
         if pool is None:
             return inf
         calibrated = self.calibrated(job, attempt.device)
@@ -367,6 +416,7 @@ class Desk:
     def _occupy(self, job: Job, attempt: Attempt) -> None:
         end_s = self.end_of(job, attempt)
         heappush(self._ends, (end_s, job.id))
+        self.ends_s[job.id] = end_s
         self.expect(attempt, end_s)
 
     def _vacate(self, attempt: Attempt) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -19,7 +19,7 @@ from orchestrator.scheduling.probe import measured_spec, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import Plan
+from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, State
 
@@ -133,8 +133,8 @@ def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibr
     if left is None:
         return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
     ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
-    factor = calibrated.step_factors.get(attempt.plan.engine, 1.0)
-    return launch_cost_s + left * (ran_before or attempt.step_s * factor)
+    factors = _step_factors(job, attempt.device, calibrated, attempt.number)
+    return launch_cost_s + left * (ran_before or attempt.step_s * factors.get(attempt.plan.engine, 1.0))
 
 
 def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
@@ -144,6 +144,16 @@ def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Pl
         for attempt in job.attempts[: None if before is None else before - 1]
         if attempt.device == device and attempt.measured_step_s and not attempt.probe
     }
+
+
+def _step_factors(job: Job, device: str, calibrated: Calibration, before: int | None = None) -> Mapping[Engine, float]:
+    """Measured / predicted seconds of a step by engine: the job's own where it ran, else its family's."""
+    own = {
+        attempt.plan.engine: attempt.measured_step_s / attempt.step_s
+        for attempt in job.attempts[: None if before is None else before - 1]
+        if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0 and not attempt.probe
+    }
+    return {**calibrated.step_factors, **own} if own else calibrated.step_factors
 
 
 def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
@@ -161,8 +171,9 @@ def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated
     left = steps_left(job)
     if left is None:
         return [_unknown_length_s(job, group, one.step_s) for one in candidates]
-    measured = measured_step_s(job, group.hardware.device.name) if job.attempts else {}
-    factors = calibrated.step_factors
+    device = group.hardware.device.name
+    measured = measured_step_s(job, device) if job.attempts else {}
+    factors = _step_factors(job, device, calibrated)
     return [left * (measured.get(one.plan) or one.step_s * factors.get(one.plan.engine, 1.0)) for one in candidates]
 
 

@@ -21,6 +21,9 @@ def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
     return held
 
 
+LOOKED_AT_MAX = 10  # who waits, first come first, that others may be stopped for
+
+
 class Turns:
     """One look at all who wait: whoever stays within its team's guarantee comes first, then everybody in order.
 
@@ -47,14 +50,16 @@ class Turns:
         """Who is decided upon, by when it should be done, and the most devices that it may take (None: any number).
 
         Until no device is idle. Who must wait is decided upon only once somebody behind need not: what it is promised
-        matters to nobody else. Where guarantees count it is at once, as a promise counts against them.
+        matters to nobody else. Where guarantees count it is at once, as a promise counts against them; and the first
+        LOOKED_AT_MAX are where somebody that runs could make way for them.
         """
         ahead: list[tuple[Waiting, float, int | None]] = []
-        for turn in self._all():
-            if not self._desk.idle:
+        for number, turn in enumerate(self._all()):
+            is_looked_at = number < LOOKED_AT_MAX and bool(self._desk.elastic)
+            if not self._desk.idle and not is_looked_at:
                 return
             ahead.append(turn)
-            if self._left or not must_wait(self._desk, turn[0]):
+            if self._left or is_looked_at or not must_wait(self._desk, turn[0]):
                 yield from (one for one in ahead if one[0].job.id not in self._heard)
                 ahead.clear()
 

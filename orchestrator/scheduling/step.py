@@ -12,14 +12,24 @@ from math import inf
 
 from orchestrator.memory.calibration import remembered
 from orchestrator.scheduling.classify import classify
-from orchestrator.scheduling.decide import RESERVATIONS_MAX, Chosen, Wait, admitted, crowded, decide, price_of
+from orchestrator.scheduling.decide import (
+    PRICE_IDLE,
+    RESERVATIONS_MAX,
+    Chosen,
+    Wait,
+    admitted,
+    crowded,
+    decide,
+    price_of,
+)
 from orchestrator.scheduling.demand import asked
 from orchestrator.scheduling.dependence import entered, heard
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.drain import drain_requested, next_change_s
+from orchestrator.scheduling.elastic import growth, making_way
 from orchestrator.scheduling.fair import charged
 from orchestrator.scheduling.menu import NeverFits
-from orchestrator.scheduling.moves import can_move, moved
+from orchestrator.scheduling.moves import can_move, claims_of, moved
 from orchestrator.scheduling.outcome import observe
 from orchestrator.scheduling.quotas import Turns
 from orchestrator.scheduling.windows import opening_s
@@ -212,7 +222,9 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     if job.cancelling or failure.kind is FailureKind.CANCELLED:
         return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled while it ran")
     if failure.kind is FailureKind.MOVED:
-        return replace(job, status=JobStatus.QUEUED, reason=failure.reason)
+        step = attempt.evidence.checkpoint_step if attempt.evidence else None
+        saved = "" if step is None else f"; saved at step {step}"
+        return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
     if failure.kind in REFUTING:
         job = replace(job, refuted=job.refuted | {attempt.plan})
     if attempt.probe:  # whatever it met costs nothing: a real attempt would meet it, too
@@ -321,10 +333,10 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         return state, ()
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
-    is_settled = False
+    is_settled, waits = False, list[tuple[Waiting, Reservation]]()
     while not is_settled:
         waited = len(desk.waiting)
-        state, done = _round(state, desk, unheard)
+        state, done, waits = _round(state, desk, unheard)
         actions += done
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy is not None and state.policy.has_quotas
@@ -335,14 +347,33 @@ def _schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
     desk.is_stale, desk.arrived = False, []
-    return state, tuple(actions)
+    state, stops = _move(state, desk, waits)
+    return state, (*actions, *stops)
 
 
-def _round(state: State, desk: Desk, unheard: dict[str, Waiting]) -> tuple[State, tuple[Action, ...]]:
-    """One look at all who wait; `unheard` loses those who get an answer."""
-    if not (desk.idle or desk.is_stale):
+def _move(state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]]) -> tuple[State, tuple[Stop, ...]]:
+    """Stop one that others gain more by than it loses, or else one that gains by what is idle."""
+    move = making_way(desk, waits, state.at_s) or (growth(desk, state.at_s) if desk.idle else None)
+    if move is None:
         return state, ()
+    if move.from_s > state.at_s:
+        look_at_s = move.from_s if state.look_at_s is None else min(state.look_at_s, move.from_s)
+        return replace(state, look_at_s=look_at_s), ()
+    gone, stop = moved(move.job, move.why, state.at_s, move.claims)
+    desk.learn(move.job, gone)
+    if move.claims:
+        desk.keep(gone)
+    return _with_job(state, gone), (stop,)
+
+
+def _round(
+    state: State, desk: Desk, unheard: dict[str, Waiting]
+) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]]]:
+    """One look at all who wait; `unheard` loses those who get an answer. Who waits for devices is told as well."""
     actions: list[Action] = []
+    waits: list[tuple[Waiting, Reservation]] = []
+    if not (desk.idle or desk.is_stale or desk.elastic):
+        return state, (), waits
     promised: list[Reservation] = []
     looks_s: list[float] = []
     desk.forget_promises()
@@ -351,8 +382,12 @@ def _round(state: State, desk: Desk, unheard: dict[str, Waiting]) -> tuple[State
     turns = Turns(desk)
     for waiting, by_s, devices_max in turns:
         may_reserve = len(promised) < RESERVATIONS_MAX
+        if claims := claims_of(waiting.job):
+            devices_max, its_price = sum(len(part.devices) for part in claims), PRICE_IDLE
+        else:
+            its_price = price
         outcome = crowded(desk, waiting.job, of_array) or decide(
-            state, desk, waiting, price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+            state, desk, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
         if outcome is None:
             continue
@@ -361,11 +396,14 @@ def _round(state: State, desk: Desk, unheard: dict[str, Waiting]) -> tuple[State
             promised.append(outcome.reservation)
             of_array[waiting.job.array] += 1
             looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
+            if outcome.look_at_s is None and waiting.job.spec.between is None:
+                waits.append((waiting, outcome.reservation))
         turns.heard(waiting, outcome)
         unheard.pop(waiting.job.id, None)
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
-    return replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None)), tuple(actions)
+    state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
+    return state, tuple(actions), waits
 
 
 def _answered(

@@ -204,6 +204,7 @@ class Attempt:
     status: AttemptStatus = AttemptStatus.LAUNCHING
     moved_for: str = ""  # why we asked for its end, to go on otherwise
     leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that
+    claims: Placement = ()  # devices that are kept for the attempt after it, while it leaves
     launched_at_s: float
     ended_at_s: float | None = None
     pace: Pace | None = None  # as last told while it ran; None: as was expected

@@ -173,6 +173,7 @@ class Resume(Noun):
     """The script's own checkpoints: which of them is whole, and what it takes to go on from one."""
 
     checkpoints: Globs = ("checkpoint*", "step-*")  # in the output folder; the newest whole one is taken
+    on_sigterm: bool = False  # it saves one when it is asked to end: then it may be moved while it runs
     holds: Globs = ()  # in a whole checkpoint there is a file of each of these, and none is empty
     step: Counter | None = None  # the optimizer step or epoch in its path; None: the newest is the one written last
     before: Command | None = None  # run to its end before each restart; {arguments} are the script's, {checkpoint} ours

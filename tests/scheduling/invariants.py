@@ -14,6 +14,7 @@ from orchestrator.backends.simulated_process import Process
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.elastic import REST
 from orchestrator.scheduling.fair import FORGOTTEN_DEVICE_S, fair_tree, used_s
 from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -47,7 +48,8 @@ BUDGET_OF = {
     FailureKind.HUNG: "hang",
     FailureKind.STARTUP: "startup",
 }
-GOES_ON = (*BUDGET_OF, FailureKind.MOVED)  # moved at no cost
+MOVED = FailureKind.MOVED
+GOES_ON = (*BUDGET_OF, MOVED)  # moved at no cost
 OUT_OF_MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 
 
@@ -205,7 +207,52 @@ def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
         assert job.last is not None, job.id
         in_maintenance = any(leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last))
         if not job.cancelling and not in_maintenance:
-            yield f"{stop.name} is stopped although nobody asked"
+            yield from _not_worth_it(t, job, job.last)
+
+
+def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
+    """Who is moved saves when it is told to end, has run for a while, and grows, or makes way for one ahead of it."""
+    spec, why = job.spec, attempt.moved_for
+    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
+    if not saves or spec.optimizer_steps is None or spec.between or job.deadline_s is not None:
+        yield f"{attempt.name} is moved although it would lose by that"
+    launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
+    if t.after.at_s - attempt.launched_at_s < (1 + REST) * launch_s - 1e-6:
+        yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
+    claimed = {(part.node, index) for part in attempt.claims for index in part.devices}
+    if why.startswith("stopped to go on with"):
+        if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
+            yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
+        others = {one for other in _attempts(t.after) if not other.released for one in devices(other)}
+        if taken := claimed & others - set(devices(attempt)):
+            yield f"{attempt.name} is to grow onto {sorted(taken)}, which others hold"
+        if drained := {node for node, _ in claimed} & {*t.after.drained}:
+            yield f"{attempt.name} is to grow onto {sorted(drained)}, which is drained"
+    elif why.startswith("stopped to make way for"):
+        other = t.after.jobs[why.split(":")[0].split()[5]]
+        if other.status is not JobStatus.QUEUED or other.spec.priority < spec.priority:
+            yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
+        if other.spec.priority == spec.priority and t.after.policy is not None:
+            yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
+    else:
+        yield f"{attempt.name} is stopped although nobody asked"
+
+
+def _claims_are_kept(t: Transition) -> Iterator[str]:
+    """Nobody starts on what is kept for one that moves."""
+    claims = {
+        (part.node, index): job.id
+        for job in t.after.jobs.values()
+        if job.last is not None
+        and not job.last.released
+        and (job.last.failure is None or job.last.failure.kind is MOVED)
+        for part in job.last.claims
+        for index in part.devices
+    }
+    for launch in _of(Launch, t.actions):
+        for device in devices(launch.attempt):
+            if device in claims:
+                yield f"{launch.attempt.name} takes {device[0]}:{device[1]}, which is kept for {claims[device]}"
 
 
 def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
@@ -439,6 +486,10 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
     if attempt is None or attempt.status is AttemptStatus.ENDED or not attempt.moved_for or before.cancelling:
         return
     failure, evidence = job.attempts[attempt.number - 1].failure, t.event.evidence
+    reached = max((beat.step for beat in evidence.heartbeats), default=0)
+    is_moved = attempt.claims and failure is not None and failure.kind is MOVED
+    if is_moved and (evidence.checkpoint_step or 0) < reached:
+        yield f"{attempt.name} was moved at step {reached} and goes on from {evidence.checkpoint_step}"
     own = failure is None or failure.kind is FailureKind.MOVED or evidence.ooms or evidence.launch_error is not None
     if evidence.stopped and not own and failure is not None:
         yield f"{attempt.name} was moved and is taken for {failure.kind}"
@@ -496,6 +547,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _no_launch_for_the_unwanted,
     _cancels_are_obeyed,
     _nobody_is_stopped_in_vain,
+    _claims_are_kept,
     _drained_nodes_get_nothing,
     _nothing_runs_in_a_maintenance,
     _order,

@@ -349,6 +349,37 @@ def random_crowd(draw: random.Random) -> Scenario:
     )
 
 
+def random_tide(draw: random.Random) -> Scenario:
+    """Long jobs that can be moved, and waves of short ones, some of a higher class, on few devices."""
+    resumes = {"knobs": {"resume_from": {"flag": "--resume"}}, "resume": {"on_sigterm": True}}
+
+    def told(name: str, seconds: float, **said: object) -> JobSpec:
+        speeds = {count: f"{seconds / 100 / count**0.7:.6f}s" for count in (1, 2, 4)}
+        return JobSpec(
+            **{"name": name, "command": "python train.py", "global_batch_size": 8, "steps": 100} | said, speeds=speeds
+        )
+
+    asked = [(0.0, told("long", draw.uniform(2000, 20_000), **(resumes if draw.random() < 0.8 else {})), None)]
+    for _ in range(draw.randint(1, 3)):
+        wave_s = draw.uniform(0, 2 * HOUR_S)
+        for _ in range(draw.randint(1, 5)):
+            spec = told(
+                "short", draw.uniform(50, 1500), priority=draw.choice((0, 0, 0, 5)), **draw.choice((resumes, {}))
+            )
+            asked.append((wave_s + draw.uniform(0, 300), spec, None))
+    asked += [(draw.uniform(0, HOUR_S), told("long", draw.uniform(2000, 20_000), **resumes), None)]
+    chosen = draw.choice(CLUSTERS[1:3])
+    return Scenario(
+        cluster=maintained(draw, chosen),
+        jobs=tuple(sorted(asked, key=lambda one: one[0])),
+        cancels=(),
+        drains=random_drains(draw, chosen),
+        hazards=draw.choice((CALM, CALM, STORM)),
+        repeat_chance=draw.choice((0.0, 0.3)),
+        seed=draw.randint(0, 2**32),
+    )
+
+
 def random_fault(draw: random.Random) -> Fault | None:
     if draw.random() < 0.9:
         return None

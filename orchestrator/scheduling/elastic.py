@@ -1,0 +1,144 @@
+"""Which running job is stopped: to go on with devices that nobody else can use, or to make way for who gains more?
+
+Preemption is a move, too: whoever is stopped has saved, waits at its own place in the queue, and has used up no budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from math import inf
+
+from orchestrator.scheduling.availability import Pool
+from orchestrator.scheduling.decide import price_of_idle
+from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.menu import Entry, Menu
+from orchestrator.scheduling.moves import can_move
+from orchestrator.specs.attempt import Attempt, Placement
+from orchestrator.specs.state import Job, Reservation
+from orchestrator.specs.units import format_seconds
+
+# Launches that an attempt trains for before it is moved: at most one move in REST + 1 launches, so that they take no
+# more than a fifth of a job's time.
+REST = 4.0
+# Of what the one that makes way has left: only shorter jobs have it stopped. Half and all of it differ by less than
+# 1 % on traces/plans/base.csv (2026-11).
+SHORTER = 0.25
+WORTH = 2.0  # times what a job loses by making way: what others gain; they may end sooner than they wait for
+TRIED_MAX = 3  # who ends last, or gains most, of those that could be moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Stop this job, and tell why; `claims` are the devices that are kept for it."""
+
+    job: Job
+    from_s: float  # when it has run for long enough
+    why: str
+    claims: Placement = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """A running job that could be moved, and what that takes."""
+
+    job: Job
+    attempt: Attempt
+    pool: Pool
+    left_s: float
+    from_s: float
+
+    @property
+    def paid_s(self) -> float:
+        """What a move costs: it saves when it is asked to end."""
+        return self.pool.launch_cost_s
+
+    @property
+    def devices(self) -> int:
+        return self.attempt.plan.world_size
+
+
+def growth(desk: Desk, at_s: float) -> Move | None:
+    """Who gains most by devices that are idle and promised to nobody: more than the restart costs once more."""
+    price = price_of_idle(desk)
+    found: list[tuple[float, _Moving, Entry, float]] = []
+    for one in _movable(desk, desk.elastic, at_s):
+        if not one.pool.idle or one.left_s <= 2 * one.paid_s:
+            continue
+        cost_s = one.left_s * (1 + price * one.devices)
+        for entry in desk.entries_of(one.job, one.pool):
+            if one.devices < entry.devices <= one.devices + one.pool.idle:
+                seconds = one.paid_s + one.left_s * entry.candidate.step_s / one.attempt.step_s
+                gain_s = cost_s - seconds * (1 + price * entry.devices)
+                if gain_s > one.paid_s:
+                    found.append((gain_s, one, entry, seconds))
+    for _, one, entry, seconds in nlargest(TRIED_MAX, found, key=lambda way: way[0]):
+        claims = one.pool.place_again(one.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes)
+        if claims is not None:
+            earlier = format_seconds(one.left_s - seconds)
+            cost = format_seconds(one.paid_s)
+            why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
+            return Move(job=one.job, from_s=one.from_s, why=why, claims=claims)
+    return None
+
+
+def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: float) -> Move | None:
+    """Who shall be stopped for those that wait: of who ends last, the first for whom they gain more than it loses."""
+    last = nlargest(TRIED_MAX, desk.elastic, key=lambda job_id: (desk.ends_s[job_id], job_id)) if waits else ()
+    for one in _movable(desk, last, at_s):
+        gain_s, away_s, ahead = 0.0, 0.0, list[str]()
+        for waiting, promised in _ahead_of(desk, one, waits, at_s):
+            gain_s += promised.start_s - at_s
+            if waiting.job.spec.priority == one.job.spec.priority:
+                away_s = max(away_s, promised.end_s - promised.start_s)
+            ahead.append(waiting.job.id)
+        if gain_s > WORTH * (one.paid_s + away_s):
+            others = f" and {len(ahead) - 1} more" if len(ahead) > 1 else ""
+            gain, cost = format_seconds(gain_s), format_seconds(one.paid_s + away_s)
+            why = f"stopped to make way for {ahead[0]}{others}: saves them {gain} of waiting, costs {cost}"
+            return Move(job=one.job, from_s=one.from_s, why=why)
+    return None
+
+
+def _ahead_of(
+    desk: Desk, one: _Moving, waits: Iterable[tuple[Waiting, Reservation]], at_s: float
+) -> Iterator[tuple[Waiting, Reservation]]:
+    """Of those that wait who would go before it, and could run on what it leaves together with what is idle.
+
+    Of its own class only who is much shorter, and nobody where the cluster is shared: whose turn it is counts there.
+    """
+    room, place = one.devices + one.pool.idle, (-one.job.spec.priority, desk.due_s(one.job))
+    is_first = True
+    for waiting, promised in waits:
+        higher = waiting.job.spec.priority > one.job.spec.priority
+        much_shorter = promised.end_s - promised.start_s < SHORTER * one.left_s and desk.state.policy is None
+        if not (higher or much_shorter) or (-waiting.job.spec.priority, waiting.due_s) >= place:
+            continue
+        wide = sum(len(part.devices) for part in promised.placement)
+        entry = _entry(desk, waiting, one.pool, wide) if wide <= room else None
+        if entry is None or (is_first and not _could_start(one, entry, at_s)):
+            continue
+        is_first = False
+        room -= wide
+        yield waiting, promised
+
+
+def _entry(desk: Desk, waiting: Waiting, pool: Pool, devices: int) -> Entry | None:
+    menus = (menu for where, menu in desk.menus_of(waiting) if where is pool and isinstance(menu, Menu))
+    return next((entry for menu in menus for entry in menu.entries if entry.devices == devices), None)
+
+
+def _could_start(one: _Moving, entry: Entry, at_s: float) -> bool:
+    end_s = at_s + entry.seconds
+    return one.pool.place_again(one.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
+
+
+def _movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[_Moving]:
+    for job_id in job_ids:
+        job = desk.running[job_id]
+        attempt = job.last
+        pool = desk.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
+        if attempt is not None and pool is not None and desk.ends_s[job_id] < inf:
+            from_s = attempt.launched_at_s + (1 + REST) * pool.launch_cost_s
+            yield _Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s)
