@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, drain, fair, menu, windows
+from orchestrator.scheduling import decide, desk, drain, elastic, fair, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
@@ -27,7 +27,16 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Finished, Job, JobStatus, Launch, Record
 from tests.scheduling import world
 from tests.scheduling.invariants import history, violations
-from tests.scheduling.world import STORM, MemoryJournal, Scenario, backend_of, play, random_crowd, random_scenario
+from tests.scheduling.world import (
+    STORM,
+    MemoryJournal,
+    Scenario,
+    backend_of,
+    play,
+    random_crowd,
+    random_scenario,
+    random_tide,
+)
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 SEEDS = 60
@@ -289,6 +298,19 @@ def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "classify", forgetful)
 
 
+def moved_without_rest(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(elastic, "REST", -1.0)
+
+
+def everybody_moved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(desk, "is_elastic", lambda _job: True)
+
+
+def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """What is kept for a job that moves is promised to nobody."""
+    patch.setattr(Desk, "keep", lambda *_: None)
+
+
 BUGS: dict[str, tuple[Plant, str]] = {
     "devices never busy": (devices_never_busy, "together"),
     "devices free before release": (devices_free_before_release, "together"),
@@ -336,6 +358,21 @@ SHARING_BUGS: dict[str, tuple[Plant, str]] = {
     "nothing charged": (nothing_charged, "is said to have used"),
     "nothing forgotten": (nothing_forgotten, "is said to have used"),
 }
+
+
+MOVING_BUGS: dict[str, tuple[Plant, str]] = {
+    "moved without rest": (moved_without_rest, "s after its launch"),
+    "everybody moved": (everybody_moved, "although it would lose by that"),
+    "claims forgotten": (claims_forgotten, "which is kept for"),
+}
+
+
+@pytest.mark.parametrize("bug", MOVING_BUGS)
+def test_planted_bugs_are_found_where_jobs_are_moved(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, said = MOVING_BUGS[bug]
+    plant(monkeypatch)
+    tides = (random_tide(random.Random(seed)) for seed in range(SEEDS))
+    assert any(said in violation for tide in tides for violation in found_in(tide)), f"nobody said {said!r}"
 
 
 @pytest.mark.parametrize("bug", SHARING_BUGS)
