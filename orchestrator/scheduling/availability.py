@@ -246,7 +246,7 @@ class Pool:
         for share in shape.shares:
             wanted = shape.devices // share
             order = self._open_for(self._order_of(share, least_bytes), wanted, from_s, seconds)
-            if len(order) < wanted:
+            if len(order) < wanted or order[-1][0] == inf:  # never: nobody knows when a node that is gone comes back
                 continue
             start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
