@@ -74,6 +74,12 @@ def test_progress_is_counted_in_the_lines_that_the_trainer_prints(name: str, lin
     assert re.findall(progress, line) == [count]
 
 
+def test_rvcs_last_words_are_known() -> None:
+    said = job("rvc/rvc_v2_48k.yaml").success.log
+    assert said is not None
+    assert re.search(said, "INFO:voice:Saving final checkpoint: Success")
+
+
 def test_what_is_to_run_needs_its_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SpecError, match="workdir"):
