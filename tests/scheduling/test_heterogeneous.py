@@ -5,17 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from orchestrator.memory import calibration
 from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.estimate import estimate
+from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import needed_bytes
-from orchestrator.planning.search import frontier
-from orchestrator.scheduling.groups import groups_of
+from orchestrator.planning.search import frontier, plans, profile_for
+from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.step import step
 from orchestrator.service.forecast import forecast
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import parse_cluster
+from orchestrator.specs.plan import Plan
 from orchestrator.specs.state import JobStatus, Launch, Record, State, Submitted
 
 GIB = 2**30
@@ -118,3 +125,56 @@ def test_a_kind_that_cannot_run_a_job_does_not_hide_the_kinds_that_can() -> None
     spec = decoder(2048, {"min": 1, "max": 8})
     assert forecast(spec, nodes)["device"] == "a100-80gb"
     assert started(spec, nodes).device == "a100-80gb"
+
+
+@st.composite
+def unlike_nodes(draw: st.DrawFn) -> tuple[Node, ...]:
+    """Up to four nodes of three kinds of device, of which any part may be taken."""
+    kinds = draw(st.lists(st.sampled_from(("a100-80gb", "rtx4090-24gb", "v100-32gb")), min_size=1, max_size=4))
+    lines = [
+        f"  - {{name: n{number}, devices: {draw(st.sampled_from((1, 2, 4)))}, device: {kind}, host_memory: 64GiB}}"
+        for number, kind in enumerate(kinds)
+    ]
+    nodes = mixed("name: mixed\nnodes:\n" + "\n".join(lines))
+    share = st.floats(0.05, 1.0)
+    return tuple(replace(node, free_bytes=tuple(int(draw(share) * one) for one in node.free_bytes)) for node in nodes)
+
+
+@given(unlike_nodes(), st.sampled_from((1024, 2048, 4096)), st.integers(1, 2), st.integers(0, 3), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_what_is_taken_of_unlike_nodes_is_what_trying_every_plan_on_every_kind_finds(
+    nodes: tuple[Node, ...], hidden: int, least: int, more: int, low: bool
+) -> None:
+    spec = decoder(hidden, {"min": least, "max": least + more}, "bf16" if low else "fp32")
+    try:
+        told = forecast(spec, nodes)
+    except SpecError:
+        assert all(group.devices < least or not tried(spec, group) for group in groups_of(nodes))
+        return
+    best = next((found for group in groups_of(nodes) if (found := tried(spec, group))), None)
+    if best is None:
+        assert told["chosen"] is None
+    else:
+        assert told["chosen"] is not None
+        taken = told["frontier"][told["chosen"]]
+        assert (told["device"], taken["step_s"]) == best
+
+
+def tried(spec: JobSpec, group: Group) -> tuple[str, float] | None:
+    """The kind, and the step time of the fastest legal plan whose devices all have that much free."""
+    free_bytes = sorted((free for node in group.nodes for free in node.free_bytes), reverse=True)
+    try:
+        legal = list(plans(spec, group.hardware)) if group.devices >= spec.gpus.min else []
+    except SpecError:
+        return None
+    fitting_s = [
+        step_s(profile_for(spec, group.hardware, plan), plan, group.hardware)
+        for plan in legal
+        if _needed(spec, group, plan) <= free_bytes[plan.world_size - 1]
+    ]
+    return (group.hardware.device.name, min(fitting_s)) if fitting_s else None
+
+
+def _needed(spec: JobSpec, group: Group, plan: Plan) -> int:
+    found = estimate(profile_for(spec, group.hardware, plan), plan, group.hardware.device)
+    return calibration.needed_bytes(plan, found, UNMEASURED)
