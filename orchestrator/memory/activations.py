@@ -33,7 +33,7 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
     The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
     until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
     """
-    alone = _of_one_micro_batch(rank.stage, rank.has_loss, mode, casts)
+    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.neighbours, mode, casts)
     if rank.in_flight == 1:
         return alone
     kept = [_kept(segment, mode, casts) for segment in rank.stage.segments]
@@ -48,7 +48,7 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
 
 @lru_cache(maxsize=8192)
 def _of_one_micro_batch(
-    stage: ModelProfile, has_loss: bool, mode: ActivationCheckpointing, casts: bool
+    stage: ModelProfile, has_loss: bool, gathers: bool, mode: ActivationCheckpointing, casts: bool
 ) -> tuple[Activations, ...]:
     if stage.moments:
         lines = (Activations(one.sample_bytes, one.fixed_bytes) if one.mode is mode else NONE for one in stage.moments)
@@ -66,7 +66,7 @@ def _of_one_micro_batch(
     gradient_bytes = FP32_BYTES if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE
     found = []
-    for passage in passages(stage, has_loss):
+    for passage in passages(stage, has_loss, gathers=gathers):
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
             found.append(_forward_end(segments, passage.segment, *kept_then, recast=recast))

@@ -90,7 +90,9 @@ class Rank:
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
-        return traced_passages(self.stage) if self.stage.moments else passages(self.stage, self.has_loss)
+        if self.stage.moments:
+            return traced_passages(self.stage)
+        return passages(self.stage, self.has_loss, gathers=not self.neighbours)
 
     @cached_property
     def parameters(self) -> int:
@@ -130,11 +132,11 @@ class Rank:
 
 
 @lru_cache(maxsize=8192)
-def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
+def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Passage, ...]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 
-    Between the second part of a segment and the last but one everything changes linearly, so four are enough: the last
-    has none ahead that an engine could gather.
+    Between the second part of a segment and the last everything changes linearly, so three are enough; but the last has
+    none ahead. Where an engine `gathers` one part ahead of another, as no pipeline does, the last but one counts too.
     """
     segments = stage.segments
     last, chunks = segments[-1], segments[-1].chunks
@@ -148,8 +150,11 @@ def passages(stage: ModelProfile, has_loss: bool) -> tuple[Passage, ...]:
     found.append(Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0))
     done = units = ends = 0
     for place, segment in reversed(list(enumerate(segments))):
+        positions = {0, min(1, segment.count - 1), segment.count - 1}
+        if gathers and segment.count > 3:
+            positions.add(segment.count - 2)
         repeated, is_loss = segment.count > 1, has_loss and segment is last and segment.count == 1
-        for position in sorted({0, min(1, segment.count - 1), max(0, segment.count - 2), segment.count - 1}):
+        for position in sorted(positions):
             found += [
                 Passage(
                     name=f"{point.value} of {_order(segment, position)}{segment.name}",
