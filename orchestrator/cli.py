@@ -356,10 +356,10 @@ def simulate(
     from orchestrator.service import gantt as drawing
     from orchestrator.service.intake import read_cluster, read_job
     from orchestrator.service.lifecycle import journal_url
+    from orchestrator.service.played_tables import simulated_table
     from orchestrator.service.replay import kept_state
     from orchestrator.service.simulate import Trouble, from_queue
     from orchestrator.service.simulate import simulate as play
-    from orchestrator.service.tables import simulated_table
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
@@ -392,8 +392,8 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     import time
 
     from orchestrator.service.lifecycle import journal_url
+    from orchestrator.service.played_tables import expected_table
     from orchestrator.service.replay import expected_jobs, kept_state
-    from orchestrator.service.tables import expected_table
 
     home = home.expanduser()
     expected = expected_jobs(kept_state(journal_url(home)), time.time())
@@ -410,9 +410,9 @@ def replay(
 ) -> None:
     """Make every decision of a journal again: what was decided, why, and where this version decides otherwise."""
     from orchestrator.service.lifecycle import journal_url
+    from orchestrator.service.played_tables import replay_table
     from orchestrator.service.replay import kept_events
     from orchestrator.service.replay import replay as decide_again
-    from orchestrator.service.tables import replay_table
 
     decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
     _answer({"decisions": decided}, as_json, replay_table(decided))

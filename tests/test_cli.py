@@ -224,7 +224,7 @@ def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
-def test_plan_for_70b_on_512_gpus_calls_at_most_two_million_functions_with_its_start(desk: Desk) -> None:
+def test_plan_for_70b_on_512_gpus_calls_at_most_1_8_million_functions_with_its_start(desk: Desk) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     What they take on this machine is a figure of `make bench`.
@@ -240,15 +240,15 @@ def test_plan_for_70b_on_512_gpus_calls_at_most_two_million_functions_with_its_s
         timeout=120,
     )
     recorded: Any = pstats.Stats(str(desk.folder / "calls"))
-    assert recorded.total_calls < 2_000_000
+    assert recorded.total_calls < 1_800_000
 
 
 def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
     program = (
         "import sys; from orchestrator.cli import main\n"
+        "heavy = {'ray', 'torch', 'mlflow', 'fastapi', 'numpy', 'httpx', 'sqlalchemy'}\n"
         "try: main(['plan', 'lm.yaml', '--json'])\n"
-        "except SystemExit: print({'ray', 'torch', 'mlflow', 'fastapi', 'numpy', 'httpx'} & set(sys.modules),"
-        " file=sys.stderr)"
+        "except SystemExit: print(heavy & set(sys.modules), file=sys.stderr)"
     )
     env = {**os.environ, "ORC_HOME": str(desk.home)}
     ended = subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,8 +11,6 @@ from rich.text import Text
 
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
-from orchestrator.service.replay import Decision, ExpectedJob
-from orchestrator.service.simulate import Simulated, quantile
 from orchestrator.service.views import (
     AttemptView,
     EstimateView,
@@ -347,78 +344,6 @@ def _clock(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
-def simulated_table(run: Simulated) -> Table:
-    """A simulated run in numbers, and what its decisions took on this machine."""
-    report, taken_s = run.report, sorted(run.decisions_s)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    rows = [
-        ("jobs finished", f"{report['finished']} of {report['jobs']}"),
-        (
-            "completion",
-            f"mean {format_seconds(report['mean_completion_s'])}, "
-            f"median {format_seconds(report['median_completion_s'])}, "
-            f"99 % within {format_seconds(report['p99_completion_s'])}",
-        ),
-        ("makespan", format_seconds(report["makespan_s"])),
-        (
-            "slowdown against alone",
-            f"99 % below {report['p99_slowdown']:.1f}, worst {report['worst_slowdown']:.1f}",
-        ),
-        ("devices", f"{report['devices']}, busy {100 * report['utilisation']:.0f} % of the time"),
-        ("GPU-hours", f"{report['gpu_hours']:.1f}"),
-        ("restarts", f"{report['restarts']}"),
-        (
-            "decisions",
-            f"{len(taken_s)}, mean {1e3 * fmean(taken_s):.2f} ms, 99 % within {1e3 * quantile(taken_s, 0.99):.2f} ms, "
-            f"slowest {1e3 * taken_s[-1]:.1f} ms",
-        ),
-    ]
-    if report["deadlines"]:
-        rows.insert(4, ("deadlines met", f"{report['deadlines_met']} of {report['deadlines']}"))
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def replay_table(decided: Sequence[Decision]) -> RenderableType:
-    """Past decisions with their reasons; where this version decides otherwise, both."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("AT", "AFTER", "DECIDED", "WHY"):
-        table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
-    for one in decided:
-        at = time.strftime("%m-%d %H:%M:%S", time.localtime(one["at_s"]))
-        said = Text(one["now"]) if one["same"] else Text(f"then: {one['then']}\nnow: {one['now']}", "red")
-        table.add_row(at, one["event"], said, Text(one["why"]))
-    others = [one for one in decided if not one["same"]]
-    kept = sum(one["then"] is not None for one in decided)
-    verdict = f"{len(decided)} decisions, {kept} of them kept: this version decides {len(others)} otherwise."
-    if others:
-        verdict += " Whatever follows the first of them may differ because of it."
-    return Group(table, Text(verdict))
-
-
-def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """When each job is expected to run."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("WHY", overflow="fold")
-    for one in expected:
-        devices = "-" if one["devices"] is None else str(one["devices"])
-        end_s, deadline_s = one["end_s"], one["deadline_s"]
-        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
-        table.add_row(
-            one["id"],
-            coloured(one["status"]),
-            devices,
-            _moment(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
-            _moment(end_s, one["end_range_s"]),
-            Text("" if deadline_s is None else _moment(deadline_s, None), style="red" if is_late else ""),
-            Text(f"late: {one['why']}" if is_late else one["why"]),
-        )
-    return table
-
-
 def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
     """Each node, whether it takes what comes, and whose attempts are on it; drained nodes that are away come last."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -431,7 +356,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
             "nothing new" if node["drained"] else "what comes",
             f"{len(node['busy'])} of {len(node['free_bytes'])}",
             ", ".join(node["jobs"]) or "-",
-            f"{_moment(coming[0], None)} to {_moment(coming[1], None)}" if coming else "-",
+            f"{local_minute(coming[0], None)} to {local_minute(coming[1], None)}" if coming else "-",
         )
     live = {node["name"] for node in nodes}
     for name in drained:
@@ -440,7 +365,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
     return table
 
 
-def _moment(at_s: float | None, range_s: tuple[float, float] | None) -> str:
+def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
     """A minute of local time, with the range around it."""
     if at_s is None:
         return "not known"
