@@ -31,7 +31,7 @@ from orchestrator.scheduling.menu import (
     menu,
     steps_left,
 )
-from orchestrator.scheduling.moves import claims_of, is_elastic
+from orchestrator.scheduling.moves import claims_of, is_elastic, may_grow
 from orchestrator.scheduling.outcome import ran_out
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt
@@ -73,6 +73,7 @@ class Desk:
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
         self.elastic: dict[str, Job] = {}  # those of them that could be moved
+        self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
         self.arrived: list[Waiting] = []  # since the last decision
@@ -125,6 +126,7 @@ class Desk:
         for index, belongs in (
             (self.running, True),
             (self.elastic, is_elastic(job)),
+            (self.growing, is_elastic(job) and may_grow(job)),
             (self._claiming, bool(claims_of(job))),
         ):
             if held_after and belongs:

@@ -63,7 +63,7 @@ def growth(desk: Desk, at_s: float) -> Move | None:
     """Who gains most by devices that are idle and promised to nobody: more than the restart costs once more."""
     price = price_of_idle(desk)
     found: list[tuple[float, _Moving, Entry, float]] = []
-    for one in _movable(desk, desk.elastic, at_s):
+    for one in _movable(desk, desk.growing, at_s):
         if not one.pool.idle or one.left_s <= 2 * one.paid_s:
             continue
         cost_s = one.left_s * (1 + price * one.devices)

@@ -28,6 +28,11 @@ def is_elastic(job: Job) -> bool:
     return saves and spec.optimizer_steps is not None and spec.between is None and job.deadline_s is None
 
 
+def may_grow(job: Job) -> bool:
+    """Whether a job that runs may have more devices than it has."""
+    return job.last is not None and job.last.plan.world_size < job.spec.gpus.max
+
+
 def claims_of(job: Job) -> Placement:
     """Devices that are kept for the job while it moves; none where it ended otherwise."""
     attempt = job.last
