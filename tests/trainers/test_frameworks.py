@@ -85,7 +85,7 @@ def test_what_a_script_needs_is_foretold_by_the_model_that_it_names(
             "name": "hf",
             "trainer": "hf",
             "launch": "ranks",
-            "command": f"python hf.py --max_steps 3 --report_to none --per_device_train_batch_size {samples} "
+            "command": f"python hf.py --max_steps 3 --use_cpu --report_to none --per_device_train_batch_size {samples} "
             f"--block_size {tokens}{' --bf16' if precision == 'bf16' else ''}",
             "workdir": str(SCRIPTS),
             "global_batch_size": samples,
