@@ -98,6 +98,8 @@ class NodeWatch:
     _live: dict[str, LiveNode] = field(default_factory=dict)
     _busy: dict[tuple[str, int], int] = field(default_factory=dict)  # (node, device) -> attempts on it
     _free: dict[tuple[str, int], int] = field(default_factory=dict)
+    # (node, device) -> when its attempt was last seen to compute there, and when NVML last told
+    _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _probed_at_s: dict[str, float] = field(default_factory=dict)
 
     def live(self) -> dict[str, LiveNode]:
@@ -121,6 +123,13 @@ class NodeWatch:
         with self._lock:
             for part in parts:
                 self._busy[part] = self._busy.get(part, 0) + 1
+                self._use.pop(part, None)
+
+    def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
+        """How long one of an attempt's devices has not computed that had; 0 where all do, or NVML does not say."""
+        with self._lock:
+            uses = [self._use[part] for part in parts if part in self._use]
+        return max((told_s - used_s for used_s, told_s in uses), default=0.0)
 
     def release(self, parts: Sequence[tuple[str, int]]) -> None:
         """The attempt's devices report their memory free again, or do not within 60 s: then what is free is told."""
@@ -151,13 +160,20 @@ class NodeWatch:
         return node is not None and node.launch.device.kind is DeviceKind.CUDA
 
     def _probe(self, node: LiveNode) -> None:
+        self.see(node, read_nvml(node), time.monotonic())
+
+    def see(self, node: LiveNode, reading: nvml.NvmlReading, now_s: float) -> None:
+        """Take note of what NVML says of a node."""
         name = node.launch.name
-        reading = read_nvml(node)
         read = {device.index: device.free_bytes for device in reading.devices}
         if reading.error:
             log.warning("node %s: %s", name, reading.error)
         with self._lock:
-            self._probed_at_s[name] = time.monotonic()
+            self._probed_at_s[name] = now_s
+            for device in reading.devices:
+                used_s = now_s if device.busy_percent else self._use.get((name, device.index), (None, now_s))[0]
+                if device.busy_percent is not None and used_s is not None:
+                    self._use[name, device.index] = (used_s, now_s)
             for index in range(node.launch.devices):
                 if self._busy.get((name, index), 0) <= 0:
                     free = settled(self._free.get((name, index)), read.get(index, 0))

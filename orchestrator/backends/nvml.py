@@ -24,6 +24,7 @@ class NvmlDevice:
     total_bytes: int = 0
     free_bytes: int = 0
     used_bytes: int = 0
+    busy_percent: int | None = None  # of the last second, in which kernels ran; None where the driver does not say
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
 
@@ -61,10 +62,18 @@ def _device(index: int) -> NvmlDevice:
             total_bytes=memory.total,
             free_bytes=memory.free,
             used_bytes=memory.used,
+            busy_percent=_busy_percent(handle),
             processes=_processes(handle),
         )
     except pynvml.NVMLError as error:
         return NvmlDevice(index=index, error=str(error))
+
+
+def _busy_percent(handle: object) -> int | None:
+    try:
+        return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    except pynvml.NVMLError:  # as of a device that is cut into MIG instances; its memory is told all the same
+        return None
 
 
 def _processes(handle: object) -> tuple[NvmlProcess, ...]:

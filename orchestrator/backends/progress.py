@@ -88,17 +88,20 @@ class Progress:
         trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
-    def hung_for_s(self) -> float | None:
+    def hung_for_s(self, devices_idle_s: float) -> float | None:
         """Seconds without a training step or a checkpoint, where they are too many; None otherwise.
 
         A step is one that the guard of some rank saw, or a number that the log counts. A program that gives neither
-        sign has but its log: then its growth is the progress. How busy a device is tells nothing: a rank that waits
-        in a collective for one that is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its kernels poll).
+        sign has but its log: then its growth is the progress, unless a device that computed has stood idle for as long
+        (`devices_idle_s`): a loop may swallow every exception and tell of each. That a device is busy tells nothing: a
+        rank that waits in a collective for one that is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its
+        kernels poll).
         """
         beats, counts = heartbeats(self._folder, self._world_size), self.counts
         self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
-        if beats or self._counter is not None:
+        only_talks = not beats and self._counter is None
+        if not only_talks:
             seen, trains = (steps, counts), steps > 0 or counts is not None
         else:
             size = sum(path.stat().st_size for path in self._logs if path.exists())
@@ -107,9 +110,8 @@ class Progress:
         if seen != self._seen:
             self._seen, self._since_s = seen, now_s
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
-        if now_s - self._since_s > limit_s:  # only now: looking for a checkpoint is not for every tick
+        still_s = max(now_s - self._since_s, devices_idle_s if only_talks else 0.0)
+        if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
             saved_s = last_saved_s(self._spec, self._output)
-            if saved_s is not None:
-                self._since_s = max(self._since_s, now_s - max(0.0, time.time() - saved_s))
-        still_s = now_s - self._since_s
+            still_s = still_s if saved_s is None else min(still_s, max(0.0, time.time() - saved_s))
         return still_s if still_s > limit_s else None

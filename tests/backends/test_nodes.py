@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.backends.nodes import live_nodes
+from orchestrator.backends.nodes import NodeWatch, live_nodes
+from orchestrator.backends.nvml import NvmlDevice, NvmlReading
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.backends.ray_jobs import DEVICE
 
@@ -55,3 +56,24 @@ def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> 
         "b": "h200",
     }
     assert live_nodes(spec(node_spec("a")), entries[2:])["unheard-of"].launch.device == DEVICE
+
+
+def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:
+    cluster = spec(node_spec("a"))
+    node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
+    watch, parts = NodeWatch(cluster), [("a", 0), ("a", 1)]
+    watch.occupy(parts)
+
+    def idle_for_s(at_s: float, *busy: int | None) -> float:
+        devices = tuple(NvmlDevice(index=index, busy_percent=percent) for index, percent in enumerate(busy))
+        watch.see(node, NvmlReading(devices=devices), at_s)
+        return watch.idle_for_s(parts)
+
+    assert idle_for_s(0.0, 0, 0) == 0.0, "nothing has computed yet: it may be loading"
+    assert idle_for_s(10.0, 90, 0) == 0.0, "the other one is not used at all"
+    assert idle_for_s(20.0, 0, 0) == 10.0
+    assert idle_for_s(30.0, 100, 100) == 0.0
+    assert idle_for_s(40.0, 100, 0) == 10.0, "one rank is gone, the other waits for it"
+    assert idle_for_s(50.0, None, None) == 10.0, "who does not tell is no idler for it"
+    watch.occupy(parts)
+    assert idle_for_s(60.0, 0, 0) == 0.0, "another attempt"

@@ -55,7 +55,7 @@ def ask(nvml_library: Path, tmp_path: Path) -> Any:
 
 
 def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
-    first = ask("ok\n1000 100 0 41:60,42:40\n2000 0 0 -\n")
+    first = ask("ok\n1000 100 0 41:60,42:40 97\n2000 0 0 -\n")
     assert first["error"] is None
     assert first["devices"] == [
         {
@@ -64,6 +64,7 @@ def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
             "total_bytes": 1000 * MIB,
             "free_bytes": 900 * MIB,
             "used_bytes": 100 * MIB,
+            "busy_percent": 97,
             "processes": [{"pid": 41, "used_bytes": 60 * MIB}, {"pid": 42, "used_bytes": 40 * MIB}],
             "error": None,
         },
@@ -73,6 +74,7 @@ def test_memory_and_processes_are_told_as_they_are_now(ask: Ask) -> None:
             "total_bytes": 2000 * MIB,
             "free_bytes": 2000 * MIB,
             "used_bytes": 0,
+            "busy_percent": 0,
             "processes": [],
             "error": None,
         },

@@ -38,15 +38,27 @@ def test_a_log_that_talks_without_counting_is_no_progress(tmp_path: Path) -> Non
     spec = script(progress=r"Steps: (\d+)", hang_timeout="0s", startup_timeout="1h")
     progress = Progress(spec, folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
-    assert progress.hung_for_s() is None, "it may still be starting"
+    assert progress.hung_for_s(0.0) is None, "it may still be starting"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n")
-    assert progress.hung_for_s() is None, "a step"
+    assert progress.hung_for_s(0.0) is None, "a step"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n" + "INFO - retry\n" * 9)
-    assert progress.hung_for_s() is not None
+    assert progress.hung_for_s(0.0) is not None
     silent = Progress(script(hang_timeout="0s"), folder, 1, (0,), tmp_path)
-    assert silent.hung_for_s() is None
+    assert silent.hung_for_s(0.0) is None
     folder.log(0).write_text("x" * 1000)
-    assert silent.hung_for_s() is None, "without a counter, growth is all there is to see"
+    assert silent.hung_for_s(0.0) is None, "without a counter, growth is all there is to see"
+
+
+def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progress(tmp_path: Path) -> None:
+    folder = AttemptFolder(tmp_path)
+    talking = Progress(script(hang_timeout="60s"), folder, 1, (0,), tmp_path)
+    folder.log(0).write_text("INFO - retry\n")
+    assert talking.hung_for_s(59.0) is None
+    folder.log(0).write_text("INFO - retry\n" * 2)
+    assert talking.hung_for_s(61.0) == 61.0
+    counted = Progress(script(progress=r"step (\d+)", hang_timeout="60s"), folder, 1, (0,), tmp_path)
+    folder.log(0).write_text("step 1\n")
+    assert counted.hung_for_s(61.0) is None, "who counts may well leave the device to itself"
 
 
 def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Path) -> None:
@@ -62,7 +74,7 @@ def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Pat
         progress._seen = (0, None)
         for path in (checkpoint, shard):
             os.utime(path, (time.time() - age_s, time.time() - age_s))
-        assert (progress.hung_for_s() is not None) is hangs
+        assert (progress.hung_for_s(0.0) is not None) is hangs
 
 
 def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 /* A libnvidia-ml.so.1 without a driver: the real pynvml talks to it.
  *
  * FAKE_NVML_STATE names a file that is read at each call. First line "ok" or the nvmlReturn_t that nvmlInit answers;
- * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-").
+ * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-") and, where it is not 0,
+ * how busy it is in percent.
  * Numbers are those of nvml.h: 0 success, 1 uninitialised, 2 invalid argument, 7 insufficient size, 15 GPU is lost.
  */
 #include <stdio.h>
@@ -13,25 +14,29 @@ static const unsigned long long MIB = 1ull << 20;
 
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
-typedef struct { Memory memory; int lost; unsigned processes; Process process[PROCESSES_MAX]; } Device;
+typedef struct { unsigned gpu, memory; } Utilization;
+typedef struct { Memory memory; int lost; unsigned busy, processes; Process process[PROCESSES_MAX]; } Device;
 
 static Device devices[DEVICES_MAX];
 static unsigned count;
 static int init_answer, initialised;
 
 static void load(void) {
-    char first[32], listed[256];
+    char first[32], line[512], listed[256];
     unsigned long long total, used;
+    unsigned busy;
     int lost;
     const char *path = getenv("FAKE_NVML_STATE");
     FILE *file = path ? fopen(path, "r") : NULL;
     count = 0;
     init_answer = 9; /* driver not loaded */
-    if (!file || fscanf(file, "%31s", first) != 1) return;
+    if (!file || fscanf(file, "%31s\n", first) != 1) return;
     init_answer = strcmp(first, "ok") ? atoi(first) : 0;
-    while (count < DEVICES_MAX && fscanf(file, "%llu %llu %d %255s", &total, &used, &lost, listed) == 4) {
+    while (count < DEVICES_MAX && fgets(line, sizeof line, file)) {
+        busy = 0;
+        if (sscanf(line, "%llu %llu %d %255s %u", &total, &used, &lost, listed, &busy) < 4) break;
         Device *device = &devices[count++];
-        *device = (Device){.memory = {total * MIB, (total - used) * MIB, used * MIB}, .lost = lost};
+        *device = (Device){.memory = {total * MIB, (total - used) * MIB, used * MIB}, .lost = lost, .busy = busy};
         for (char *part = strtok(listed, ","); part && device->processes < PROCESSES_MAX; part = strtok(NULL, ",")) {
             Process *process = &device->process[device->processes];
             if (sscanf(part, "%u:%llu", &process->pid, &process->used) == 2) {
@@ -79,6 +84,13 @@ int nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     Device *device;
     int answer = find(handle, &device);
     if (answer == 0) *memory = device->memory;
+    return answer;
+}
+
+int nvmlDeviceGetUtilizationRates(void *handle, Utilization *rates) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer == 0) *rates = (Utilization){.gpu = device->busy};
     return answer;
 }
 
