@@ -1,0 +1,101 @@
+"""A job that runs is moved, and nothing of its training shows it: no step lost or made twice, every loss where it was.
+
+Real service, real Ray, two virtual devices.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.service import lifecycle
+from orchestrator.service.client import Client
+from orchestrator.service.intake import read_job
+from tests.test_survival import until
+
+ROOT = Path(__file__).parents[1]
+STEPS = 260
+TOLERANCE = 1e-5  # of the loss, fp32
+MODEL = """
+global_batch_size: 16
+model:
+  decoder: {vocab_size: 256, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4, num_attention_heads: 4}
+data: {text: [corpus.txt], sequence_length: 128}
+"""
+
+Job = dict[str, Any]
+
+
+class Night:
+    """A service whose launches count two seconds, so that jobs may be moved after ten."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+        cluster = folder / "cluster.yaml"
+        cluster.write_text((ROOT / "clusters" / "two-virtual-devices.yaml").read_text() + "launch_cost: 2s\n")
+        lifecycle.start(self.home, cluster, None)
+        self.client = Client(self.home)
+
+    def submit(self, name: str, gpus: str, steps: int) -> str:
+        file = self.folder / f"{name}.yaml"
+        training = f"{{max_steps: {steps}, checkpoint_every_steps: {steps}}}"
+        file.write_text(f"name: {name}\ngpus: {gpus}\n{MODEL}training: {training}\n")
+        return self.client.submit(read_job(file).model_dump(mode="json"))
+
+    def job(self, job_id: str) -> Job:
+        return dict(self.client.job(job_id)[0])
+
+    def trains(self, job_id: str, number: int) -> None:
+        until(lambda: len(self.losses(job_id, number)) > 2, f"attempt {number} of {job_id}")
+
+    def ends(self, job_id: str) -> Job:
+        until(lambda: self.job(job_id)["status"] not in ("queued", "running"), f"the end of {job_id}")
+        return self.job(job_id)
+
+    def losses(self, job_id: str, number: int) -> dict[int, float]:
+        """By optimizer step, of one attempt."""
+        metrics = self.home / "jobs" / job_id / "attempts" / str(number) / "metrics.jsonl"
+        lines = map(json.loads, metrics.read_text().splitlines() if metrics.exists() else ())
+        return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture
+def night() -> Iterator[Night]:
+    with tempfile.TemporaryDirectory(prefix="orc") as folder:
+        running = Night(Path(folder))
+        yield running
+        lifecycle.stop(running.home, force=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_job_that_grows_and_makes_way_trains_as_if_nobody_had_moved_it(night: Night) -> None:
+    blocking = night.submit("blocking", "1", 10**6)
+    night.trains(blocking, 1)
+    moving = night.submit("moving", "{min: 1, max: 2}", STEPS)
+    night.trains(moving, 1)
+    night.client.cancel(blocking)
+    night.trains(moving, 2)
+    short = night.submit("short", "1", 5)
+    assert night.ends(short)["status"] == "succeeded"
+    job = night.ends(moving)
+    assert (job["status"], [one["outcome"] for one in job["attempts"]]) == (
+        "succeeded",
+        ["moved", "moved", "succeeded"],
+    )
+    _, second, third = job["attempts"]
+    assert "go on with 2 devices" in second["change_reason"], second
+    assert f"make way for {short}" in third["change_reason"], third
+
+    curves = [night.losses(moving, number) for number in (1, 2, 3)]
+    assert [step for curve in curves for step in curve] == list(range(1, STEPS + 1)), "lost, or made twice"
+    alone = night.submit("alone", "1", STEPS)
+    assert night.ends(alone)["status"] == "succeeded"
+    moved = {step: loss for curve in curves for step, loss in curve.items()}
+    assert moved == pytest.approx(night.losses(alone, 1), abs=TOLERANCE)
