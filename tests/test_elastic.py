@@ -85,15 +85,13 @@ def test_a_job_that_grows_and_makes_way_trains_as_if_nobody_had_moved_it(night: 
     short = night.submit("short", "1", 5)
     assert night.ends(short)["status"] == "succeeded"
     job = night.ends(moving)
-    assert (job["status"], [one["outcome"] for one in job["attempts"]]) == (
-        "succeeded",
-        ["moved", "moved", "succeeded"],
-    )
-    _, second, third = job["attempts"]
-    assert "go on with 2 devices" in second["change_reason"], second
-    assert f"make way for {short}" in third["change_reason"], third
+    *moves, end = [one["outcome"] for one in job["attempts"]]
+    assert (job["status"], set(moves), end) == ("succeeded", {"moved"}, "succeeded")
+    why = [one["change_reason"] for one in job["attempts"]]
+    assert "go on with 2 devices" in why[1], why
+    assert any(f"make way for {short}" in one for one in why[2:]), why
 
-    curves = [night.losses(moving, number) for number in (1, 2, 3)]
+    curves = [night.losses(moving, number) for number in range(1, len(why) + 1)]
     assert [step for curve in curves for step in curve] == list(range(1, STEPS + 1)), "lost, or made twice"
     alone = night.submit("alone", "1", STEPS)
     assert night.ends(alone)["status"] == "succeeded"
