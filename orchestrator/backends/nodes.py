@@ -171,9 +171,11 @@ class NodeWatch:
         with self._lock:
             self._probed_at_s[name] = now_s
             for device in reading.devices:
-                used_s = now_s if device.busy_percent else self._use.get((name, device.index), (None, now_s))[0]
-                if device.busy_percent is not None and used_s is not None:
-                    self._use[name, device.index] = (used_s, now_s)
+                part = (name, device.index)
+                if device.busy_percent:
+                    self._use[part] = (now_s, now_s)
+                elif part in self._use and device.busy_percent is not None:
+                    self._use[part] = (self._use[part][0], now_s)
             for index in range(node.launch.devices):
                 if self._busy.get((name, index), 0) <= 0:
                     free = settled(self._free.get((name, index)), read.get(index, 0))
