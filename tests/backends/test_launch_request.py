@@ -215,7 +215,7 @@ def test_a_script_that_opens_its_config_itself_runs_in_a_folder_of_links() -> No
     knobs = {"micro_batch_size": {"key": "batch_size"}}
     made = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml"}, knobs=knobs)
     assert (made.workdir, made.linked) == (f"{HOME}/jobs/j/attempts/1/work", ("/repo", "conf/config.yaml"))
-    assert dict(made.files)[f"{HOME}/jobs/j/attempts/1/work/conf/config.yaml"] == "batch_size: 1\n"
+    assert dict(made.files)[f"{made.workdir}/conf/config.yaml"] == "batch_size: 1\n"
     told = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml", "flag": "-c"}, knobs=knobs)
     assert (told.workdir, told.linked) == ("/repo", None)
     assert told.ranks[0][1][0].argv[-2:] == ("-c", f"{HOME}/jobs/j/attempts/1/config.yaml")
