@@ -13,11 +13,12 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, drain, elastic, fair, menu, windows
+from orchestrator.scheduling import decide, desk, dispatch, drain, elastic, fair, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.fair import nobodys
+from orchestrator.scheduling.settle import with_job
 from orchestrator.service import controller as service
 from orchestrator.specs import clock
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
@@ -131,14 +132,14 @@ def priority_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
-    true_begin = core._begin
+    true_begin = dispatch._begin
 
     def larger(state: Any, job: Job, chosen: Any) -> Any:
         plan = chosen.candidate.plan
         plan = replace(plan, gradient_accumulation_steps=2 * plan.gradient_accumulation_steps)
         return true_begin(state, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
 
-    patch.setattr(core, "_begin", larger)
+    patch.setattr(dispatch, "_begin", larger)
 
 
 def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def late_ends_believed(patch: pytest.MonkeyPatch) -> None:
     def again(state: Any, event: Finished) -> Any:
         job, attempt = core._find(state, event.job_id, event.number)
         if job and attempt and attempt.status is AttemptStatus.ENDED:
-            state = core._with_job(state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING)))
+            state = with_job(state, core._with_attempt(job, replace(attempt, status=AttemptStatus.RUNNING)))
             event = replace(event, evidence=replace(event.evidence, ranks=()))
         return true_finished(state, event)
 
@@ -185,7 +186,8 @@ def everything_fits(patch: pytest.MonkeyPatch) -> None:
 
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "JobStatus", type("Wrong", (), {**JobStatus.__members__, "FAILED": JobStatus.REFUSED}))
+    for module in (core, dispatch):
+        patch.setattr(module, "JobStatus", type("Wrong", (), {**JobStatus.__members__, "FAILED": JobStatus.REFUSED}))
 
 
 def nobody_adopted(patch: pytest.MonkeyPatch) -> None:
@@ -229,7 +231,7 @@ def ends_unforeseen(patch: pytest.MonkeyPatch) -> None:
 
 
 def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "crowded", lambda *_: None)
+    patch.setattr(dispatch, "crowded", lambda *_: None)
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:

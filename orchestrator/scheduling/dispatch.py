@@ -1,0 +1,181 @@
+"""Who starts now, who is promised what, and who is stopped for whom? A look at all who wait and all who run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestrator.scheduling.decide import (
+    PRICE_IDLE,
+    RESERVATIONS_MAX,
+    Chosen,
+    Wait,
+    admitted,
+    crowded,
+    decide,
+    price_of,
+)
+from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.elastic import growth, making_way
+from orchestrator.scheduling.menu import NeverFits
+from orchestrator.scheduling.moves import can_move, claims_of, moved
+from orchestrator.scheduling.quotas import Turns
+from orchestrator.scheduling.settle import settled, with_job
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.plan import changes
+from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Reservation, State, Stop
+
+
+def empty_nodes(state: State, desk: Desk) -> tuple[State, tuple[Stop, ...]]:
+    """Whoever runs where a maintenance begins is asked to end, to go on elsewhere or later."""
+    stops = []
+    for job in [*desk.running.values()] if desk.maintained else ():
+        left = [part.node for part in job.attempts[-1].placement if part.node in desk.maintained]
+        if left and can_move(job):
+            gone, stop = moved(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            desk.learn(job, gone)
+            state = with_job(state, gone)
+            stops.append(stop)
+    return state, tuple(stops)
+
+
+def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+    """Start whom to start. Whoever is ahead has its devices promised, so that nobody behind delays it.
+
+    All is promised anew whenever devices are idle and a job came, devices came free, or other things are known.
+    """
+    if not state.nodes or not (desk.is_stale or desk.arrived):
+        return state, ()
+    actions: list[Action] = []
+    unheard = {waiting.job.id: waiting for waiting in desk.arrived}
+    is_settled, waits = False, list[tuple[Waiting, Reservation]]()
+    while not is_settled:
+        waited = len(desk.waiting)
+        state, done, waits = _round(state, desk, unheard)
+        actions += done
+        # until deciding once more would change nothing: who starts changes what is left of its team's quota
+        has_quotas = state.policy is not None and state.policy.has_quotas
+        is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
+    of_array = Counter(state.jobs[one.job_id].array for one in state.reservations if unheard)
+    for waiting in unheard.values():
+        outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
+        state, done = _answered(state, desk, waiting, outcome)
+        actions += done
+    desk.is_stale, desk.arrived = False, []
+    state, stops = _move(state, desk, waits)
+    return state, (*actions, *stops)
+
+
+def _move(state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]]) -> tuple[State, tuple[Stop, ...]]:
+    """Stop one that others gain more by than it loses, or else one that gains by what is idle."""
+    move = making_way(desk, waits, state.at_s) or (growth(desk, state.at_s) if desk.idle else None)
+    if move is None:
+        return state, ()
+    if move.from_s > state.at_s:
+        look_at_s = move.from_s if state.look_at_s is None else min(state.look_at_s, move.from_s)
+        return replace(state, look_at_s=look_at_s), ()
+    gone, stop = moved(move.job, move.why, state.at_s, move.claims)
+    desk.learn(move.job, gone)
+    if move.claims:
+        desk.keep(gone)
+    return with_job(state, gone), (stop,)
+
+
+def _round(
+    state: State, desk: Desk, unheard: dict[str, Waiting]
+) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]]]:
+    """One look at all who wait; `unheard` loses those who get an answer. Who waits for devices is told as well."""
+    actions: list[Action] = []
+    waits: list[tuple[Waiting, Reservation]] = []
+    if not (desk.idle or desk.is_stale or desk.elastic):
+        return state, (), waits
+    promised: list[Reservation] = []
+    looks_s: list[float] = []
+    desk.forget_promises()
+    price = price_of(desk)
+    of_array = Counter[str | None]()
+    turns = Turns(desk)
+    for waiting, by_s, devices_max in turns:
+        may_reserve = len(promised) < RESERVATIONS_MAX
+        if claims := claims_of(waiting.job):
+            devices_max, its_price = sum(len(part.devices) for part in claims), PRICE_IDLE
+        else:
+            its_price = price
+        outcome = crowded(desk, waiting.job, of_array) or decide(
+            state, desk, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+        )
+        if outcome is None:
+            continue
+        if isinstance(outcome, Wait) and outcome.reservation is not None:
+            desk.promise((outcome.reservation,))
+            promised.append(outcome.reservation)
+            of_array[waiting.job.array] += 1
+            looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
+            if outcome.look_at_s is None and waiting.job.spec.between is None:
+                waits.append((waiting, outcome.reservation))
+        turns.heard(waiting, outcome)
+        unheard.pop(waiting.job.id, None)
+        state, done = _answered(state, desk, waiting, outcome)
+        actions += done
+    state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
+    return state, tuple(actions), waits
+
+
+def _answered(
+    state: State, desk: Desk, waiting: Waiting, outcome: Chosen | Wait | NeverFits
+) -> tuple[State, tuple[Action, ...]]:
+    """The state after what was decided of a waiting job."""
+    job = waiting.job
+    actions: tuple[Action, ...] = ()
+    match outcome:
+        case Chosen() as chosen:
+            job, attempt = _begin(state, job, chosen)
+            actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
+        case Wait() as wait:
+            if wait.reason == job.reason:
+                return state, ()
+            job = replace(job, reason=wait.reason)
+        case NeverFits() as never:
+            status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
+            job = replace(job, status=status, reason=never.reason)
+            actions = (Record(job=job),)
+    desk.learn(waiting.job, job)
+    state, archived = settled(state, job)
+    return state, (*actions, *archived)
+
+
+def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
+    before = next((one for one in reversed(job.attempts) if not one.probe), None)
+    attempt = Attempt(
+        job_id=job.id,
+        number=len(job.attempts) + 1,
+        plan=chosen.candidate.plan,
+        placement=chosen.placement,
+        device=chosen.device,
+        estimate=chosen.candidate.estimate,
+        correction=chosen.correction,
+        step_s=chosen.candidate.step_s,
+        needed_bytes=chosen.needed_bytes,
+        fit_probability=chosen.fit_probability,
+        change=changes(before.plan, chosen.candidate.plan) if before else (),
+        change_reason=before.failure.reason if before and before.failure else "",
+        launched_at_s=state.at_s,
+        probe=chosen.probe,
+    )
+    job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
+    return job, attempt
+
+
+def _why(chosen: Chosen, before: Attempt | None) -> str:
+    candidate = chosen.candidate
+    if chosen.probe:
+        return f"is measured at micro-batch {candidate.plan.micro_batch_size}: nobody knows what it needs"
+    if before is None or before.failure is None:
+        return "runs the fastest plan that fits"
+    changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
+    if before.failure.kind is FailureKind.MOVED:
+        return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"
+    if before.plan == candidate.plan:
+        return f"runs the same plan again after {before.failure.kind}"
+    return f"runs a cheaper plan after {before.failure.kind}: {changed}"
