@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from orchestrator.backends.launch_request import started_ranks
 from orchestrator.backends.launcher import write_durably
-from orchestrator.backends.outcome import lost, missing
+from orchestrator.backends.outcome import lost, missing, saved_step
 from orchestrator.scheduling.signatures import FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (
     Attempt,
@@ -28,7 +28,6 @@ from orchestrator.specs.attempt import (
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.training import oom_report
-from orchestrator.training.checkpoint_folder import latest_complete, step_of
 
 LOG_TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 2**20
@@ -77,7 +76,6 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
     folder = jobs.attempt(attempt.number)
     world_size = sum(len(part.devices) for part in attempt.placement)
     ranks = range(world_size)
-    checkpoint = latest_complete(jobs.checkpoints)
     started = started_ranks(spec, attempt.placement)
     began = any(folder.log(rank).exists() for rank in started)
     absent = () if attempt.probe else missing(spec, jobs, folder, started)
@@ -96,7 +94,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         missing_artifacts=absent,
         finished=spec.success.log is not None and not absent and not attempt.probe,
         lost=tuple(lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
-        checkpoint_step=None if checkpoint is None else step_of(checkpoint),
+        checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.trainer import Resume
+from orchestrator.training.checkpoint_folder import latest_complete, step_of
 
 ZIP_START = b"PK\x03\x04"
 SAFETENSORS_LENGTH_BYTES = 8
@@ -48,6 +49,15 @@ def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
         if not done and _is_whole(resume, path):
             found.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
     return max(found)[2] if found else None
+
+
+def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
+    """What the job's next attempt goes on from: optimizer steps, or whatever else a script's `resume.step` counts."""
+    if spec.is_script:
+        path = newest_checkpoint(spec, output := output_folder(spec, jobs))
+        return None if path is None else counted(spec.resume.step, str(Path(path).relative_to(output)))
+    checkpoint = latest_complete(jobs.checkpoints)
+    return None if checkpoint is None else step_of(checkpoint)
 
 
 def last_saved_s(spec: JobSpec, output: Path) -> float | None:

@@ -129,17 +129,17 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
                 event=event.type,
                 then=then,
                 now=now,
-                why=_why(actions),
+                why=_why(state, actions),
                 same=then is None or then == now,
             )
 
 
-def _why(actions: Iterable[Action]) -> str:
+def _why(state: State, actions: Iterable[Action]) -> str:
     """Each job that something was decided on, or that came to its end, with its reason."""
     reasons: dict[str, str] = {}
     for action in actions:
         if isinstance(action, Launch | Record):
             reasons[action.job.id] = action.job.reason
         elif isinstance(action, Stop):
-            reasons.setdefault(action.job_id, "its end was asked for")
+            reasons[action.job_id] = state.jobs[action.job_id].reason
     return "\n".join(f"{job_id}: {reason}" for job_id, reason in reasons.items())

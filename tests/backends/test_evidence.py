@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from orchestrator.backends.evidence import CHUNK_BYTES, Ending, collect, scan_log
 from orchestrator.scheduling.classify import classify, needed_bytes, oom_reports
+from orchestrator.scheduling.menu import steps_left
 from orchestrator.specs.attempt import Cause, Evidence, FailureKind, Phase
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.run import JobFolder
@@ -114,6 +116,19 @@ def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
     assert report.capacity_bytes == in_bytes("23.64 GiB")
     assert needed_bytes(report) == 4 * 2**30
+
+
+def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> None:
+    spec = script_spec(steps=10, resume={"checkpoints": ["checkpoint-*"], "step": r"checkpoint-(\d+)"})
+    for step, written in ((4, "whole"), (6, ""), (10, "of the last step, from which nothing goes on")):
+        folder = JobFolder(tmp_path, "lm-1").output / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.bin").write_text(written)
+    evidence = left_behind(tmp_path, "killed", spec)
+    assert evidence.checkpoint_step == 4
+    assert steps_left(replace(job(spec), attempts=(replace(attempt(), evidence=evidence),))) == 6
+    jobs = JobFolder(tmp_path, "lm-1")
+    assert collect(spec, replace(attempt(), probe=True), jobs, Ending()).checkpoint_step is None, "it trains nothing"
 
 
 def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from orchestrator.service.controller import Controller
 from orchestrator.service.replay import kept_events, replay
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import Woke
+from tests.scheduling.test_drain import maintained
+from tests.scheduling.test_queue import script, seen, submitted
 from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario, settled
 
 
@@ -64,6 +67,13 @@ def test_a_decision_that_this_version_makes_otherwise_is_told(
     assert all(one["same"] for one in json.loads(capsys.readouterr().out)["decisions"])
     assert ended(lambda: main(["replay", "--home", str(path.parent)])) == 0
     assert "decides 0 otherwise" in capsys.readouterr().out
+
+
+def test_whoever_is_asked_to_leave_is_told_why() -> None:
+    events = (seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), Woke(at_s=900.0))
+    *_, asked = replay((event, None) for event in events)
+    assert asked["now"].startswith("stop job-1"), asked
+    assert asked["why"] == "job-1: stopped for the maintenance of a"
 
 
 def test_the_live_queue_is_played_from_now_on_another_cluster(
