@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from math import exp, log
 from typing import Any
@@ -389,6 +389,25 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
                 yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
 
 
+def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
+    """Who goes on with more devices is expected to have left by then what another was promised before."""
+    grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in _of(Stop, t.actions)]
+    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.claims):
+        desk = Desk(t.after)
+        pool, claimed = desk.pool_of(attempt), {(part.node, i) for part in attempt.claims for i in part.devices}
+        assert pool is not None, attempt.name
+        left_s = desk.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
+        entries = [entry for entry in desk.entries_of(job, pool) if entry.devices == len(claimed)]
+        slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
+        end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
+        for one in t.after.reservations:
+            if (
+                claimed & {(part.node, i) for part in one.placement for i in part.devices}
+                and end_s > one.start_s + 1e-6
+            ):
+                yield f"{attempt.name} grows until {end_s} onto what {one.job_id} was promised from {one.start_s} on"
+
+
 def _dependants_wait(t: Transition) -> Iterator[str]:
     """Nobody begins before what it comes after has ended as it wants, nor waits for what has ended otherwise."""
     for launch in _of(Launch, t.actions):
@@ -554,6 +573,7 @@ LAWS: tuple[Callable[[Transition], Iterator[str]], ...] = (
     _nobody_borrows_what_its_owner_waits_for,
     _probes,
     _no_reservation_is_delayed,
+    _growth_delays_no_promise,
     _dependants_wait,
     _arrays_are_bounded,
     _windows_are_kept,

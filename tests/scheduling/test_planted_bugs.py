@@ -308,6 +308,11 @@ def everybody_moved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(desk, "is_elastic", lambda _job: True)
 
 
+def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
+    place = Pool.place_again
+    patch.setattr(Pool, "place_again", lambda *where: place(*where[:3], 0.0, where[4]))
+
+
 def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     """What is kept for a job that moves is promised to nobody."""
     patch.setattr(Desk, "keep", lambda *_: None)
@@ -365,6 +370,7 @@ SHARING_BUGS: dict[str, tuple[Plant, str]] = {
 MOVING_BUGS: dict[str, tuple[Plant, str]] = {
     "moved without rest": (moved_without_rest, "s after its launch"),
     "everybody moved": (everybody_moved, "although it would lose by that"),
+    "growth unforeseen": (growth_unforeseen, "was promised"),
     "claims forgotten": (claims_forgotten, "which is kept for"),
 }
 
