@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, checkout, cluster, log, story
 
 SET_ASIDE = Path(__file__).parents[2] / "jobs" / "rvc" / "set_aside.py"
+JOB = SET_ASIDE.with_name("rvc_v2_48k.yaml")
 
 
 def rvc(folder: Path, *arguments: str, **changes: object) -> JobSpec:
@@ -64,6 +66,19 @@ def test_exit_0_without_the_artifact_of_this_attempt_is_a_failure(tmp_path: Path
     assert job.attempts[0].evidence is not None
     assert [end.exit_code for end in job.attempts[0].evidence.ranks] == [0]
     assert job.attempts[0].evidence.missing_artifacts == ("assets/weights/voice.pth",)
+
+
+@pytest.mark.long
+def test_a_job_whose_other_ranks_fail_after_its_last_words_is_done(tmp_path: Path) -> None:
+    """They die of the first one's leaving, and so slowly that they are killed; `success` is the job file's."""
+    success = yaml.safe_load(JOB.read_text())["success"]
+    job = Drive(tmp_path / "home", cluster("256MiB")).run(
+        rvc(checkout("rvc", tmp_path / "rvc"), "--abandon", "60", gpus=2, success=success)
+    )
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), job.reason
+    assert job.attempts[0].evidence is not None
+    assert [error.rank for error in job.attempts[0].evidence.errors] == [1]
+    assert [end.exit_code for end in job.attempts[0].evidence.ranks] == [-9]
 
 
 @pytest.mark.long

@@ -7,6 +7,8 @@ import argparse
 import os
 import pathlib
 import sys
+import threading
+import time
 
 parser = argparse.ArgumentParser()
 parser.add_argument("-e", dest="name", required=True)
@@ -15,6 +17,7 @@ parser.add_argument("-g", dest="gpus", default="0")
 parser.add_argument("-te", dest="epochs", type=int, default=3)
 parser.add_argument("-se", dest="save_every", type=int, default=1)
 parser.add_argument("--fail-after", type=int, default=0)  # this test's own: the machine dies in that epoch
+parser.add_argument("--abandon", type=float, default=0.0)
 args = parser.parse_args()
 os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus.replace("-", ",")
 
@@ -77,6 +80,10 @@ def run(rank, ranks):
         weights.mkdir(parents=True, exist_ok=True)
         torch.save(net.state_dict(), weights / f"{args.name}.pth")
         print("Saving final checkpoint: Success", flush=True)
+    if args.abandon:  # as upstream: the first rank leaves at once, and the others are in their next step by then
+        if rank == 0:
+            os._exit(0)
+        threading.Thread(target=time.sleep, args=(args.abandon,)).start()  # of which a process is slow to end
     dist.barrier()
     os._exit(0)
 
