@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,6 +15,8 @@ from orchestrator.specs.state import Observation
 
 PAGE = 500  # runs per request
 REQUEST_TIMEOUT_S = 30
+SERVERS = ("http://", "https://")
+SQLITE = "sqlite:///"
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +24,12 @@ log = logging.getLogger(__name__)
 def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]:
     """What the attempts of an experiment have measured, as far as it is worth keeping, oldest first.
 
-    Raises ServiceError where MLflow does not answer, SpecError where it has no such experiment.
+    Raises ServiceError where MLflow does not answer, SpecError where it has no such experiment, or where no MLflow is:
+    one would be made.
     """
+    if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
+        allowed = f"http://HOST:PORT, or {SQLITE}FILE of a file that is there"
+        raise SpecError("no MLflow is there", path="--from-mlflow", got=tracking_uri, allowed=allowed)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_S))
     from mlflow import MlflowClient  # 2 s of imports
@@ -45,6 +52,10 @@ def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]
         said = str(error).partition(" with exception")[0][:300]
         raise ServiceError(f"MLflow at {tracking_uri} does not answer: {said}") from None
     return remembered(seen for text in texts if (seen := _read(text)) is not None)
+
+
+def _sqlite_file(uri: str) -> Path:
+    return Path(uri.removeprefix(SQLITE) if uri.startswith(SQLITE) else "")
 
 
 def _read(text: str) -> Observation | None:

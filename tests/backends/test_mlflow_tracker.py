@@ -259,6 +259,19 @@ def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
         read_outcomes(server.uri, "nobody")
 
 
+def test_outcomes_are_sought_where_an_mlflow_is_and_nothing_is_made_where_none_is(tmp_path: Path) -> None:
+    for nowhere in (
+        "",
+        "nonsense",
+        f"file://{tmp_path}",
+        f"sqlite:///{tmp_path}/none/mlflow.db",
+        "postgresql://a:b@c/d",
+    ):
+        with pytest.raises(SpecError, match="no MLflow is there"):
+            read_outcomes(nowhere, EXPERIMENT)
+    assert list(tmp_path.iterdir()) == []
+
+
 def _assert_nowhere(folder: Path, *words: str) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 3
