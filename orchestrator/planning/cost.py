@@ -24,6 +24,9 @@ from orchestrator.specs.profile import ModelProfile
 
 # Computation and communication that overlap slow each other by 1.1 to 1.3 (Galvatron, arXiv:2211.13878, section 3.4).
 OVERLAP_COST = 0.2
+# A collective that a layer waits for, on the host beside NCCL's start: Python, autograd and the dispatcher, as
+# all-reduces under autograd took in a process group that sends nothing (torch 2.13.0, one CPU core, 2026-11-22).
+DISPATCH_S = 2.3e-5
 BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel (bucket_cap_mb)
 TENSORS_PER_PART = 9  # weights of a transformer layer: DeepSpeed's stage 3 gathers them one by one
 # DeepSpeed runs a Python hook per gradient and copies it into a bucket (deepspeed/runtime/zero/stage_1_and_2.py). The
@@ -51,13 +54,14 @@ class Hardware:
     devices_per_node: int
     nodes: int
     network_bandwidth: int
+    launches_block: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it launched
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.device, self.devices_per_node, self.nodes, self.network_bandwidth))
+        return hash((self.device, self.devices_per_node, self.nodes, self.network_bandwidth, self.launches_block))
 
 
 def step_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
@@ -92,7 +96,8 @@ class StepSeconds:
             through_all_s = _computing_s(self._profile, plan, self._hardware) + pp * handed_on_s
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
         shared_s, update_s = self._once_s(plan)
-        hidden_s = min(shared_s, _window_s(seconds[self._held.index(self._largest)], plan))
+        window_s = _window_s(seconds[self._held.index(self._largest)], plan)
+        hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         overlapped_s = compute_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._engine * overlapped_s + update_s
 
@@ -126,7 +131,8 @@ def _busy_s(
 
     A rank all-reduces what a layer hands on, and everything waits for it: twice in each direction (Shoeybi et al. 2019,
     arXiv:1909.08053, section 3), and twice where the layer is recomputed. A CUDA device works off what its host has
-    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host.
+    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
+    launches block the device waits for its host as long as the host for the device.
     """
     device, tp = hardware.device, profile.tensor_parallel
     one = micro_batch(profile, size, device, precision)
@@ -141,8 +147,10 @@ def _busy_s(
     if tp > 1:
         across, messages = _ring(tp, 1, hardware), 4 * one.parts + 2 * replayed
         device_s += messages * across.all_reduce_s(profile.boundary_bytes * size)
-        launches_s += messages * across.start_s
-    return math.hypot(device_s, launches_s) if device.kind is DeviceKind.CUDA else device_s + launches_s
+        launches_s += messages * (across.start_s + DISPATCH_S)
+    if device.kind is not DeviceKind.CUDA or hardware.launches_block:
+        return device_s + launches_s
+    return math.hypot(device_s, launches_s)
 
 
 def _ring(ranks: int, stride: int, hardware: Hardware) -> Ring:

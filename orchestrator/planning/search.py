@@ -43,6 +43,7 @@ UNPLANNED = {
     "env": (),
     "secrets": (),
 }
+BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
 ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
@@ -65,6 +66,8 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     model says of the others is relative to it.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
+    if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
+        hardware = replace(hardware, launches_block=True)
     if not spec.speeds:
         return _frontier(spec.model_copy(update=UNPLANNED), hardware)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)

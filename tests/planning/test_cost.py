@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,6 +149,26 @@ def test_small_micro_batches_wait_for_their_launches() -> None:
     taken = [seconds(plan(micro=micro, steps=64 // micro)) for micro in (1, 2, 4, 8)]
     assert taken == sorted(taken, reverse=True)
     assert taken[0] > 1.3 * taken[-1]
+
+
+def test_where_launches_block_every_plan_takes_longer_and_small_micro_batches_lose_most() -> None:
+    blocking = replace(machine(), launches_block=True)
+    for one in PLANS:
+        assert seconds(one, blocking) > seconds(one)
+    small, large = plan(micro=1, steps=16), plan(micro=16, steps=1)
+    assert seconds(small, blocking) - seconds(small) > 2 * (seconds(large, blocking) - seconds(large))
+
+
+def test_where_launches_block_no_message_hides_behind_computation() -> None:
+    blocking, slow = (replace(machine(network=network), launches_block=True) for network in (2 * 10**12, 10**10))
+    one = plan(dp=16, steps=2, zero_stage=ZeroStage.PARAMETERS)
+    exposed_s = seconds(one, slow) - seconds(one, blocking)
+    assert exposed_s > 1.1 * (seconds(one, machine(network=10**10)) - seconds(one, machine(network=2 * 10**12)))
+
+
+def test_a_layer_that_waits_for_its_launches_waits_longer_where_ranks_share_it() -> None:
+    whole, shared = (plan(tp=tp, sequence_length=256) for tp in (1, 2))
+    assert seconds(whole) < seconds(shared)
 
 
 def test_what_is_kept_need_not_be_computed_again() -> None:

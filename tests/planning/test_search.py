@@ -111,6 +111,15 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     assert [cost(spec, here, one.plan) for one in found] == told
 
 
+def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
+    here = machine(DeviceKind.CUDA, 2, 1, "80GiB", nvme=False)
+    plain, blocking = (
+        frontier(job(WORK[0], 8, (1, 1), "exact", env=env), here).candidates
+        for env in ({}, {"CUDA_LAUNCH_BLOCKING": "1"})
+    )
+    assert min(one.step_s for one in blocking) > min(one.step_s for one in plain)
+
+
 def cost(spec: JobSpec, here: Hardware, plan: Plan) -> Cost:
     """By the formulas, plan by plan, without anything of the search."""
     profile = profile_for(spec, here, plan)

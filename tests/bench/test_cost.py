@@ -1,0 +1,30 @@
+"""What of published step times no model can know."""
+
+from __future__ import annotations
+
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision
+from tests.bench.cost import Measured, contradicts_itself
+
+
+def row(micro: int, steps: int, measured_s: float, tp: int = 1) -> Measured:
+    plan = Plan(
+        engine=Engine.TORCH,
+        layout=ParallelLayout(dp=1, tp=tp),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        precision=Precision.FP16,
+    )
+    return Measured(group=(), plan=plan, predicted_s=1.0, measured_s=measured_s)
+
+
+def test_a_group_contradicts_itself_whose_fastest_plan_computed_more_samples_in_less_time() -> None:
+    assert contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9)])
+
+
+def test_a_group_whose_larger_micro_batches_take_longer_is_consistent() -> None:
+    assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 2.1)])
+
+
+def test_other_layouts_and_slower_plans_contradict_nothing() -> None:
+    assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9, tp=2)])
+    assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9), row(4, 1, 1.8, tp=2)])
