@@ -48,6 +48,10 @@ from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, S
 PATIENCE = 12.0
 
 
+# Between the seconds that a job needs, and those of the whole cluster; its seconds; its device-seconds.
+Size = tuple[float, float, float]
+
+
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A queued job, and what it could run as on each pool, as far as that was asked."""
@@ -94,6 +98,7 @@ class Desk:
         self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self._entries: dict[str, tuple[int, int, Sequence[Entry]]] = {}  # of running jobs: attempts, version, entries
+        self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
         self._closed: dict[str, tuple[Window, ...]] = {}  # by node
         self.close(state)
         for job in state.jobs.values():
@@ -133,6 +138,8 @@ class Desk:
                 index[job.id] = job
             else:
                 index.pop(job.id, None)
+        if after is None or after.status.ended:
+            self._sizes.pop(job.id, None)
         if not held_after:
             self._entries.pop(job.id, None)
             self.ends_s.pop(job.id, None)
@@ -401,12 +408,15 @@ class Desk:
             self._tree = (now, fair_tree(self._policy, used_s(self.state, self.running.values())).place)
         return self._tree[1]
 
-    def size_of(self, job: Job) -> tuple[float, float, float]:
-        """Between the seconds that the job needs, and those of the whole cluster; its seconds; its device-seconds.
-
-        Of the number of devices that is best for both, as predicted before any measurement.
-        """
+    def size_of(self, job: Job) -> Size:
+        """Of the job on the number of devices that is best for both, as predicted before any measurement."""
         left = steps_left(job)
+        known = self._sizes.get(job.id)
+        if known is None or known[0] != left:
+            known = self._sizes[job.id] = (left, self._size(job, left))
+        return known[1]
+
+    def _size(self, job: Job, left: int | None) -> Size:
         found = [
             (sqrt(one.plan.world_size / self.devices) * seconds, seconds, one.plan.world_size * seconds)
             for pool in self.pools
