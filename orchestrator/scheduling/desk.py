@@ -88,7 +88,7 @@ class Desk:
         # by priority and, where it counts, user
         self._lines: dict[tuple[int, str], list[tuple[float, int, str]]] = {}
         self._due: dict[tuple[int, str], list[tuple[float, int, str]]] = {}  # those of them with a deadline, by that
-        self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, or were before
+        self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
         self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
@@ -142,7 +142,7 @@ class Desk:
             self._sizes.pop(job.id, None)
         if not held_after:
             self._entries.pop(job.id, None)
-            self.ends_s.pop(job.id, None)
+            self._forget_end(job.id)
         waited, waits = before is not None and _waits(before), after is not None and _waits(after)
         if waited and not waits:
             self._leave(job.id)
@@ -227,9 +227,9 @@ class Desk:
         if at_s >= self._next_change_s:
             self.close(self.state)
         while self._ends and self._ends[0][0] <= at_s:
-            _, job_id = heappop(self._ends)
-            for attempt in _held(self.running.get(job_id)).values():
-                self._occupy(self.running[job_id], attempt)
+            job = self.running[self._ends[0][1]]
+            for attempt in _held(job).values():
+                self._occupy(job, attempt)
         while self._asleep and self._asleep[0][0] <= at_s:
             _, job_id = heappop(self._asleep)
             waiting = self.waiting.get(job_id)
@@ -273,6 +273,10 @@ class Desk:
         """When the next of those who wait for a time need not any more, or the next node closes or opens."""
         times = (time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting)
         return min((time_s for time_s in (*times, self._next_change_s) if at_s < time_s < inf), default=None)
+
+    def last_elastic(self) -> Iterator[str]:
+        """Ids of running jobs that could be moved, the one that is expected to end last first."""
+        return (job_id for _, job_id in reversed(self._ends) if job_id in self.elastic)
 
     def followers_of(self, job_id: str) -> list[str]:
         """Ids of the jobs that wait for the end of this one."""
@@ -427,9 +431,15 @@ class Desk:
 
     def _occupy(self, job: Job, attempt: Attempt) -> None:
         end_s = self.end_of(job, attempt)
-        heappush(self._ends, (end_s, job.id))
+        self._forget_end(job.id)
+        insort(self._ends, (end_s, job.id))
         self.ends_s[job.id] = end_s
         self.expect(attempt, end_s)
+
+    def _forget_end(self, job_id: str) -> None:
+        end_s = self.ends_s.pop(job_id, None)
+        if end_s is not None:
+            del self._ends[bisect_left(self._ends, (end_s, job_id))]
 
     def _vacate(self, attempt: Attempt) -> None:
         for part in attempt.placement:

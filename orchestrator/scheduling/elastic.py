@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.decide import price_of_idle
@@ -59,6 +61,19 @@ class _Moving:
         return self.attempt.plan.world_size
 
 
+class _Way(NamedTuple):
+    """Who takes the place of a running job, and what that is worth."""
+
+    first: str  # id
+    jobs: int
+    gain_s: float  # of waiting
+    cost_s: float  # until it goes on
+
+    @property
+    def is_worth(self) -> bool:
+        return self.gain_s > WORTH * self.cost_s
+
+
 def growth(desk: Desk, at_s: float) -> Move | None:
     """Who gains most by devices that are idle and promised to nobody: more than the restart costs once more."""
     price = price_of_idle(desk)
@@ -85,43 +100,54 @@ def growth(desk: Desk, at_s: float) -> Move | None:
 
 def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: float) -> Move | None:
     """Who shall be stopped for those that wait: of who ends last, the first for whom they gain more than it loses."""
-    last = nlargest(TRIED_MAX, desk.elastic, key=lambda job_id: (desk.ends_s[job_id], job_id)) if waits else ()
-    for one in _movable(desk, last, at_s):
-        gain_s, away_s, ahead = 0.0, 0.0, list[str]()
-        for waiting, promised in _ahead_of(desk, one, waits, at_s):
-            gain_s += promised.start_s - at_s
-            if waiting.job.spec.priority == one.job.spec.priority:
-                away_s = max(away_s, promised.end_s - promised.start_s)
-            ahead.append(waiting.job.id)
-        if gain_s > WORTH * (one.paid_s + away_s):
-            others = f" and {len(ahead) - 1} more" if len(ahead) > 1 else ""
-            gain, cost = format_seconds(gain_s), format_seconds(one.paid_s + away_s)
-            why = f"stopped to make way for {ahead[0]}{others}: saves them {gain} of waiting, costs {cost}"
+    for one in _movable(desk, islice(desk.last_elastic(), TRIED_MAX) if waits else (), at_s):
+        ahead = _ahead_of(desk, one, waits)
+        ways = [_way(one, ahead[first:], at_s) for first in range(len(ahead))]
+        if not any(way.is_worth for way in ways):
+            continue  # whoever could start first: this is soon asked, and that is not
+        starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(one, entry, at_s))
+        way = next(starts, None)
+        if way is not None and way.is_worth:
+            others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
+            gain, cost = format_seconds(way.gain_s), format_seconds(way.cost_s)
+            why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
             return Move(job=one.job, from_s=one.from_s, why=why)
     return None
 
 
 def _ahead_of(
-    desk: Desk, one: _Moving, waits: Iterable[tuple[Waiting, Reservation]], at_s: float
-) -> Iterator[tuple[Waiting, Reservation]]:
-    """Of those that wait who would go before it, and could run on what it leaves together with what is idle.
+    desk: Desk, one: _Moving, waits: Iterable[tuple[Waiting, Reservation]]
+) -> list[tuple[Waiting, Reservation, Entry]]:
+    """Of those that wait who would go before it, and as what on devices that it leaves or that are idle.
 
     Of its own class only who is much shorter, and nobody where the cluster is shared: whose turn it is counts there.
     """
     room, place = one.devices + one.pool.idle, (-one.job.spec.priority, desk.due_s(one.job))
-    is_first = True
+    shorter_s = SHORTER * one.left_s if desk.state.policy is None else -inf
+    found = []
     for waiting, promised in waits:
-        higher = waiting.job.spec.priority > one.job.spec.priority
-        much_shorter = promised.end_s - promised.start_s < SHORTER * one.left_s and desk.state.policy is None
-        if not (higher or much_shorter) or (-waiting.job.spec.priority, waiting.due_s) >= place:
+        priority = waiting.job.spec.priority
+        if (-priority, waiting.due_s) >= place:
             continue
-        wide = sum(len(part.devices) for part in promised.placement)
-        entry = _entry(desk, waiting, one.pool, wide) if wide <= room else None
-        if entry is None or (is_first and not _could_start(one, entry, at_s)):
-            continue
-        is_first = False
-        room -= wide
-        yield waiting, promised
+        if priority > one.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
+            wide = sum(len(part.devices) for part in promised.placement)
+            entry = _entry(desk, waiting, one.pool, wide) if wide <= room else None
+            if entry is not None:
+                found.append((waiting, promised, entry))
+    return found
+
+
+def _way(one: _Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s: float) -> _Way:
+    """What becomes of it if the first of these takes its place, and after that whoever still finds room."""
+    room, gain_s, away_s, jobs = one.devices + one.pool.idle, 0.0, 0.0, 0
+    for waiting, promised, entry in ahead:
+        if entry.devices <= room:
+            room -= entry.devices
+            gain_s += promised.start_s - at_s
+            if waiting.job.spec.priority == one.job.spec.priority:
+                away_s = max(away_s, promised.end_s - promised.start_s)
+            jobs += 1
+    return _Way(ahead[0][0].job.id, jobs, gain_s, one.paid_s + away_s)
 
 
 def _entry(desk: Desk, waiting: Waiting, pool: Pool, devices: int) -> Entry | None:
