@@ -9,6 +9,7 @@ from functools import lru_cache
 from heapq import nlargest, nsmallest
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from orchestrator.scheduling.groups import Group
 from orchestrator.specs.attempt import NodeDevices, Placement
@@ -66,8 +67,7 @@ class _Future:
     next_s: list[float]  # when it is promised next, or closed
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """From when on so many devices of each of these nodes are free together."""
 
     start_s: float

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
+from typing import NamedTuple
 
 from orchestrator.memory.calibration import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
@@ -41,8 +42,7 @@ class Chosen:
     probe: bool  # only to be measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Wait(NamedTuple):
     """Something fits, but not now; `reservation` keeps it from being overtaken."""
 
     reason: str
@@ -50,8 +50,7 @@ class Wait:
     look_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
 
 
-@dataclass(frozen=True, slots=True)
-class _Offer:
+class _Offer(NamedTuple):
     """One way to run, and what it costs to begin with it now."""
 
     cost_s: float
@@ -62,8 +61,7 @@ class _Offer:
 Opening = Callable[[_Offer, float], float]  # when it may start, from a time on
 
 
-@dataclass(frozen=True, slots=True)
-class _Later:
+class _Later(NamedTuple):
     """An offer that can be had later: its devices from `slot` on."""
 
     cost_s: float
@@ -169,7 +167,8 @@ def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> lis
         if isinstance(one, Menu)
         for entry in _entries(pool, one)
     ]
-    offers.sort(key=attrgetter("cost_s"))
+    if len(offers) > 1:
+        offers.sort(key=attrgetter("cost_s"))
     return offers
 
 
@@ -192,8 +191,11 @@ def _best(
     offers: Sequence[_Offer], opening: Opening, now_s: float, *, may_reserve: bool
 ) -> tuple[_Offer | None, _Later | None]:
     """The best of what can be had now, and, unless that is the best of all, of what can be had later."""
-    free = (one for one in offers if _can_start(one.pool, one.entry, now_s))
-    now = next((one for one in free if opening(one, now_s) == now_s), None)
+    now = None
+    for one in offers:
+        if _can_start(one.pool, one.entry, now_s) and opening(one, now_s) == now_s:
+            now = one
+            break
     if not offers or now is offers[0] or not (may_reserve or now is not None):
         return now, None
     return now, _soonest(offers, opening, now_s)
@@ -207,6 +209,8 @@ def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
 
 
 def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
+    if pool.idle < entry.devices:
+        return False
     end_s = now_s + entry.seconds
     if end_s > pool.open_until_s(entry.shape):
         return False

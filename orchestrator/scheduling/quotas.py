@@ -56,11 +56,13 @@ class Turns:
         ahead: list[tuple[Waiting, float, int | None]] = []
         for number, turn in enumerate(self._all()):
             is_looked_at = number < LOOKED_AT_MAX and bool(self._desk.elastic)
-            if not self._desk.idle and not is_looked_at:
+            if not is_looked_at and not self._desk.idle:
                 return
             ahead.append(turn)
             if self._left or is_looked_at or not must_wait(self._desk, turn[0]):
-                yield from (one for one in ahead if one[0].job.id not in self._heard)
+                for one in ahead:
+                    if one[0].job.id not in self._heard:
+                        yield one
                 ahead.clear()
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
