@@ -392,7 +392,7 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
 def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
     """Who goes on with more devices is expected to have left by then what another was promised before."""
     grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in _of(Stop, t.actions)]
-    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.claims):
+    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.claims and not job.cancelling):
         desk = Desk(t.after)
         pool, claimed = desk.pool_of(attempt), {(part.node, i) for part in attempt.claims for i in part.devices}
         assert pool is not None, attempt.name
