@@ -224,7 +224,7 @@ def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
-def test_plan_for_70b_on_512_gpus_calls_at_most_1_8_million_functions_with_its_start(desk: Desk) -> None:
+def test_plan_for_70b_on_512_gpus_calls_at_most_1_6_million_functions_with_its_start(desk: Desk) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     What they take on this machine is a figure of `make bench`.
@@ -240,7 +240,7 @@ def test_plan_for_70b_on_512_gpus_calls_at_most_1_8_million_functions_with_its_s
         timeout=120,
     )
     recorded: Any = pstats.Stats(str(desk.folder / "calls"))
-    assert recorded.total_calls < 1_800_000
+    assert recorded.total_calls < 1_600_000
 
 
 def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:

@@ -8,11 +8,11 @@ from functools import lru_cache
 from orchestrator.memory import deepspeed, torch_engines
 from orchestrator.memory.activations import activations
 from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank
-from orchestrator.memory.pipeline import all_in_flight, ranks
+from orchestrator.memory.pipeline import fills, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, Sharding, ZeroStage
+from orchestrator.specs.plan import Engine, Offload, OffloadTarget, ParallelLayout, Plan, Sharding, ZeroStage
 from orchestrator.specs.profile import LossChunks, MemoryEstimate, ModelProfile, MomentBytes
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
@@ -34,28 +34,7 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
     live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
     top.
     """
-    micro, found = plan.micro_batch_size, []
-    for rank in _ranks(profile, plan):
-        live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-        buffer_bytes = rank.buffer_bytes(plan)
-        for moment in _moments(rank, plan, device):
-            found.append((rank, moment, moment.counted_bytes + buffer_bytes, live[moment.activations].bytes_of(micro)))
-    rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
-    causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
-    reserved = _reserved_bytes(counted + activation, device)
-    return MemoryEstimate(
-        moment=worst.name + rank.name,
-        by_cause=tuple((cause, count) for cause, count in causes if count),
-        allocated_bytes=counted + activation,
-        reserved_bytes=reserved,
-        device_bytes=reserved + _outside_bytes(plan, device),
-        host_bytes=_host_bytes(rank.held, plan),
-        source=profile.source,
-        moments=tuple(
-            MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
-            for _, moment, counted, activation in found
-        ),
-    )
+    return DeviceBytes(profile, plan, device).estimate(plan)
 
 
 # Live bytes of a rank at a moment over the micro-batch, but for the pipeline's buffers: per sample, at any micro-batch,
@@ -63,69 +42,126 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
 _Line = tuple[int, int, LossChunks | None]
 
 
+def alike(plan: Plan) -> object:
+    """What plans have in common that may share `DeviceBytes`: all but checkpointing, the cut of the batch, and, under
+    hybrid sharding, how many copies of the shards there are."""
+    layout, shards = plan.layout, (plan.layout.dp, False)
+    if plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE:
+        shards = (plan.layout.dp // plan.dp_replicate, plan.dp_replicate > 1)
+    how = (plan.engine, plan.zero_stage, plan.offload, plan.offload_target, plan.sharding)
+    return (shards, layout.tp, layout.pp, plan.pipeline_stages_per_rank, how, plan.precision, plan.sequence_length)
+
+
 class DeviceBytes:
-    """What a device must hold for the plans that differ from one in checkpointing and in the cut of the batch only.
+    """What a device must hold for plans that are `alike` a given one.
 
     A search asks for thousands of plans that it then drops. Activations are straight lines over the micro-batch, and
     nothing else changes with it; on CUDA nothing else changes with what is recomputed either.
     """
 
     def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
-        self._profile, self._device = profile, device
-        self._outside_bytes = _outside_bytes(plan, device)
-        self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
+        self._profile, self._plan, self._device = profile, plan, device
+        self._turns: dict[int, int] = {}
         self._least: dict[object, int] = {}
+        self._moments: dict[object, list[tuple[Rank, list[Moment], list[int]]]] = {}
         self._lines: dict[object, list[tuple[Rank, list[_Line]]]] = {}
 
-    def at_least(self, plan: Plan) -> int:
-        """Without any activations: by that alone most plans of a large model are beyond every device."""
-        key = self._counted_key(plan)
+    def turns(self, gradient_accumulation_steps: int) -> int:
+        """What the number of micro-batches changes: whether all are in flight; under DDP whether there are two."""
+        found = self._turns.get(gradient_accumulation_steps)
+        if found is None:
+            plan, found = self._plan, min(gradient_accumulation_steps, 3)
+            if plan.layout.pp > 1 or plan.zero_stage is not ZeroStage.NONE:
+                found = int(fills(plan.layout.pp, plan.pipeline_stages_per_rank, gradient_accumulation_steps))
+            self._turns[gradient_accumulation_steps] = found
+        return found
+
+    def is_beyond(self, plan: Plan, reach_bytes: float) -> bool:
+        """Whether it needs more than so much without any activations, as most plans of a large model do.
+
+        The few moments that are none of the model's passages show it of most of them.
+        """
+        key, within_bytes = self._key(plan), reach_bytes - _outside_bytes(plan, self._device)
         if key not in self._least:
-            counted = [counted_bytes for _, moments in self._counted_of(plan) for counted_bytes, _ in moments]
-            self._least[key] = _reserved_bytes(max(counted), self._device) + self._outside_bytes
-        return self._least[key]
+            self._least[key] = self._counted_between(plan)
+        if self._least[key] <= within_bytes and key not in self._moments:
+            counted = max(max(counted) for _, _, counted in self._moments_of(plan))
+            self._least[key] = _reserved_bytes(counted, self._device)
+        return self._least[key] > within_bytes
 
     def __call__(self, plan: Plan) -> int:
         """`device_bytes` of the plan's estimate, in a tenth of the time."""
-        key = (_turns(plan), plan.activation_checkpointing)
+        key = (self.turns(plan.gradient_accumulation_steps), plan.activation_checkpointing)
         lines = self._lines.get(key) or self._lines.setdefault(key, self._lines_of(plan))
         micro, allocated = plan.micro_batch_size, 0
         for rank, moments in lines:
             live = [
-                per_sample * micro + fixed + (0 if chunks is None else chunks.peak_bytes(micro))
+                per_sample * micro + fixed if chunks is None else per_sample * micro + fixed + chunks.peak_bytes(micro)
                 for per_sample, fixed, chunks in moments
             ]
-            allocated = max(allocated, max(live) + rank.buffer_bytes(plan))
-        return _reserved_bytes(allocated, self._device) + self._outside_bytes
+            allocated = max(allocated, max(live) + (rank.buffer_bytes(plan) if rank.neighbours else 0))
+        return _reserved_bytes(allocated, self._device) + _outside_bytes(plan, self._device)
+
+    def estimate(self, plan: Plan) -> MemoryEstimate:
+        """The plan's `estimate`."""
+        micro, found = plan.micro_batch_size, []
+        for rank, moments, counts in self._moments_of(plan):
+            live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
+            buffer_bytes = rank.buffer_bytes(plan)
+            for moment, counted in zip(moments, counts, strict=True):
+                found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
+        rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
+        causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
+        reserved = _reserved_bytes(counted + activation, self._device)
+        return MemoryEstimate(
+            moment=worst.name + rank.name,
+            by_cause=tuple((cause, count) for cause, count in causes if count),
+            allocated_bytes=counted + activation,
+            reserved_bytes=reserved,
+            device_bytes=reserved + _outside_bytes(plan, self._device),
+            host_bytes=_host_bytes(rank.held, plan),
+            source=self._profile.source,
+            moments=tuple(
+                MomentBytes(name=moment.name, counted_bytes=counted, activation_bytes=activation)
+                for _, moment, counted, activation in found
+            ),
+        )
 
     def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
         found = []
-        for rank, moments in self._counted_of(plan):
+        for rank, moments, counts in self._moments_of(plan):
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-            lines = [(live[at][0], live[at][1] + counted_bytes, live[at][2]) for counted_bytes, at in moments]
-            found.append((rank, lines))
+            lines = [live[moment.activations] for moment in moments]
+            found.append(
+                (rank, [(line[0], line[1] + counted, line[2]) for line, counted in zip(lines, counts, strict=True)])
+            )
         return found
 
-    def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
-        """Bytes that are counted at every moment of every rank, with the place of its activations."""
-        key = self._counted_key(plan)
-        if key not in self._counted:
-            self._counted[key] = [
-                (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
-                for rank in _ranks(self._profile, plan)
-            ]
-        return self._counted[key]
+    def _moments_of(self, plan: Plan) -> list[tuple[Rank, list[Moment], list[int]]]:
+        """The moments of every rank, and the bytes that are counted at each."""
+        key = self._key(plan)
+        if key not in self._moments:
+            self._moments[key] = []
+            for rank in _ranks(self._profile, plan):
+                moments = _moments(rank, plan, self._device)
+                self._moments[key].append((rank, moments, [moment.counted_bytes for moment in moments]))
+        return self._moments[key]
 
-    def _counted_key(self, plan: Plan) -> object:
+    def _counted_between(self, plan: Plan) -> int:
+        """The most that is reserved of what is counted at moments that are none of the model's passages."""
+        if plan.engine is not Engine.TORCH or plan.zero_stage is ZeroStage.NONE:
+            return 0
+        cuda = self._device.kind is DeviceKind.CUDA
+        counted = max(
+            moment.counted_bytes
+            for rank in _ranks(self._profile, plan)
+            for moment in torch_engines.fsdp2_moments_between(rank, plan, cuda=cuda)
+        )
+        return _reserved_bytes(counted, self._device)
+
+    def _key(self, plan: Plan) -> object:
         mode = None if self._device.kind is DeviceKind.CUDA else plan.activation_checkpointing
-        return (_turns(plan), mode)
-
-
-def _turns(plan: Plan) -> int:
-    """What the number of micro-batches changes: whether all are in flight; under DDP also whether there are two."""
-    if plan.layout.pp > 1 or plan.zero_stage is not ZeroStage.NONE:
-        return int(all_in_flight(plan))
-    return min(plan.gradient_accumulation_steps, 3)
+        return (self.turns(plan.gradient_accumulation_steps), mode)
 
 
 @lru_cache(maxsize=256)
@@ -150,7 +186,7 @@ def _reserved_bytes(allocated_bytes: int, device: DeviceSpec) -> int:
 
 def _outside_bytes(plan: Plan, device: DeviceSpec) -> int:
     """What the device holds for the plan beside what the allocator reserves."""
-    return CONTEXT_BYTES + _communicator_bytes(plan) if device.kind is DeviceKind.CUDA else 0
+    return CONTEXT_BYTES + _communicator_bytes(plan.layout, plan.dp_replicate) if device.kind is DeviceKind.CUDA else 0
 
 
 def _moments(rank: Rank, plan: Plan, device: DeviceSpec) -> list[Moment]:
@@ -167,10 +203,11 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec) -> list[Moment]:
     return torch_engines.ddp_moments(rank, plan, bucket_views=False, cuda=cuda, foreach=cuda)
 
 
-def _communicator_bytes(plan: Plan) -> int:
+@lru_cache(maxsize=4096)
+def _communicator_bytes(layout: ParallelLayout, dp_replicate: int) -> int:
     """One of all ranks, and one along every axis of the mesh that is not the whole of it."""
-    layout, world = plan.layout, plan.world_size
-    axes = [layout.tp, layout.pp, layout.dp // plan.dp_replicate, plan.dp_replicate]
+    world = layout.world_size
+    axes = [layout.tp, layout.pp, layout.dp // dp_replicate, dp_replicate]
     groups = [world, *(degree for degree in axes if 1 < degree < world)]
     return sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
 

@@ -58,14 +58,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     the same file), beside those to which they are added.
     """
     profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
-    trained = rank.trained_parameters
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
-    device = 0 if plan.offload is Offload.PARAMETERS else 1  # what the host holds does not count
-    fixed = (
-        ("parameters", device * -(-rank.weight_bytes // shards)),
-        ("optimizer states", device * state_bytes(profile, plan, shards)),
-        ("workspace", profile.workspace_bytes),
-    )
+    device, fixed = _on_device(plan), _shards(rank, plan)
     copies = int(plan.dp_replicate > 1)
     of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
     for passage in rank.passages if profile.turns else ():
@@ -78,10 +72,19 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
             transients = _unit(rank, plan, passage, compute, shards, gloo=not cuda)
         # of reduced gradients the rank has a shard
         fresh = max(0, passage.done - passage.ends_done)
-        whole = of_turn.get(passage.turn, trained)
+        whole = of_turn.get(passage.turn, rank.trained_parameters)
         reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
+    return found + fsdp2_moments_between(rank, plan, cuda=cuda)
+
+
+def fsdp2_moments_between(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
+    """Of `fsdp2_moments` those that are none of the model's passages, of which there are four at most."""
+    profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
+    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
+    device, fixed = _on_device(plan), _shards(rank, plan)
+    found: list[Moment] = []
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
     if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, unit, compute, shards, device)
@@ -93,11 +96,26 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     if device:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
         step = (
-            ("gradients", FP32_BYTES * -(-trained // shards)),
+            ("gradients", FP32_BYTES * -(-rank.trained_parameters // shards)),
             ("optimizer temporaries", temporaries(plan, largest, cuda=cuda, before=before)),
         )
         found.append(Moment("optimizer step", (*fixed, *step)))
     return found
+
+
+def _on_device(plan: Plan) -> int:
+    """Whether shards count: what the host holds does not."""
+    return 0 if plan.offload is Offload.PARAMETERS else 1
+
+
+def _shards(rank: Rank, plan: Plan) -> Causes:
+    """What a rank holds at every moment."""
+    shards, device = plan.layout.dp // plan.dp_replicate, _on_device(plan)
+    return (
+        ("parameters", device * -(-rank.weight_bytes // shards)),
+        ("optimizer states", device * state_bytes(rank.held, plan, shards)),
+        ("workspace", rank.held.workspace_bytes),
+    )
 
 
 def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:

@@ -106,12 +106,13 @@ def _part(
         forward_s = size * segment.forward_flops / (peak * MODEL_EFFICIENCY)
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
+    rates = _product_rates(device, precision)
     for rows, inner, columns in segment.matmuls:
         products += 2.0 * rows * inner * columns
         count = size * rows
-        forward_s += matmul_s(count, inner, columns, device, precision)
-        backward_s += matmul_s(count, columns, inner, device, precision)
-        backward_s += trained * matmul_s(inner, count, columns, device, precision)
+        forward_s += _matmul_s(count, inner, columns, *rates)
+        backward_s += _matmul_s(count, columns, inner, *rates)
+        backward_s += trained * _matmul_s(inner, count, columns, *rates)
     attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
     kept = segment.saved_bytes + (_loss_traffic_bytes(segment) if segment.chunks else 0)
     moved_s = size * kept / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
@@ -133,12 +134,13 @@ def matmul_s(rows: int, inner: int, columns: int, device: DeviceSpec, precision:
     Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
     the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3.2).
     """
-    width = 4 if precision is Precision.FP32 else 2
-    return _matmul_s(
-        rows,
-        inner,
-        columns,
-        width,
+    return _matmul_s(rows, inner, columns, *_product_rates(device, precision))
+
+
+def _product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
+    """What a product's time depends on beside its sizes: bytes per element, FLOP/s, bytes/s, tiles at once, start."""
+    return (
+        4 if precision is Precision.FP32 else 2,
         product_flops(device, precision),
         device.memory_bandwidth * BANDWIDTH_EFFICIENCY,
         device.multiprocessors,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import chain
 from math import gcd, inf
 
-from orchestrator.memory.estimate import DeviceBytes, estimate
+from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
@@ -92,12 +92,12 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     classes: dict[Degradation, list[_Variant]] = {}
     for variant in _variants(spec, hardware):
         classes.setdefault(variant.degradation, []).append(variant)
-    reach_bytes = REACH * hardware.device.memory
+    reach_bytes, needs = REACH * hardware.device.memory, _Needs(spec, hardware)
     found = [
-        _candidate(spec, hardware, costed, degradation)
+        _candidate(needs, costed, degradation)
         for degradation, variants in sorted(classes.items())
         for costed in _beaten_by_none(
-            spec, _costed(spec, hardware, variants, reach_bytes) or _costed(spec, hardware, variants, inf)
+            spec, _costed(spec, hardware, variants, needs, reach_bytes) or _costed(spec, hardware, variants, needs, inf)
         )
     ]
     if not found:
@@ -204,65 +204,101 @@ def _default_length(spec: JobSpec) -> int | None:
     return int(knob.default) if knob is not None and knob.default is not None else None
 
 
-def _costed(spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], reach_bytes: float) -> list[Costed]:
+class _Needs:
+    """The memory of one job's plans on one kind of device; what plans have in common is counted once."""
+
+    def __init__(self, spec: JobSpec, hardware: Hardware) -> None:
+        self._spec, self._hardware = spec, hardware
+        self._known: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
+
+    def of(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
+        """The profile of the plan, and the bytes of all that are alike."""
+        key = alike(plan)
+        if key not in self._known:
+            profile = profile_for(self._spec, self._hardware, plan)
+            self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device))
+        return self._known[key]
+
+
+def _costed(
+    spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], needs: _Needs, reach_bytes: float
+) -> list[Costed]:
     """What every legal plan costs that needs no more than `reach_bytes`."""
     return [
         costed
         for variant in variants
         for family in _families(spec, hardware, variant)
-        for costed in _within(spec, hardware, family, reach_bytes)
+        for costed in _within(hardware, family, needs, reach_bytes)
     ]
 
 
-def _within(spec: JobSpec, hardware: Hardware, family: Iterator[Plan], reach_bytes: float) -> Iterator[Costed]:
-    """What the plans of a family cost that are within reach; they share their profile."""
-    first = next(family, None)
-    if first is None:
-        return
-    profile = profile_for(spec, hardware, first)
-    needs, takes = DeviceBytes(profile, first, hardware.device), StepSeconds(profile, first, hardware)
-    for plan in chain((first,), family):
-        if needs.at_least(plan) <= reach_bytes and (device_bytes := needs(plan)) <= reach_bytes:
-            yield Costed(plan, takes(plan), device_bytes)
+def _within(hardware: Hardware, family: _Family, needs: _Needs, reach_bytes: float) -> Iterator[Costed]:
+    """What the plans of a family cost that are within reach; they share their profile.
+
+    On CUDA what counts beside activations does not depend on what is recomputed, nor on the cut of the batch but for
+    its turns, so that one plan that is beyond reach by it speaks for many that are not even made.
+    """
+    profile, bytes_of = needs.of(family.example)
+    takes: StepSeconds | None = None
+    on_cuda = hardware.device.kind is DeviceKind.CUDA
+    beyond: set[int] = set()
+    within: set[int] = set()
+    for micro, accumulation in family.cuts:
+        turns = bytes_of.turns(accumulation)
+        for plan in () if turns in beyond else family.of_cut(micro, accumulation):
+            if turns not in within and bytes_of.is_beyond(plan, reach_bytes):
+                if on_cuda:
+                    beyond.add(turns)
+                    break
+                continue
+            if on_cuda:
+                within.add(turns)
+            if (device_bytes := bytes_of(plan)) <= reach_bytes:
+                takes = takes or StepSeconds(profile, family.example, hardware)
+                yield Costed(plan, takes(plan), device_bytes)
 
 
-def _candidate(spec: JobSpec, hardware: Hardware, costed: Costed, degradation: Degradation) -> Candidate:
-    needed = estimate(profile_for(spec, hardware, costed.plan), costed.plan, hardware.device)
+def _candidate(needs: _Needs, costed: Costed, degradation: Degradation) -> Candidate:
+    _, bytes_of = needs.of(costed.plan)
+    needed = bytes_of.estimate(costed.plan)
     assert needed.device_bytes == costed.device_bytes, (costed, needed)
     return Candidate(plan=costed.plan, estimate=needed, step_s=costed.step_s, degradation=degradation)
 
 
-def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[Iterator[Plan]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
     """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
+
+    spec: JobSpec
+    strategy: Strategy
+    variant: _Variant
+    example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
+    modes: tuple[ActivationCheckpointing, ...]
+    cuts: tuple[tuple[int, int], ...]
+
+    def __iter__(self) -> Iterator[Plan]:
+        return chain.from_iterable(self.of_cut(micro, accumulation) for micro, accumulation in self.cuts)
+
+    def of_cut(self, micro: int, accumulation: int) -> Iterator[Plan]:
+        """Those of a cut, made one by one; none where they would be illegal."""
+        for mode in self.modes:
+            try:
+                yield _plan(self.spec, self.strategy, mode, self.variant, micro, accumulation)
+            except IllegalPlan:  # too few micro-batches for the pipeline, whatever is recomputed
+                return
+
+
+def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[_Family]:
     for layout in layouts(spec, hardware):
         cuts = batch_cuts(spec, layout.dp)
-        for strategy in strategies(spec, hardware, layout):
-            if cuts and _can_run(spec, strategy, variant):
-                yield _family(spec, strategy, checkpointing(spec, strategy), variant, cuts)
-
-
-def _family(
-    spec: JobSpec,
-    strategy: Strategy,
-    modes: Sequence[ActivationCheckpointing],
-    variant: _Variant,
-    cuts: tuple[tuple[int, int], ...],
-) -> Iterator[Plan]:
-    for micro, accumulation in cuts:
-        try:  # what is legal does not depend on what is recomputed
-            yield from [_plan(spec, strategy, mode, variant, micro, accumulation) for mode in modes]
-        except IllegalPlan:  # too few micro-batches for the pipeline
-            continue
-
-
-def _can_run(spec: JobSpec, strategy: Strategy, variant: _Variant) -> bool:
-    """Whether some cut of some batch is legal: which combinations are, is said once, in specs.plan."""
-    accumulation = strategy.layout.pp * strategy.pipeline_stages_per_rank
-    try:
-        _plan(spec, strategy, ActivationCheckpointing.NONE, variant, 1, accumulation)
-    except IllegalPlan:
-        return False
-    return True
+        for strategy in strategies(spec, hardware, layout) if cuts else ():
+            accumulation = strategy.layout.pp * strategy.pipeline_stages_per_rank
+            try:  # which combinations are legal is said once, in specs.plan
+                example = _plan(spec, strategy, ActivationCheckpointing.NONE, variant, 1, accumulation)
+            except IllegalPlan:
+                continue
+            modes = checkpointing(spec, strategy)
+            yield _Family(spec=spec, strategy=strategy, variant=variant, example=example, modes=modes, cuts=cuts)
 
 
 def _plan(
