@@ -147,12 +147,19 @@ def test_the_guard_stands_between_interpreter_and_program(command: str, started:
 
 
 def launched(
-    launch: str, *, device: DeviceSpec = GPU, command: str = "python -u train.py --x", **changes: object
+    launch: str,
+    *,
+    device: DeviceSpec = GPU,
+    command: str = "python -u train.py --x",
+    config_text: str = "",
+    **changes: object,
 ) -> LaunchRequest:
     """On two nodes of two devices, or one where the launcher knows no other."""
     placement = BOTH[:1] if launch in ("self", "dora") else BOTH
     start = launch_of("j", script(launch=launch, command=command, gpus=4, **changes), placement)
-    return launch_request(start.job, start.attempt, HOME, nodes(device), master_port=29999, python=PYTHON)
+    return launch_request(
+        start.job, start.attempt, HOME, nodes(device), master_port=29999, python=PYTHON, config_text=config_text
+    )
 
 
 PROGRAM = (str(GUARD), str(HOME / "jobs/j/attempts/1/guard.json"), "--", "train.py", "--x")
@@ -216,6 +223,10 @@ def test_a_script_that_opens_its_config_itself_runs_in_a_folder_of_links() -> No
     made = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml"}, knobs=knobs)
     assert (made.workdir, made.linked) == (f"{HOME}/jobs/j/attempts/1/work", ("/repo", "conf/config.yaml"))
     assert dict(made.files)[f"{made.workdir}/conf/config.yaml"] == "batch_size: 1\n"
+    in_json = launched(
+        "torchrun", workdir="/repo", config={"file": "config.json"}, knobs=knobs, config_text='{"learning_rate": 1e-3}'
+    )
+    assert json.loads(dict(in_json.files)[f"{in_json.workdir}/config.json"]) == {"learning_rate": 1e-3, "batch_size": 1}
     told = launched("torchrun", workdir="/repo", config={"file": "conf/config.yaml", "flag": "-c"}, knobs=knobs)
     assert (told.workdir, told.linked) == ("/repo", None)
     assert told.ranks[0][1][0].argv[-2:] == ("-c", f"{HOME}/jobs/j/attempts/1/config.yaml")

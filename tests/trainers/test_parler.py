@@ -105,6 +105,16 @@ def test_nothing_goes_on_from_the_last_step(tmp_path: Path) -> None:
     assert newest_checkpoint(spec, tmp_path) is None
 
 
+def test_a_checkpoint_without_one_of_its_files_is_passed_over(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-2-epoch-0"
+    checkpoint.mkdir()
+    for name in ("model.pt", "optimizer.pt"):
+        (checkpoint / name).write_text("x")
+    assert newest_checkpoint(parler(tmp_path), tmp_path) is None
+    (checkpoint / "state.json").write_text("x")
+    assert newest_checkpoint(parler(tmp_path), tmp_path) == str(checkpoint)
+
+
 @pytest.mark.parametrize("torn", ["model.pt", "model.safetensors"])
 def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(tmp_path: Path, torn: str) -> None:
     """Every file is there and none is empty: only that one of them stops before its own end tells."""
