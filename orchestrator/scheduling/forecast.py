@@ -12,25 +12,41 @@ from statistics import NormalDist, median
 from orchestrator.memory.calibration import WINDOW
 from orchestrator.scheduling.decide import expected, price_of
 from orchestrator.scheduling.desk import Desk, Waiting
-from orchestrator.specs.state import Job, Observation, State
+from orchestrator.scheduling.menu import steps_left
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
+from orchestrator.specs.state import (
+    Event,
+    Finished,
+    Job,
+    JobStatus,
+    Launch,
+    Observation,
+    Released,
+    State,
+    Stop,
+    Woke,
+)
 
 FORECAST_MAX = 2000  # queued jobs, first come first: what comes after them nobody can tell
-RANGED_MAX = 250  # of them, jobs of which a range is told
+RANGED_MAX = 100  # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
 SAMPLES = 19  # plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
 # Deviation of the logarithm of a length that nobody measured, and how many measured steps that is worth. An assumption:
 # twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours profile nothing.
 SUPPOSED_SPREAD = 0.2
 SUPPOSED_OUTCOMES = 4
 OVERDUE_S = 60.0  # from now on, until what should have ended is expected to end
+EVENTS_MAX = 50  # of a job, on average, in a play: one that waits for the night is looked at every night
+DONE = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
+STOPPED = Evidence(stopped=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """From when to when a job is expected to run, and on how many devices.
+    """From when to when a job is expected to run, and on how many devices it starts.
 
     With lengths as wrong as they were seen to be, it starts and ends within these ranges with a probability of 80 %,
-    unless somebody is moved meanwhile: that is not foreseen. Of jobs that can all be moved, which make way for shorter
-    ones, 54 % started within theirs (384 simulated jobs on eight devices, 2026-11).
+    if nothing more is submitted and nothing fails.
     """
 
     start_s: float
@@ -41,27 +57,32 @@ class Expected:
 
 
 def forecast(state: State) -> Mapping[str, Expected]:
-    """Of every job that runs, and of those that wait, in the order of the queue, as far as FORECAST_MAX of them."""
-    desk = Desk(state)
-    found = _played(desk, {}, 0, FORECAST_MAX)
-    ranged = len(desk.running) + RANGED_MAX
-    spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values() if not job.status.ended}
-    samples = [_played(desk, spreads, sample, RANGED_MAX) for sample in range(1, SAMPLES + 1)]
-    for job_id in [*found][:ranged]:
-        seen = [sample[job_id] for sample in samples if job_id in sample]
-        if len(seen) == SAMPLES:
-            one = found[job_id]
+    """Of every job that runs, and of those that wait, in the order of the queue, as far as FORECAST_MAX of them.
+
+    The first of them are led through the decisions to come, in which they may be moved; the others are only placed.
+    """
+    found = dict(foreseen(state))
+    near = [*found][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
+    spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
+    plays = [_Play(state, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
+    for job_id in near:
+        seen = [play[job_id] for play in plays if job_id in play]
+        if len(seen) == len(plays):
+            one, *others = seen
             found[job_id] = replace(
                 one,
-                start_range_s=_range([other.start_s for other in seen]),
-                end_range_s=_range([other.end_s for other in seen]),
+                start_range_s=_range([other.start_s for other in others]),
+                end_range_s=_range([other.end_s for other in others]),
             )
     return found
 
 
 def foreseen(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
-    """The same without ranges; those that are `hurried` take what ends them first, whatever it costs."""
-    return _played(Desk(state), {}, 0, FORECAST_MAX, hurried)
+    """The same without ranges and moves, placed one after the other.
+
+    Those that are `hurried` take what ends them first, whatever it costs.
+    """
+    return _placed(Desk(state), hurried)
 
 
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
@@ -76,10 +97,8 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
 
 
-def _played(
-    desk: Desk, spreads: Mapping[str, float], sample: int, queued_max: int, hurried: Collection[str] = ()
-) -> dict[str, Expected]:
-    """What becomes of the jobs where each takes as long as this sample says; sample 0: as long as expected."""
+def _placed(desk: Desk, hurried: Collection[str]) -> dict[str, Expected]:
+    """What becomes of the jobs where each takes as long as expected."""
     state = desk.state
     found: dict[str, Expected] = {}
     arrays = _Arrays()
@@ -89,14 +108,11 @@ def _played(
         end_s = state.at_s
         if attempt is not None and attempt.ended_at_s is None:
             end_s, launched_s = desk.end_of(job, attempt), attempt.launched_at_s
-            if sample:
-                length_s = _longer(end_s - launched_s, state.at_s - launched_s, spreads[job.id], _share(job, sample))
-                end_s = launched_s + length_s
             end_s = end_s if end_s > state.at_s else state.at_s + OVERDUE_S
             desk.expect(attempt, end_s)
             found[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
         arrays.take(job, end_s)
-    price, queued_max = price_of(desk), queued_max + len(found)
+    price, queued_max = price_of(desk), FORECAST_MAX + len(found)
     later: list[tuple[float, int, str]] = []  # from when on they can start; their order and ids
 
     def place(waiting: Waiting, from_s: float, by_s: float) -> None:
@@ -105,10 +121,6 @@ def _played(
         reservation = expected(desk, waiting, wanted, from_s=from_s, by_s=by_s)
         if reservation is None:
             return
-        if sample:
-            length_s = reservation.end_s - reservation.start_s
-            length_s = _longer(length_s, 0.0, spreads[job.id], _share(job, sample))
-            reservation = replace(reservation, end_s=reservation.start_s + length_s)
         desk.promise((reservation,))
         devices = sum(len(part.devices) for part in reservation.placement)
         found[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
@@ -143,6 +155,82 @@ def _played(
         if job_id in found:
             follow(job_id)
     return found
+
+
+class _Play:
+    """The decisions to come, where each job takes as long as this sample says; sample 0: as long as expected."""
+
+    def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
+        self._state, self._spreads, self._sample = state, spreads, sample
+        self._desk = Desk(state)  # what is known of lengths: nothing is measured meanwhile
+        self._found: dict[str, Expected] = {}
+        self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
+        self._ends: list[tuple[float, int, str]] = []
+        self._longer: dict[str, float] = {}  # than expected, by job: as many times
+        for job in self._desk.running.values():
+            attempt = job.attempts[-1]
+            if attempt.ended_at_s is None:
+                self._begin(job, attempt)
+
+    def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
+        """What became of these jobs, as far as they ended."""
+        going = {*near}
+        for job in self._desk.running.values():
+            attempt = job.attempts[-1]
+            if attempt.status is AttemptStatus.ENDED:
+                self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s))
+            elif attempt.status is AttemptStatus.STOPPING:
+                self._stop(job.id)
+        for _ in range(EVENTS_MAX * len(self._state.jobs)):
+            wake_s = wake_at_s(self._state) if going else None
+            if not going or (wake_s is None and not self._ends):
+                break
+            if self._ends and (wake_s is None or self._ends[0][0] <= wake_s):
+                end_s, _, job_id = heappop(self._ends)
+                runs, ends_s = self._running.get(job_id, (None, inf))
+                if runs is not None and ends_s == end_s:
+                    going.discard(job_id)
+                    self._found[job_id] = replace(self._found[job_id], end_s=end_s)
+                    self._end(runs, DONE, end_s)
+            elif wake_s is not None:
+                self._tell(Woke(at_s=wake_s))
+        return {job_id: one for job_id in near if (one := self._found.get(job_id)) and one.end_s < inf}
+
+    def _tell(self, event: Event) -> None:
+        self._state, actions = step(self._state, event)
+        for action in actions:
+            if isinstance(action, Launch):
+                self._begin(action.job, action.attempt)
+            elif isinstance(action, Stop):
+                self._stop(action.job_id)
+
+    def _begin(self, job: Job, attempt: Attempt) -> None:
+        launched_s, at_s = attempt.launched_at_s, self._state.at_s
+        length_s = self._desk.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
+        if job.id not in self._longer and 0 < length_s < inf and self._sample:
+            share = _share(job, self._sample)
+            self._longer[job.id] = _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
+        end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
+        end_s = end_s if end_s > at_s else at_s + OVERDUE_S
+        self._found.setdefault(job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size))
+        self._running[job.id] = attempt, end_s
+        heappush(self._ends, (end_s, job.order, job.id))
+
+    def _stop(self, job_id: str) -> None:
+        """Who is asked to end has saved what it has trained so far."""
+        (attempt, end_s), job, at_s = self._running[job_id], self._state.jobs[job_id], self._state.at_s
+        pool, left = self._desk.pool_of(attempt), steps_left(job, attempt)
+        saved = None
+        if pool is not None and left is not None and job.spec.optimizer_steps is not None:
+            from_s = attempt.launched_at_s + pool.launch_cost_s
+            trained = max(0.0, at_s - from_s) / max(end_s - from_s, at_s - from_s, OVERDUE_S)
+            saved = job.spec.optimizer_steps - left + int(left * trained)
+        self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
+
+    def _end(self, attempt: Attempt, evidence: Evidence, at_s: float) -> None:
+        del self._running[attempt.job_id]
+        self._tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=at_s))
+        self._tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
 
 
 class _Arrays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable
 from math import exp
 from statistics import fmean
 
@@ -22,18 +22,21 @@ from tests.scheduling.factories import job, observation
 from tests.scheduling.test_queue import gone, node, played, script, seen, submitted
 
 
-def rigid(step_s: Mapping[int, float], steps: int) -> JobSpec:
-    return told("job", step_s, steps).model_copy(update={"resume": Resume()})
+def rigid(draw: random.Random) -> JobSpec:
+    return told("job", {draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000)).model_copy(update={"resume": Resume()})
 
 
-def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them() -> None:
-    """A full queue on eight devices, lengths as wrong as is supposed where nothing was measured; nobody is moved."""
+def movable(draw: random.Random) -> JobSpec:
+    return told("job", {1: 1.0, 2: 0.55, 4: 0.3}, draw.randint(500, 5000))
+
+
+@pytest.mark.parametrize("kind", [rigid, movable])
+def test_eight_of_ten_jobs_start_and_end_within_what_was_told_of_them(kind: Callable[[random.Random], JobSpec]) -> None:
+    """A full queue on eight devices, lengths as wrong as is supposed where nothing was measured."""
     starts, ends = list[bool](), list[bool]()
     for seed in range(16):
         draw = random.Random(seed)
-        jobs = tuple(
-            Arrival(at_s=0.0, spec=rigid({draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000))) for _ in range(24)
-        )
+        jobs = tuple(Arrival(at_s=0.0, spec=kind(draw)) for _ in range(24))
         trace, cluster = misjudged(Trace(name="night", arrivals=jobs), SUPPOSED_SPREAD, seed), cluster_of(1, 10.0)
         backend = backend_for(trace, cluster, seed=seed, trouble=Trouble())
         controller = Controller(Unkept(), backend, backend.now)
