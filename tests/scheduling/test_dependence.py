@@ -13,8 +13,9 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import Archive, CancelRequested, Event, Finished, JobStatus, Launch, State
 from tests.scheduling import world
 from tests.scheduling.factories import node
-from tests.scheduling.invariants import history, violations
+from tests.scheduling.invariants import violations
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
+from tests.scheduling.transition import history
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, Scenario, backend_of, too_large
 
 FAILURE = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="NameError: name 'x' is not defined"),))

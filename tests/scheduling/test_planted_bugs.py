@@ -27,7 +27,8 @@ from orchestrator.specs.job import Retries
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Finished, Job, JobStatus, Launch, Record
 from tests.scheduling import world
-from tests.scheduling.invariants import history, violations
+from tests.scheduling.invariants import violations
+from tests.scheduling.transition import history
 from tests.scheduling.world import (
     STORM,
     MemoryJournal,

@@ -36,7 +36,8 @@ from orchestrator.specs.state import (
     Submitted,
     Woke,
 )
-from tests.scheduling.invariants import Transition, history, violations
+from tests.scheduling.invariants import violations
+from tests.scheduling.transition import Transition, history
 from tests.scheduling.world import (
     CALM,
     CLUSTERS,

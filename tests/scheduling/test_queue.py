@@ -30,8 +30,9 @@ from orchestrator.specs.state import (
     Submitted,
 )
 from tests.scheduling.factories import node
-from tests.scheduling.invariants import history, violations
+from tests.scheduling.invariants import violations
 from tests.scheduling.test_properties import SLOW_IS_FINE, random_event
+from tests.scheduling.transition import history
 
 SUCCESS = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
 LAUNCH_S = 30.0

@@ -8,8 +8,9 @@ from orchestrator.service.teams import teams_view
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Event, Launch, NodesSeen, State
 from tests.scheduling.factories import node
-from tests.scheduling.invariants import history, violations
+from tests.scheduling.invariants import violations
 from tests.scheduling.test_queue import gone, played, script, submitted
+from tests.scheduling.transition import history
 
 POLICY = PolicySpec(
     half_life="1d",

@@ -1,0 +1,149 @@
+"""Laws of who is stopped: for a reason that is true, at no cost, and to nobody's harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.elastic import REST
+from orchestrator.scheduling.moves import MOVE_GRACE_S
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.cluster import Node
+from orchestrator.specs.state import DrainRequested, Finished, Job, JobStatus, Launch, Stop
+from tests.scheduling.laws_of_attempts import MOVED
+from tests.scheduling.transition import Law, Transition, attempts, devices, nodes_of, of
+
+
+def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:
+    """Who is stopped is cancelled, or moved for a reason that is true."""
+    for stop in of(Stop, t.actions):
+        job = t.after.jobs[stop.job_id]
+        assert job.last is not None, job.id
+        in_maintenance = any(leaves(node, t.after.at_s) for node in t.after.nodes if node.name in nodes_of(job.last))
+        if not job.cancelling and not in_maintenance:
+            yield from _not_worth_it(t, job, job.last)
+
+
+def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
+    """Who is moved saves when it is told to end, has run for a while, and grows, or makes way for one ahead of it."""
+    spec, why = job.spec, attempt.moved_for
+    saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
+    if not saves or spec.optimizer_steps is None or spec.between or job.deadline_s is not None:
+        yield f"{attempt.name} is moved although it would lose by that"
+    launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
+    if t.after.at_s - attempt.launched_at_s < (1 + REST) * launch_s - 1e-6:
+        yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
+    claimed = {(part.node, index) for part in attempt.claims for index in part.devices}
+    if why.startswith("stopped to go on with"):
+        if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
+            yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
+        others = {one for other in attempts(t.after) if not other.released for one in devices(other)}
+        if taken := claimed & others - set(devices(attempt)):
+            yield f"{attempt.name} is to grow onto {sorted(taken)}, which others hold"
+        if drained := {node for node, _ in claimed} & {*t.after.drained}:
+            yield f"{attempt.name} is to grow onto {sorted(drained)}, which is drained"
+    elif why.startswith("stopped to make way for"):
+        other = t.after.jobs[why.split(":")[0].split()[5]]
+        if other.status is not JobStatus.QUEUED or other.spec.priority < spec.priority:
+            yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
+        if other.spec.priority == spec.priority and t.after.policy is not None:
+            yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
+    else:
+        yield f"{attempt.name} is stopped although nobody asked"
+
+
+def _claims_are_kept(t: Transition) -> Iterator[str]:
+    """Nobody starts on what is kept for one that moves."""
+    claims = {
+        (part.node, index): job.id
+        for job in t.after.jobs.values()
+        if job.last is not None
+        and not job.last.released
+        and (job.last.failure is None or job.last.failure.kind is MOVED)
+        for part in job.last.claims
+        for index in part.devices
+    }
+    for launch in of(Launch, t.actions):
+        for device in devices(launch.attempt):
+            if device in claims:
+                yield f"{launch.attempt.name} takes {device[0]}:{device[1]}, which is kept for {claims[device]}"
+
+
+def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
+    """Who goes on with more devices is expected to have left by then what another was promised before."""
+    grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in of(Stop, t.actions)]
+    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.claims and not job.cancelling):
+        desk = Desk(t.after)
+        pool, claimed = desk.pool_of(attempt), {(part.node, i) for part in attempt.claims for i in part.devices}
+        assert pool is not None, attempt.name
+        left_s = desk.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
+        entries = [entry for entry in desk.entries_of(job, pool) if entry.devices == len(claimed)]
+        slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
+        end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
+        for one in t.after.reservations:
+            if (
+                claimed & {(part.node, i) for part in one.placement for i in part.devices}
+                and end_s > one.start_s + 1e-6
+            ):
+                yield f"{attempt.name} grows until {end_s} onto what {one.job_id} was promised from {one.start_s} on"
+
+
+def _drained_nodes_get_nothing(t: Transition) -> Iterator[str]:
+    for launch in of(Launch, t.actions):
+        for name in nodes_of(launch.attempt) & {*t.after.drained}:
+            yield f"{launch.attempt.name} is launched on {name}, which is drained"
+    if isinstance(t.event, DrainRequested) and (t.event.node in t.after.drained) == t.event.undo:
+        yield f"{t.event.node} is {'still' if t.event.undo else 'not'} drained"
+
+
+def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
+    """Nobody starts what is not expected to end before it, and who is there when it begins is told to go."""
+    nodes = {node.name: node for node in t.after.nodes}
+    launches = [launch.attempt for launch in of(Launch, t.actions)]
+    if any(node.maintenance for node in t.after.nodes) and launches:
+        desk = Desk(t.after)
+        for attempt in launches:
+            ends_s = desk.end_of(t.after.jobs[attempt.job_id], attempt)
+            for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
+                for start_s, end_s in node.maintenance:
+                    if t.after.at_s < end_s and ends_s > start_s + 1e-6:
+                        yield f"{attempt.name} is launched on {node.name}, into its maintenance"
+    for job in t.after.jobs.values():
+        if job.status is JobStatus.RUNNING and job.last is not None and job.last.status is not AttemptStatus.STOPPING:
+            for name in nodes_of(job.last):
+                if name in nodes and leaves(nodes[name], t.after.at_s):
+                    yield f"{job.last.name} runs on in the maintenance of {name}"
+
+
+def leaves(node: Node, at_s: float) -> bool:
+    """Whether what runs on a node has to go: it gets MOVE_GRACE_S to do so before the maintenance begins."""
+    return any(start_s - MOVE_GRACE_S <= at_s < end_s for start_s, end_s in node.maintenance)
+
+
+def _moves_cost_nothing(t: Transition) -> Iterator[str]:
+    """An attempt that we ended is queued again, whatever budgets are left, unless it really failed by itself."""
+    if not isinstance(t.event, Finished) or t.event.job_id not in t.before.jobs:
+        return
+    before, job = t.before.jobs[t.event.job_id], t.after.jobs[t.event.job_id]
+    attempt = next((one for one in before.attempts if one.number == t.event.number), None)
+    if attempt is None or attempt.status is AttemptStatus.ENDED or not attempt.moved_for or before.cancelling:
+        return
+    failure, evidence = job.attempts[attempt.number - 1].failure, t.event.evidence
+    reached = max((beat.step for beat in evidence.heartbeats), default=0)
+    is_moved = attempt.claims and failure is not None and failure.kind is MOVED
+    if is_moved and (evidence.checkpoint_step or 0) < reached:
+        yield f"{attempt.name} was moved at step {reached} and goes on from {evidence.checkpoint_step}"
+    own = failure is None or failure.kind is FailureKind.MOVED or evidence.ooms or evidence.launch_error is not None
+    if evidence.stopped and not own and failure is not None:
+        yield f"{attempt.name} was moved and is taken for {failure.kind}"
+
+
+LAWS: tuple[Law, ...] = (
+    _nobody_is_stopped_in_vain,
+    _claims_are_kept,
+    _drained_nodes_get_nothing,
+    _nothing_runs_in_a_maintenance,
+    _growth_delays_no_promise,
+    _moves_cost_nothing,
+)

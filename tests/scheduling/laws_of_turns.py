@@ -1,0 +1,183 @@
+"""Laws of who goes first: order, quotas, promises, dependencies, arrays and hours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
+
+from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.fair import fair_tree, used_s
+from orchestrator.specs.clock import Window
+from orchestrator.specs.job import Retries
+from orchestrator.specs.state import Job, JobStatus, Launch, State
+from tests.scheduling.transition import Law, Transition, attempts, devices, of
+
+
+def _order(t: Transition) -> Iterator[str]:
+    """The higher priority starts first, and nobody past an equal job that was ahead and could start as well."""
+    launches = list(of(Launch, t.actions))
+    places = [-launch.job.spec.priority for launch in launches]
+    if (t.after.policy is None or not t.after.policy.has_quotas) and places != sorted(places):
+        yield f"jobs start out of order: {[launch.job.id for launch in launches]}"
+    turn = _turns(t.after)
+    for launch, is_own in zip(launches, _within_guarantees(t), strict=True):
+        for other in t.after.jobs.values():
+            ahead = turn(other) < turn(launch.job) and not is_own and not _is_overdue(t, launch)
+            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
+            fresh = not other.attempts and launch.attempt.number == 1
+            if ahead and ready and fresh and _shape(other) == _shape(launch.job):
+                yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
+
+
+def _within_guarantees(t: Transition) -> list[bool]:
+    """Of each launch, whether its team held no more than its quota then."""
+    return [held <= quota for _, held, quota in _claims(t)]
+
+
+def _claims(t: Transition) -> Iterator[tuple[Launch, int, int]]:
+    """Each launch with what its team holds from then on, and the team's quota; the earlier are launched."""
+    policy = t.after.policy
+    held = _held_by_teams(t)
+    for launch in of(Launch, t.actions):
+        team = None if policy is None else policy.team_of(launch.job.user)
+        if team is None:
+            yield launch, 0, -1
+        else:
+            held[team.name] += launch.attempt.plan.world_size
+            yield launch, held[team.name], team.quota
+
+
+def _held_by_teams(t: Transition) -> Counter[str]:
+    """Devices of each team before anything was launched."""
+    held: Counter[str] = Counter()
+    launched = {launch.attempt.name for launch in of(Launch, t.actions)}
+    for attempt in attempts(t.after):
+        if t.after.policy is not None and not attempt.released and attempt.name not in launched:
+            held[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(devices(attempt))
+    return held
+
+
+def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
+    """Beyond its quota no team starts what a team within its own could start there as well.
+
+    Only jobs without a choice are held to it: one with a choice may wait for more of its own devices.
+    """
+    policy = t.after.policy
+    if policy is None:
+        return
+    promised: Counter[str] = Counter()
+    for one in t.after.reservations:
+        promised[policy.team_of(t.after.jobs[one.job_id].user).name] += sum(len(part.devices) for part in one.placement)
+    own = {one.job_id: sum(len(part.devices) for part in one.placement) for one in t.after.reservations}
+    held = _held_by_teams(t)
+    for launch, after, quota in _claims(t):
+        width, team = launch.attempt.plan.world_size, policy.team_of(launch.job.user)
+        for other in t.after.jobs.values():
+            owner = policy.team_of(other.user)
+            claimed = held[owner.name] + promised[owner.name] - own.get(other.id, 0) + width
+            ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
+            fresh = not other.attempts and launch.attempt.number == 1
+            alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
+            borrows = owner != team and after > quota and claimed <= owner.quota
+            if borrows and ready and fresh and alike and not (held[team.name] == 0 and _is_overdue(t, launch)):
+                yield f"{launch.job.id} borrows what is {owner.name}'s own while {other.id} waits"
+        held[team.name] = after
+
+
+def _is_overdue(t: Transition, launch: Launch) -> bool:
+    """Whether a job is due: where quotas are, it comes before them once its team holds nothing."""
+    has_quotas = t.after.policy is not None and t.after.policy.has_quotas
+    return has_quotas and Desk(t.after).seated(launch.job).due_s <= t.after.at_s
+
+
+def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
+    """Priority; then, on a shared cluster, who used less per share, first of the teams and then of their users."""
+    if state.policy is None:
+        return lambda job: (-job.spec.priority, job.order)
+    tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
+    return lambda job: (-job.spec.priority, *tree.place(job.user), job.order)
+
+
+def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
+    """What starts on devices that are promised to another is expected to have left them by then."""
+    promised = [one for one in t.after.reservations if t.after.jobs[one.job_id].status is JobStatus.QUEUED]
+    if len(promised) < len(t.after.reservations):
+        yield "devices are promised to a job that does not wait"
+    launches = list(of(Launch, t.actions))
+    if not promised or not launches:
+        return
+    desk = Desk(t.after)
+    for launch in launches:
+        end_s = desk.end_of(t.after.jobs[launch.job.id], launch.attempt)
+        for one in promised:
+            shared = set(devices(launch.attempt)) & {(part.node, i) for part in one.placement for i in part.devices}
+            if shared and end_s > one.start_s + 1e-6:
+                yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
+
+
+def _dependants_wait(t: Transition) -> Iterator[str]:
+    """Nobody begins before what it comes after has ended as it wants, nor waits for what has ended otherwise."""
+    for launch in of(Launch, t.actions):
+        for one in launch.job.spec.after:
+            other = t.after.jobs.get(one.job)
+            status = other.status if other else None
+            if status is not JobStatus.SUCCEEDED and (one.when == "success" or (status and not status.ended)):
+                yield f"{launch.job.id} begins before {one.job}, after which it comes, has ended: it is {status}"
+    for job in t.after.jobs.values():
+        for one in job.spec.after if job.status is JobStatus.QUEUED else ():
+            other = t.after.jobs.get(one.job)
+            if one.when == "success" and other and other.status.ended and other.status is not JobStatus.SUCCEEDED:
+                yield f"{job.id} waits for {one.job}, which is {other.status}"
+
+
+def _arrays_are_bounded(t: Transition) -> Iterator[str]:
+    """Of an array never more run at once than it says."""
+    running = Counter(job.array for job in t.after.jobs.values() if job.array and job.status is JobStatus.RUNNING)
+    for job in t.after.jobs.values():
+        most = job.spec.member.at_most if job.spec.member else None
+        if job.array and most and running[job.array] > most:
+            yield f"{running[job.array]} jobs of the array {job.array} run at once, {most} may"
+
+
+def _windows_are_kept(t: Transition) -> Iterator[str]:
+    """What says hours starts when the clocks of its zone show them, and is expected to end within them if it can."""
+    launches = [launch for launch in of(Launch, t.actions) if launch.job.spec.between is not None]
+    if not launches:
+        return
+    desk = Desk(t.after)
+    for launch in launches:
+        window, begin_s = launch.job.spec.between, launch.attempt.launched_at_s
+        assert window is not None
+        local = datetime.fromtimestamp(begin_s, ZoneInfo(window.zone or "UTC"))
+        if not _shows(window, local):
+            yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
+        seconds = desk.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
+        spans = [window.span(begin_s + day * 86400) for day in range(7)]
+        has_end = launch.job.spec.optimizer_steps is not None
+        if has_end and begin_s + seconds > spans[0][1] + 1 and any(b - a >= seconds for a, b in spans[1:]):
+            yield f"{launch.attempt.name} is expected to run on after {window}, and could end within it"
+
+
+def _shows(window: Window, local: datetime) -> bool:
+    """Said once more, on purpose: whether a clock that shows this time shows one of the window."""
+    begin = local.date() if local.hour * 60 + local.minute >= window.opens_min else local.date() - timedelta(days=1)
+    length_min = (window.closes_min - window.opens_min) % 1440 or 1440
+    shown_min = (local.date() - begin).days * 1440 + local.hour * 60 + local.minute - window.opens_min
+    return begin.weekday() in window.days and 0 <= shown_min < length_min
+
+
+def _shape(job: Job) -> object:
+    """What makes two jobs equal for placement: all but name, priority, user and what comes after a start."""
+    return job.spec.model_copy(update={"priority": 0, "user": None, "retries": Retries()}), job.deadline_s
+
+
+LAWS: tuple[Law, ...] = (
+    _order,
+    _nobody_borrows_what_its_owner_waits_for,
+    _no_reservation_is_delayed,
+    _dependants_wait,
+    _arrays_are_bounded,
+    _windows_are_kept,
+)

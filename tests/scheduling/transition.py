@@ -1,0 +1,52 @@
+"""What `step` made of one event, and of a whole history of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.scheduling import step as core
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.state import Action, Archive, Event, Job, State
+from tests.scheduling.world import whole
+
+
+@dataclass(frozen=True)
+class Transition:
+    before: State  # with every job that was archived, as in `after`
+    event: Event
+    after: State
+    actions: tuple[Action, ...]
+    state: State  # as `step` left it
+
+
+def history(events: Iterable[Event]) -> list[Transition]:
+    """Every transition that `step` makes of the events."""
+    transitions = []
+    state, archived = State(), dict[str, Job]()
+    for event in events:
+        before = whole(state, archived)
+        state, actions = core.step(state, event)
+        archived |= {action.job.id: action.job for action in of(Archive, actions)}
+        transitions.append(Transition(before, event, whole(state, archived), actions, state))
+    return transitions
+
+
+def devices(attempt: Attempt) -> list[tuple[str, int]]:
+    return [(part.node, index) for part in attempt.placement for index in part.devices]
+
+
+def nodes_of(attempt: Attempt) -> set[str]:
+    return {part.node for part in attempt.placement}
+
+
+def attempts(state: State) -> Iterator[Attempt]:
+    return (attempt for job in state.jobs.values() for attempt in job.attempts)
+
+
+def of(kind: type[Any], actions: tuple[Action, ...]) -> Iterator[Any]:
+    return (action for action in actions if isinstance(action, kind))
+
+
+Law = Callable[[Transition], Iterator[str]]  # says each breach in a sentence
