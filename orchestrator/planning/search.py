@@ -68,10 +68,16 @@ def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     """
     if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
         hardware = replace(hardware, launches_block=True)
+    return _as_told(spec.model_copy(update=UNPLANNED), hardware)
+
+
+@lru_cache(maxsize=512)
+def _as_told(spec: JobSpec, hardware: Hardware) -> Frontier:
+    """Jobs that tell other speeds are costed alike."""
     if not spec.speeds:
-        return _frontier(spec.model_copy(update=UNPLANNED), hardware)
+        return _frontier(spec, hardware)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    return _measured(_frontier(spec.model_copy(update={**UNPLANNED, "speeds": counts}), hardware), dict(spec.speeds))
+    return _measured(_frontier(spec.model_copy(update={"speeds": counts}), hardware), dict(spec.speeds))
 
 
 def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
