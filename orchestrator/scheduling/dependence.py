@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
+from orchestrator.specs.changed import replace
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.state import Job, JobStatus

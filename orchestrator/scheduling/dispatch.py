@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from orchestrator.scheduling.decide import (
     PRICE_IDLE,
@@ -23,6 +22,7 @@ from orchestrator.scheduling.moves import can_move, claims_of, moved
 from orchestrator.scheduling.quotas import Turns
 from orchestrator.scheduling.settle import settled, with_job
 from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.changed import replace
 from orchestrator.specs.plan import changes
 from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Reservation, State, Stop
 
@@ -57,7 +57,9 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy is not None and state.policy.has_quotas
         is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
-    of_array = Counter(state.jobs[one.job_id].array for one in state.reservations if unheard)
+    of_array = Counter[str | None]()
+    if any(waiting.job.array is not None for waiting in unheard.values()):
+        of_array.update(state.jobs[one.job_id].array for one in state.reservations)
     for waiting in unheard.values():
         outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
         state, done = _answered(state, desk, waiting, outcome)

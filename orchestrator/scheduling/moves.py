@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from orchestrator.specs.attempt import AttemptStatus, FailureKind, Placement
+from orchestrator.specs.changed import replace
 from orchestrator.specs.state import Job, Stop
 
 # Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot

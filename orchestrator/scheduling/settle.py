@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from orchestrator.specs.changed import replace
 from orchestrator.specs.state import Archive, Job, State
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
 from orchestrator.memory.calibration import remembered
@@ -21,6 +20,7 @@ from orchestrator.scheduling.outcome import observe
 from orchestrator.scheduling.settle import settled, with_job
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
+from orchestrator.specs.changed import replace
 from orchestrator.specs.state import (
     Action,
     CancelRequested,
