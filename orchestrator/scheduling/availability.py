@@ -156,9 +156,12 @@ class Pool:
             self._unpromised = {share: times.copy() for share, times in self._when.items()}
         future = self._future(number)
         self._promised.setdefault(number, []).append((start_s, end_s, devices))
+        free_s, next_s = future.free_s, future.next_s
         for device in devices:
-            future.free_s[device] = max(future.free_s[device], end_s)
-            future.next_s[device] = min(future.next_s[device], start_s)
+            if free_s[device] < end_s:
+                free_s[device] = end_s
+            if next_s[device] > start_s:
+                next_s[device] = start_s
         self._changed(number)
 
     def forget_promises(self) -> None:
@@ -250,7 +253,7 @@ class Pool:
                 continue
             start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
-                best = Slot(start_s, share, tuple(number for _, number in order))
+                best = Slot(start_s, share, tuple([number for _, number in order]))
         return best
 
     def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
@@ -335,7 +338,9 @@ class Pool:
     ) -> Sequence[tuple[float, int]]:
         """The first so many nodes that are free for so long together, each with the time from which on it is."""
         first = order[:wanted]
-        while first and self._closed:  # ends: each turn begins where a node opens, or is free, after the one before
+        if not self._closed:
+            return first
+        while first:  # ends: each turn begins where a node opens, or is free, after the one before
             start_s = max(from_s, first[-1][0])
             if start_s == inf:
                 return ()
@@ -373,7 +378,8 @@ class Pool:
         if future is None:
             closed = self._closed.get(number, ())
             opens_s = closed[0][1] if closed and closed[0][0] == -inf else -inf
-            free_s = [max(until_s, opens_s) for until_s in self._until_s[number]]
+            until = self._until_s[number]
+            free_s = [max(until_s, opens_s) for until_s in until] if closed else until[:]
             next_s = [closed[0][0] if closed else inf] * self.devices_per_node
             for start_s, end_s, devices in self._promised.get(number, ()):
                 for device in devices:

@@ -247,7 +247,7 @@ class Desk:
     @property
     def idle(self) -> int:
         """Devices that nobody holds."""
-        return sum(pool.idle for pool in self.pools)
+        return sum([pool.idle for pool in self.pools])
 
     @property
     def users(self) -> set[str]:
@@ -271,8 +271,8 @@ class Desk:
 
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more, or the next node closes or opens."""
-        times = (time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting)
-        return min((time_s for time_s in (*times, self._next_change_s) if at_s < time_s < inf), default=None)
+        times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
+        return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
 
     def last_elastic(self) -> Iterator[str]:
         """Ids of running jobs that could be moved, the one that is expected to end last first."""

@@ -141,6 +141,8 @@ def _way(one: _Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s
     """What becomes of it if the first of these takes its place, and after that whoever still finds room."""
     room, gain_s, away_s, jobs = one.devices + one.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
+        if not room:
+            break
         if entry.devices <= room:
             room -= entry.devices
             gain_s += promised.start_s - at_s
@@ -151,8 +153,10 @@ def _way(one: _Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s
 
 
 def _entry(desk: Desk, waiting: Waiting, pool: Pool, devices: int) -> Entry | None:
-    menus = (menu for where, menu in desk.menus_of(waiting) if where is pool and isinstance(menu, Menu))
-    return next((entry for menu in menus for entry in menu.entries if entry.devices == devices), None)
+    for where, menu in desk.menus_of(waiting):
+        if where is pool and isinstance(menu, Menu):
+            return next((entry for entry in menu.entries if entry.devices == devices), None)
+    return None
 
 
 def _could_start(one: _Moving, entry: Entry, at_s: float) -> bool:

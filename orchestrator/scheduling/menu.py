@@ -118,11 +118,13 @@ def learned(state: State, job: Job, device: str) -> Calibration:
 
 def steps_left(job: Job, before: Attempt | None = None) -> int | None:
     """Optimizer steps from the newest checkpoint to the end, as seen when `before` was launched; None: unknown."""
-    if job.spec.optimizer_steps is None:
+    steps, done = job.spec.optimizer_steps, 0
+    if steps is None:
         return None
-    earlier = job.attempts if before is None else job.attempts[: before.number - 1]
-    done = max((one.evidence.checkpoint_step or 0 for one in earlier if one.evidence), default=0)
-    return max(0, job.spec.optimizer_steps - done)
+    for one in job.attempts if before is None else job.attempts[: before.number - 1]:
+        if one.evidence is not None:
+            done = max(done, one.evidence.checkpoint_step or 0)
+    return max(0, steps - done)
 
 
 def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:

@@ -283,7 +283,8 @@ class Controller:
             self._state = state
             self._version += 1
             for event, told in decided:
-                log.info("event %s", _line(event))
+                if log.isEnabledFor(logging.INFO):
+                    log.info("event %s", _line(event))
                 self._pending.extend(action for action in told if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             self._unsaved_events += len(decided)
