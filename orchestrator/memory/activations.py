@@ -112,6 +112,8 @@ def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0
     if passage.point is Point.GRADIENT:
         return segment.saved_bytes, 0
+    if passage.peak is not None:
+        return segment.saved_bytes + passage.peak.transient_bytes, segment.summed_gradients
     transient = segment.transient_bytes
     if mode is ActivationCheckpointing.SELECTIVE and segment.selective_bytes is not None:
         transient = segment.selective_transient_bytes

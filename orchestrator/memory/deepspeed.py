@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.memory.buckets import filling, largest_share
-from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Rank
+from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
@@ -104,9 +104,11 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
     """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
 
-    Stage 3 gathers one tensor at a time, but a layer that is recomputed keeps all of its own until they have gone
-    backward: the recomputation saves views of them (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0).
-    A single rank uses what it has (`NoGatherHandle` in deepspeed/runtime/zero/partition_parameters.py).
+    Stage 3 gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each
+    is then copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But a layer that
+    is recomputed keeps all of its own until they have gone backward: the recomputation saves views of them
+    (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0). A single rank uses what it has (`NoGatherHandle` in
+    partition_parameters.py).
     """
     width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
@@ -128,7 +130,10 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
     at_once = segment.parameters if recomputed and passage.backward else segment.largest_parameter
-    gathered = min(profile.parameters, buckets.live) or min(segment.parameters, at_once)
+    side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
+    gathered = min(profile.parameters, buckets.live) or max(min(segment.parameters, at_once), side_by_side)
+    if not recomputed:
+        gathered += _held_by_views(profile, passage)
     if dp == 1 and plan.offload is not Offload.PARAMETERS:
         gathered = 0
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
@@ -137,6 +142,16 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         ("gradient buckets", width * (bucket + (buckets.copies - int(flushed > buckets.reduce)) * flushed)),
         ("gathered parameters", width * gathered),
     )
+
+
+def _held_by_views(profile: ModelProfile, passage: Passage) -> int:
+    """Gathered weights that outlive their release, which gives the parameter other memory: a saved view has the old.
+
+    (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has gone backward.
+    """
+    before = sum(segment.count * segment.viewed for segment in profile.segments[: passage.place])
+    ended = passage.point is Point.END
+    return before + passage.segment.viewed * (passage.segment.count - passage.position - ended)
 
 
 def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:

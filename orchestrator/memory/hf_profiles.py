@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orchestrator.memory import experts as mixtures
+from orchestrator.memory.experts import Experts
 from orchestrator.specs.model import LoraSpec, ModelSpec
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
@@ -24,6 +26,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
 }
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Families with experts whose layers are otherwise those of another.
+ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
 # Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
 NF4_BYTES = (4 + 0.127) / 8
 
@@ -41,6 +45,7 @@ class DecoderShape:
     head_dim: int
     tie_word_embeddings: bool
     dropout: float = 0.0
+    experts: Experts | None = None  # instead of a feed-forward part, whose width is then 0
 
 
 def config_of(model: ModelSpec) -> Mapping[str, Any]:
@@ -49,20 +54,35 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 
 
 def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
-    """What the closed form has to know; None where it does not hold for this model at this length."""
+    """What the closed form has to know; None where it does not hold for this model at this length.
+
+    Adapters beside a mixture of experts are traced.
+    """
     said = config_of(model)
-    if said.get("model_type") not in DEFAULTS or any(not isinstance(said.get(name), int) for name in NEEDED):
+    family = str(said.get("model_type"))
+    mixed = family in mixtures.DEFAULTS
+    if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
         return None
-    config = {**DEFAULTS[said["model_type"]], **said}
-    windowed = said["model_type"] == "mistral" or config.get("use_sliding_window")
+    config = {**(mixtures.DEFAULTS if mixed else DEFAULTS)[family], **said}
+    if "moe_intermediate_size" in config:
+        config["intermediate_size"] = 0  # of layers without experts
+    if any(not isinstance(config.get(name), int) for name in NEEDED):
+        return None
+    windowed = family in ("mistral", "mixtral") or config.get("use_sliding_window")
     if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
         return None  # attention through a mask
+    experts = mixtures.experts_of(config) if mixed else None
+    if mixed and experts is None:
+        return None
+    if mixed:
+        config["intermediate_size"] = 0
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return DecoderShape(
         **{name: config[name] for name in NEEDED},
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
     )
 
 
@@ -72,30 +92,36 @@ def as_transformers(
     """Our decoder's profile with what the family has more: biases, norms of heads; adapters beside a frozen base."""
     embedding, layer, head = profile.segments
     config, tp, low = config_of(model), profile.tensor_parallel, profile.precision is not Precision.FP32
+    family = ATTENTION.get(config["model_type"], config["model_type"])
     q, kv = shape.num_attention_heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
     more = 0
-    if config["model_type"] == "qwen2" or config.get("attention_bias"):
+    if family == "qwen2" or config.get("attention_bias"):
         more += q + 2 * kv
-    if config.get("attention_bias") and config["model_type"] != "qwen2":
+    if config.get("attention_bias") and family != "qwen2":
         more += shape.hidden_size
     if config.get("mlp_bias"):
         more += 2 * shape.intermediate_size // tp + shape.hidden_size
-    if config["model_type"] == "qwen3":
+    if family == "qwen3":
         normed = 0 if model.lora is not None else 2 if low else 4  # kept for the gradient of the norm's weight
         norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
         more += 2 * shape.head_dim
     if low and not autocast:  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
-        wider = 4 if config["model_type"] == "gemma" and model.lora is None else 0
+        wider = 4 if family == "gemma" and model.lora is None else 0
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 4) * shape.hidden_size)
     tensors = (*layer.tensors, more) if more else layer.tensors
     layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more, tensors=tensors)
-    if model.lora is not None:
+    if model.lora is None:
+        layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
+    else:
         embedding, layer, head = _adapted(
             (embedding, layer, head), model.lora, shape, sequence_length, low=low, autocast=autocast
         )
         profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
-    return replace(profile, segments=(embedding, layer, head))
+    profile = replace(profile, segments=(embedding, layer, head))
+    if shape.experts is None:
+        return profile
+    return mixtures.with_experts(profile, shape.experts, shape.hidden_size, sequence_length, autocast=autocast)
 
 
 def _adapted(

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.profile import ModelProfile, Segment
+from orchestrator.specs.profile import BackwardPeak, ModelProfile, Segment
 
 Causes = tuple[tuple[str, int], ...]
 
@@ -66,6 +66,7 @@ class Passage(NamedTuple):
     ahead: Segment | None = None  # of a layer: the one that goes backward next, and went forward before it
     behind: Segment | None = None  # and its other neighbour
     turn: int = 0  # trained parameters of its recipe, where several train in turn
+    peak: BackwardPeak | None = None  # of a part that says several
 
     @property
     def backward(self) -> bool:
@@ -164,13 +165,14 @@ def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Pas
                     position=position,
                     done=done + position * segment.trained_parameters,
                     own=own,
-                    fresh=min(own, segment.largest_gradient),
+                    fresh=min(own, segment.largest_gradient) if peak is None else peak.fresh,
                     units_done=units + position * segment.parameters,
                     ends_done=ends,
                     ahead=segment if position < segment.count - 1 else None,
                     behind=segment if position > 0 else None,
+                    peak=peak,
                 )
-                for point, own in _backward(segment, is_loss=is_loss)
+                for point, own, peak in _backward(segment, is_loss=is_loss)
             ]
         done += segment.count * segment.trained_parameters
         units += segment.count * segment.parameters if repeated else 0
@@ -221,16 +223,18 @@ def _order(segment: Segment, position: int) -> str:
     return "last " if position == 0 else "first " if position == segment.count - 1 else ""
 
 
-def _backward(segment: Segment, *, is_loss: bool) -> tuple[tuple[Point, int], ...]:
-    """Backward pass of one part, with the gradients that it has by then: its start, its peak, all of them made.
+def _backward(segment: Segment, *, is_loss: bool) -> list[tuple[Point, int, BackwardPeak | None]]:
+    """Backward pass of one part, with the gradients that it has by then: its start, its peaks, all of them made.
 
-    In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet; a
-    loss that holds all logits has its peak before the head has any gradient, one in chunks has the head's from the
-    forward pass.
+    In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet, where
+    it does not say itself what meets; a loss that holds all logits has its peak before the head has any gradient, one
+    in chunks has the head's from the forward pass.
     """
     trained, largest = segment.trained_parameters, segment.largest_gradient
     if is_loss and segment.chunks is not None:
-        return (Point.PEAK, min(segment.chunks.gradients, trained)), (Point.END, trained)
+        return [(Point.PEAK, min(segment.chunks.gradients, trained), None), (Point.END, trained, None)]
     if is_loss:
-        return (Point.PEAK, 0), (Point.GRADIENT, largest), (Point.END, trained)
-    return (Point.START, 0), (Point.PEAK, largest), (Point.END, trained)
+        return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
+    found: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
+    found += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [(Point.PEAK, largest, None)]
+    return [*found, (Point.END, trained, None)]

@@ -54,7 +54,7 @@ def profile_of(
         return with_all_logits(ours, model.decoder.vocab_size, length) if spec.is_script else ours
     if model is not None and model.hf is not None:
         shape = decoder_shape(model, length)
-        if shape is not None:
+        if shape is not None and (tensor_parallel == 1 or shape.experts is None):
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
             theirs = as_transformers(ours, model, shape, length, autocast=autocast)
             return with_all_logits(theirs, shape.vocab_size, length) if spec.is_script else theirs

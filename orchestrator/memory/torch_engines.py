@@ -138,7 +138,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         here = unit + arriving, 0, reducing
         if passage.point is Point.START:
             added = reducing * plan.dp_replicate // plan.layout.dp if rank.accumulates else 0
-            last = sum(behind.tensors[:1]) if behind and not alone and not rank.stage.moments else 0
+            last = behind.last_gradient if behind and not alone and not rank.stage.moments else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
             here = max(reduction, start, key=lambda one: compute * (one[0] + one[1]) + FP32_BYTES * one[2])
@@ -205,7 +205,7 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     if plan.layout.pp > 1:
         gathered, whole = compute * (root + -(-root // shards)), 2 * FP32_BYTES * trained + shard
     else:
-        last = next((sum(each.tensors[:1]) for each in reversed(rank.held.segments) if not each.is_unit), 0)
+        last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
         gathered, whole = 0, max((compute + FP32_BYTES) * trained, copies * FP32_BYTES * trained + shard + named)
     return (

@@ -84,11 +84,14 @@ def layers_to_cut(spec: JobSpec) -> int:
 
 
 def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
-    """Of a model that our engines know how to cut, its sizes. Adapters are not cut."""
+    """Of a model that our engines know how to cut, its sizes. Adapters and mixtures of experts are not cut."""
     model = spec.model
     if model is None or model.lora is not None:
         return None
-    return model.decoder or (decoder_shape(model, spec.data.sequence_length) if model.hf is not None else None)
+    if model.hf is None:
+        return model.decoder
+    shape = decoder_shape(model, spec.data.sequence_length)
+    return None if shape is None or shape.experts is not None else shape
 
 
 @lru_cache(maxsize=1024)

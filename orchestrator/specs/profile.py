@@ -27,6 +27,14 @@ class LossChunks:
         return micro_batch_size * self.per_sample_bytes + largest
 
 
+class BackwardPeak(NamedTuple):
+    """A moment of a part's backward pass that can be its worst."""
+
+    own: int  # elements of its gradients that exist
+    fresh: int  # of those, what has just been made and is not where the engine keeps its gradients
+    transient_bytes: int  # above what is saved, per sample; below 0 where less is left of it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """`count` equal parts of a model along its depth. Bytes and FLOPs are per part; activations also per sample."""
@@ -51,6 +59,10 @@ class Segment:
     matmuls: tuple[tuple[int, int, int], ...] = ()  # products with weights: (rows per sample, inputs, outputs)
     unit: bool = False  # a layer of the model, although no other one is like it
     tensors: tuple[int, ...] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
+    side_by_side: int = 0  # elements of the parameters of the largest module that has several
+    viewed: int = 0  # elements of weights of which the forward pass saves views, not the parameters themselves
+    last_parameter: int | None = None  # elements of what stands last in its module; None: of the first of `tensors`
+    peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
 
     @property
     def is_unit(self) -> bool:
@@ -65,6 +77,11 @@ class Segment:
     def gradients(self) -> tuple[int, ...]:
         """Elements of the gradients of one part, in the order in which they come."""
         return self.tensors or ((self.trained_parameters,) if self.trained_parameters else ())
+
+    @property
+    def last_gradient(self) -> int:
+        """Elements of the gradient that comes last in the order of its module's parameters."""
+        return sum(self.tensors[:1]) if self.last_parameter is None else self.last_parameter
 
     @property
     def largest_gradient(self) -> int:

@@ -28,6 +28,9 @@ from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.recipe import IGNORED_LABEL, Batch, Dataset, Recipe
 from orchestrator.training.tokenised import dataset_of
 
+# Settings that models read and that no configuration class has, or not Qwen's of models with experts.
+UNLISTED = ("decoder_start_token_id", "head_dim")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
@@ -122,7 +125,7 @@ def _said_config(said: dict[str, Any]) -> PreTrainedConfig:
         default = AutoConfig.for_model(model_type)
     except ValueError:
         raise SpecError("no such family in transformers", path="model.hf.model_type", got=model_type) from None
-    known = {*default.to_dict(), *default.attribute_map, "decoder_start_token_id"}  # no class says that one
+    known = {*default.to_dict(), *default.attribute_map, *UNLISTED}
     for key in values:
         if key not in known:
             allowed = closest(key, known) or f"what {type(default).__name__} takes"

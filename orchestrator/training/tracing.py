@@ -245,7 +245,9 @@ def _cut(config: Any, layers: int) -> Any:
 
 def _as_said(config: Any) -> dict[str, Any]:
     """The configuration as a job would say it: what its family knows."""
-    known = {*type(config)().to_dict(), *config.attribute_map, "decoder_start_token_id"}
+    from orchestrator.training.hf_model import UNLISTED
+
+    known = {*type(config)().to_dict(), *config.attribute_map, *UNLISTED}
     return {"model_type": config.model_type, **{key: value for key, value in config.to_dict().items() if key in known}}
 
 

@@ -53,6 +53,21 @@ ADAPTED = ModelSpec(
     },
     lora=LoraSpec(rank=8),
 )
+# Its layers are experts for the most part.
+MIXED = ModelSpec(
+    hf={
+        "model_type": "mixtral",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "pad_token_id": None,
+    },
+)
 STAGES = {
     Engine.TORCH: (ZeroStage.NONE, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS),
     Engine.DEEPSPEED: tuple(ZeroStage),
@@ -161,6 +176,25 @@ def adapted_plans() -> list[Plan]:
     )
 
 
+def mixed_plans(modes: Sequence[ActivationCheckpointing] = tuple(ActivationCheckpointing)) -> list[Plan]:
+    """Of experts: both precisions, few tokens and many, where gradients are whole and where they are cut."""
+    low = Precision.BF16
+    return _legal(
+        (engine, stage, micro, {"dp": RANKS}, {"activation_checkpointing": mode, "precision": precision})
+        for engine, stage, micro, precision in (
+            (Engine.TORCH, 0, 1, Precision.FP32),
+            (Engine.TORCH, 0, 8, low),
+            (Engine.TORCH, 2, 8, low),
+            (Engine.TORCH, 3, 1, low),
+            (Engine.TORCH, 3, 8, Precision.FP32),
+            (Engine.DEEPSPEED, 1, 8, Precision.FP32),
+            (Engine.DEEPSPEED, 2, 1, low),
+            (Engine.DEEPSPEED, 3, 8, low),
+        )
+        for mode in modes
+    )
+
+
 def optimizer_plans() -> list[Plan]:
     """Every update rule that runs on a virtual device, where its states show."""
     return _legal(
@@ -219,6 +253,7 @@ def full(folder: Path) -> list[Row]:
     found += rows(DEEP, optimizer_plans(), folder / "optimizers")
     found += rows(ADAPTED, adapted_plans(), folder / "adapted")
     found += rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
+    found += rows(MIXED, mixed_plans(), folder / "mixed")
     dropping = [each for engine in STAGES for each in plans(engine, (4,), Precision.FP32)]
     return found + rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
 

@@ -20,6 +20,7 @@ from orchestrator.training.pipeline import layer_range
 from tests.memory.matrix import (
     ADAPTED,
     DEEP,
+    MIXED,
     SEQUENCE_LENGTH,
     WIDE,
     Row,
@@ -88,6 +89,13 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "the root's reduction without its weights": [(WIDER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
     "one rank without flat buffers": [(WIDER, _once(Engine.TORCH, stage, FULL, Precision.FP32, 1)) for stage in (2, 3)],
     "casts of what adapters are given": [(FEW_WORDS, _turns(mode)) for mode in ActivationCheckpointing],
+    "gradients of all experts at once": [
+        (MIXED, _once(Engine.TORCH, stage, mode, precision, 2))
+        for stage, mode, precision in ((0, NONE, Precision.BF16), (3, FULL, Precision.BF16), (3, NONE, Precision.FP32))
+    ],
+    "experts that saved views keep gathered": [
+        (MIXED, _once(Engine.DEEPSPEED, 3, mode, Precision.FP32, 2)) for mode in (NONE, FULL)
+    ],
     "one rank that gathers nothing": [(ADAPTED, _once(Engine.DEEPSPEED, 3, FULL, Precision.FP32, 1))],
 }
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from orchestrator.memory import experts
 from orchestrator.memory.hf_profiles import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.job import JobSpec
@@ -35,6 +36,26 @@ CONFIGS = {
 }
 CONFIGS["defaults"]["num_attention_heads"] = 64
 LENGTHS = (64, 128)
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **SIZES,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **SIZES,
+        "head_dim": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any) -> ModelProfile:
@@ -59,10 +80,12 @@ def model(config: dict[str, Any], *, real: bool) -> Any:
     return made
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", (CONFIGS | MIXTURES))
 def test_the_parameters_are_those_of_the_model(name: str) -> None:
-    made = model(CONFIGS[name], real=False)
-    assert profile(CONFIGS[name]).parameters == sum(parameter.numel() for parameter in made.parameters())
+    config = (CONFIGS | MIXTURES)[name]
+    made, found = model(config, real=False), profile(config)
+    assert found.parameters == sum(parameter.numel() for parameter in made.parameters())
+    assert sum(found.segments[1].tensors) == found.segments[1].parameters
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")])
@@ -122,6 +145,22 @@ def test_a_layer_saves_what_the_closed_form_says(family: str, precision: str, lo
     assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "cast"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_layer_of_experts_saves_what_the_closed_form_says(family: str, precision: str) -> None:
+    arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
+    layer = profile(MIXTURES[family], precision=arithmetic, autocast=precision == "autocast").segments[1]
+    measured = saved_bytes_per_token(MIXTURES[family], None, precision)
+    assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
+
+
+def test_every_family_with_experts_is_known_by_its_defaults() -> None:
+    assert set(MIXTURES) == set(experts.DEFAULTS)
+    for family, said in experts.DEFAULTS.items():
+        default = AutoConfig.for_model(family)
+        assert {name: getattr(default, name) for name in said} == dict(said)
+
+
 def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
     unknown = [
         {"model_type": "gpt2", **SIZES},
@@ -130,3 +169,8 @@ def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
     ]
     assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 3
     assert decoder_shape(ModelSpec(hf={**unknown[2], "sliding_window": None}), LENGTHS[0]) is not None
+    mixture = MIXTURES["qwen3_moe"]
+    assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) is not None
+    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"output_router_logits": True}):
+        assert decoder_shape(ModelSpec(hf=mixture | change), LENGTHS[0]) is None
+    assert decoder_shape(ModelSpec(hf=mixture, lora=LoraSpec(rank=4)), LENGTHS[0]) is None

@@ -1,0 +1,189 @@
+"""A mixture of experts as transformers has one, in closed form, for families of the Llama kind.
+
+Every token goes to some of the experts, whose matrices lie in two tensors of a layer. transformers 5.23 sorts the
+copies of all tokens by their expert and multiplies them group by group (`grouped_mm_experts_forward` in
+transformers/integrations/moe.py), so what a layer holds follows from the number of copies, not from the routing. Where
+experts are spread over ranks an uneven routing is memory too; no engine of ours does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import BackwardPeak, ModelProfile
+
+# What the configuration classes of transformers 5.23 say where config.json says nothing, by family.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The feed-forward part of a layer: experts of which each token takes some, and one that all tokens share, if any.
+
+    How much of a copy each expert's answer counts are its weights: fp32, or in the type of the router's product.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    shared_width: int = 0
+    weights_in_fp32: bool = True
+    weights_add_up: bool = True  # they are divided by their sum
+    router_first: bool = True  # the router's parameter stands before those of the experts
+
+
+def experts_of(config: Mapping[str, Any]) -> Experts | None:
+    """Those of a configuration that says all of its family's settings; None where this form does not hold.
+
+    That is where some layers have none, where the routing is kept for a loss of its own, and where inputs are shaken.
+    """
+    alike = not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1
+    if not alike or config.get("output_router_logits") or config.get("router_jitter_noise"):
+        return None
+    if config["model_type"] == "mixtral":
+        return Experts(
+            count=config["num_local_experts"], chosen=config["num_experts_per_tok"], width=config["intermediate_size"]
+        )
+    return Experts(
+        count=config["num_experts"],
+        chosen=config["num_experts_per_tok"],
+        width=config["moe_intermediate_size"],
+        shared_width=config.get("shared_expert_intermediate_size", 0),
+        weights_in_fp32=False,
+        weights_add_up=config.get("norm_topk_prob", False),
+        router_first=config["model_type"] == "qwen2_moe",
+    )
+
+
+def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: int, *, autocast: bool) -> ModelProfile:
+    """The profile of `tokens` a sample whose layers have no feed-forward part, with a mixture of experts in each.
+
+    Each coefficient is a slope of live storages over one of the sizes, in traced steps of 21 mixtures (transformers
+    5.23, torch 2.13.0, 2026-11), which they meet to the byte; autocast does not reach the experts.
+    """
+    embedding, layer, head = profile.segments
+    h, f, shared, count = hidden, experts.width, experts.shared_width, experts.count
+    down, router = count * f * h, count * h
+    saved_bytes, selective_bytes = _saved_bytes(profile, experts, h, autocast=autocast)
+    parts = (*((h, *(3 * (shared * h,))) if shared else ()), down, 2 * down, router)
+    copies = tokens * experts.chosen
+    products: tuple[tuple[int, int, int], ...] = ((tokens, h, count), (copies, h, 2 * f), (copies, f, h))
+    if shared:
+        products += ((tokens, h, 1), (tokens, h, shared), (tokens, h, shared), (tokens, shared, h))
+    cast = router + 3 * shared * h + (h if shared else 0)
+    attention = tuple(size for size in layer.tensors if size)
+    layer = replace(
+        layer,
+        parameters=layer.parameters + sum(parts),
+        saved_bytes=layer.saved_bytes + tokens * saved_bytes,
+        selective_bytes=(layer.selective_bytes or 0) + tokens * selective_bytes,
+        forward_flops=layer.forward_flops + 2.0 * sum(rows * inner * columns for rows, inner, columns in products),
+        matmuls=(*(product for product in layer.matmuls if all(product)), *products),
+        cast_bytes=layer.cast_bytes + (2 * cast if layer.cast_bytes else 0),
+        largest_parameter=2 * down,
+        factored=(layer.factored or 0) + _factored(experts, h),
+        tensors=(*parts, *attention),
+        side_by_side=3 * down,
+        viewed=3 * down,  # transposed (`_grouped_linear`)
+        peaks=_peaks(profile, experts, h, tokens, autocast=autocast),
+    )
+    return replace(
+        profile,
+        segments=(embedding, layer, head),
+        updated_before_largest=_updated_before_largest(experts, embedding.largest_parameter, h),
+    )
+
+
+def _routed_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> int:
+    """Saved of a token by router and experts.
+
+    Of every copy: its input, gathered by expert; both halves of the first product, the activated gate and the gated
+    product; what the second product returned, since its weight is multiplied with it; 40 bytes of places and weights.
+    Of the token the router's probabilities, in fp32, and the sum of its weights.
+    """
+    k, low = experts.chosen, profile.precision is not Precision.FP32
+    weights = (2 * k if low and not experts.weights_in_fp32 else 0) + (0 if experts.weights_add_up else 4 * k + 4)
+    return (
+        _expert_width(profile, autocast=autocast) * k * (4 * experts.width + 2 * h)
+        + 4 * experts.count
+        + 40 * k
+        + 4
+        - weights
+    )
+
+
+def _shared_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> int:
+    """Saved of a token by the expert that all share, as by any feed-forward part, and by its gate."""
+    if not experts.shared_width:
+        return 0
+    width = 4 if profile.precision is Precision.FP32 else 2
+    return width * (4 * experts.shared_width + h + 1) + (6 * h if autocast and width == 2 else 0)
+
+
+def _saved_bytes(profile: ModelProfile, experts: Experts, h: int, *, autocast: bool) -> tuple[int, int]:
+    """Of a token, beside what a layer without a feed-forward part saves: all, and where only products are kept."""
+    width = 4 if profile.precision is Precision.FP32 else 2
+    routed = _routed_bytes(profile, experts, h, autocast=autocast)
+    shared = _shared_bytes(profile, experts, h, autocast=autocast)
+    kept = width * (2 * experts.shared_width + h + 1) if experts.shared_width else 0
+    unread = 2 * h if autocast and width == 2 else 0  # the experts' input is not cast
+    return routed + shared - unread, kept + width * (experts.count - h)
+
+
+def _peaks(profile: ModelProfile, experts: Experts, h: int, tokens: int, *, autocast: bool) -> tuple[BackwardPeak, ...]:
+    """Behind each of the experts' products, and when the gradients of copies are added up or attention goes backward.
+
+    A gradient of all experts is one tensor and made whole, whatever the routing was.
+    """
+    k, f, width = experts.chosen, experts.width, 4 if profile.precision is Precision.FP32 else 2
+    w, down = _expert_width(profile, autocast=autocast), experts.count * experts.width * h
+    came_in = width * (h - 1) if experts.shared_width else 0  # of what the shared expert returned
+    base = came_in - 8 * k
+    gathered = (8 if w == 4 else 4) * h - w * k * (4 * f + h) - 8 * k + base
+    own = _routed_bytes(profile, experts, h, autocast=autocast) + _shared_bytes(profile, experts, h, autocast=autocast)
+    attention = (18 if w == 2 else 10 if width == 2 else 8) * h - own
+    weighted = 3 * w * k * h if w == 4 or not experts.weights_in_fp32 else 14 * k * h - 8 * k
+    return (
+        BackwardPeak(0, 0, tokens * (weighted + came_in)),
+        BackwardPeak(down, 0, tokens * (w * k * (2 * f - h) + base)),
+        BackwardPeak(down, down, tokens * (w * k * f + base)),
+        BackwardPeak(3 * down, 2 * down, tokens * (base - 2 * w * k * f)),
+        BackwardPeak(3 * down, 0, tokens * max(gathered, attention)),
+    )
+
+
+def _expert_width(profile: ModelProfile, *, autocast: bool) -> int:
+    """Bytes of what experts compute with: their products are not on autocast's lists (`_grouped_mm`)."""
+    return 4 if profile.precision is Precision.FP32 or autocast else 2
+
+
+def _factored(experts: Experts, h: int) -> int:
+    """Rows and columns of all matrices; in the two tensors of experts every one has its own."""
+    f, shared = experts.width, experts.shared_width
+    routed = experts.count * (2 * f + h + h + f) + experts.count + h
+    return routed - 3 * h + (3 * (shared + h) + 1 + h if shared else 0)
+
+
+def _updated_before_largest(experts: Experts, table: int, h: int) -> int:
+    """See ModelProfile: the first tensor of experts goes before the second, which is half of it."""
+    first, before = 2 * experts.count * experts.width * h, experts.count * h if experts.router_first else 0
+    return max(2 * table, 2 * first + before) - 2 * max(table, first)
