@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from orchestrator.memory.buckets import filling, largest_share
+from orchestrator.memory.buckets import Part, filling, largest_share
 from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
@@ -106,7 +107,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
 
     Stage 3 gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each
     is then copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But a layer that
-    is recomputed keeps all of its own until they have gone backward: the recomputation saves views of them
+    is recomputed keeps all of its own, each until its gradient is made: the recomputation saves views of them
     (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0). A single rank uses what it has (`NoGatherHandle` in
     partition_parameters.py).
     """
@@ -119,17 +120,19 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         gradients = count + own if accumulates else passage.done + passage.own
         bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
-    flushed, has_flushed = _flushed(profile, buckets, passage)
+    flushed, has_flushed = _flushed(profile, plan, buckets, passage)
     if flushed > buckets.reduce:  # a tensor that no bucket holds
         own += flushed
     if stage is ZeroStage.GRADIENTS:
         partitions = _partition(profile, dp) * (int(accumulates) + int(has_flushed))
         bucket = buckets.reduce if begun else 0
-        copied = min(flushed, -(-count // dp)) if passage.own == passage.segment.trained_parameters else 0
+        copied = _copied(flushed, count, dp) if passage.own == passage.segment.trained_parameters else 0
         return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
-    at_once = segment.parameters if recomputed and passage.backward else segment.largest_parameter
+    at_once = segment.largest_parameter
+    if recomputed and passage.backward:
+        at_once += segment.parameters - max(passage.own, at_once)
     side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
     gathered = min(profile.parameters, buckets.live) or max(min(segment.parameters, at_once), side_by_side)
     if not recomputed:
@@ -166,15 +169,27 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce).rest
     if plan.zero_stage is ZeroStage.GRADIENTS:
         held = _partition(profile, dp) * (2 if plan.gradient_accumulation_steps > 1 else 1)
-        copied = min(rest, -(-at_once // dp))
+        copied = _copied(rest, at_once, dp)
         return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     shard = -(-profile.trained_parameters // dp)
     return (("gradients", width * shard), ("gradient buckets", width * (bucket + buckets.copies * rest)))
 
 
-def _flushed(profile: ModelProfile, buckets: Buckets, passage: Passage) -> tuple[int, bool]:
-    """Elements that are reduced while the part goes backward, and whether any were by then."""
+def _copied(reduced: int, trained: int, dp: int) -> int:
+    """Elements of what stage 2 reduces that lie beside it for one rank: none where a lone rank has all in one piece.
+
+    (`flatten` of `allreduce_bucket` gives a single tensor back as it is: torch/csrc/utils/tensor_flatten.h.)
+    """
+    return min(reduced, -(-trained // dp)) if dp > 1 else 0
+
+
+def _flushed(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[int, bool]:
+    """Elements that are reduced while the part goes backward, and whether any were by then.
+
+    That is when a gradient comes that the bucket has no room for. What a trace saw before it does not meet it; where
+    the trace has nothing later of the part, what it saw last does.
+    """
     if not passage.backward:
         return 0, False
     if profile.turns:  # a bucket for each, of whose parts the profile does not tell
@@ -182,7 +197,16 @@ def _flushed(profile: ModelProfile, buckets: Buckets, passage: Passage) -> tuple
         return min(buckets.reduce, passage.done) if least else 0, least
     found, part = filling(profile, buckets.reduce), (passage.place, passage.position)
     own = passage.own if passage.segment.is_unit else passage.segment.trained_parameters
+    if profile.moments and passage.segment.is_unit and own < _seen_last(profile, part, plan.activation_checkpointing):
+        own -= 1
     return found.at(part, own), found.has_begun(part, own)
+
+
+@lru_cache(maxsize=4096)
+def _seen_last(profile: ModelProfile, part: Part, mode: ActivationCheckpointing) -> int:
+    """The most gradients of a traced part that any of its moments has."""
+    moments = (one for one in profile.moments if (one.segment, one.position, one.mode) == (*part, mode))
+    return max((one.own for one in moments), default=0)
 
 
 def _buckets(profile: ModelProfile) -> int:

@@ -6,7 +6,7 @@ Arithmetic on what `tracing` records; no tensor is touched here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -181,8 +181,9 @@ def _lines(steps: Steps) -> list[Stretch]:
         if (first.place, first.turn, first.backward) != (second.place, second.turn, second.backward):
             raise Unlike("the micro-batch changes the order of layers")
         ones, twos = first.events, second.events
-        if len(ones) != len(twos):
-            ones, twos = _by_gradients(ones), _by_gradients(twos)
+        if [event[1:] for event in ones] != [event[1:] for event in twos]:
+            both = {event[1:] for event in ones} & {event[1:] for event in twos}
+            ones, twos = _by_gradients(ones, both), _by_gradients(twos, both)
         stretch = []
         for number, (one, two) in enumerate(zip(ones, twos, strict=False)):
             sample_bytes = -((one.live_bytes - two.live_bytes) // (many - few))
@@ -207,10 +208,17 @@ def _lines(steps: Steps) -> list[Stretch]:
     return found
 
 
-def _by_gradients(events: Sequence[Event]) -> list[Event]:
-    """The start, and of all events with the same gradients the largest: where the micro-batch changes what is done."""
-    groups = itertools.groupby(events[1:], key=lambda event: event[1:])
-    return [events[0], *(max(group) for _, group in groups)]
+def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[Event]:
+    """The start, and of all events with the same gradients the largest: where the micro-batch changes what is done.
+
+    `both`: gradients that exist at some moment at both micro-batches. What comes at others is put with those before.
+    """
+    largest: dict[tuple[int, ...], Event] = {}
+    gradients = events[0][1:]
+    for event in events[1:]:
+        gradients = event[1:] if event[1:] in both else gradients
+        largest[gradients] = max(largest.get(gradients, event), Event(event.live_bytes, *gradients))
+    return [events[0], *largest.values()]
 
 
 def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:

@@ -10,7 +10,15 @@ import pytest
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.model import ModelSpec, TrainingSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Optimizer,
+    ParallelLayout,
+    Plan,
+    Precision,
+    ZeroStage,
+)
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
@@ -92,6 +100,13 @@ PAIRS = [
 @pytest.mark.timeout(600)  # 10 s on an idle core, many times that on a busy one
 def test_a_lone_rank_of_a_net_that_skips_layers_needs_what_its_trace_says(tmp_path: Path) -> None:
     found = rows("unet", LONE, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+@pytest.mark.timeout(600)
+def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
+    tried = plan(Engine.DEEPSPEED, 2, 1, 1, 3, activation_checkpointing=SELECTIVE, optimizer=Optimizer.SGD)
+    found = rows("conv", [tried], tmp_path)
     assert bars_hold(found), table(found)
 
 

@@ -1,0 +1,25 @@
+"""Laws of the lines that are drawn through what two micro-batches recorded."""
+
+from __future__ import annotations
+
+from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.training.timeline import Event, Phase, Place, Steps, timeline
+
+
+def events(*lived: tuple[int, int]) -> list[Event]:
+    """Of (live bytes, gradients that exist)."""
+    return [Event(live_bytes, own, 0, 0, 0) for live_bytes, own in lived]
+
+
+def test_where_the_micro_batch_changes_what_is_done_a_line_joins_moments_of_the_same_gradients() -> None:
+    one = events((0, 0), (100, 1), (90, 1), (50, 3))
+    two = events((0, 0), (200, 1), (190, 2), (100, 3))
+    steps = Steps(
+        mode=ActivationCheckpointing.NONE,
+        sharded=False,
+        samples=(1, 2),
+        phases=([Phase(0, 0, True, one)], [Phase(0, 0, True, two)]),
+    )
+    found = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
+    lines = {moment.own: (moment.fixed_bytes, moment.sample_bytes) for each in found.stretches for moment in each}
+    assert lines == {0: (0, 0), 1: (0, 100), 3: (0, 50)}
