@@ -36,11 +36,19 @@ Bandwidth = Annotated[
     PlainSerializer(lambda count: f"{count}B/s", return_type=str),
     WithJsonSchema({"type": "string", "pattern": units.BANDWIDTH_PATTERN, "examples": ["450GB/s"]}),
 ]
+
+
+def _digits(number: float) -> str:
+    """All of a float's digits, without an exponent."""
+    shortest = repr(number)
+    return f"{Decimal(shortest):f}" if "e" in shortest else shortest
+
+
 Seconds = Annotated[
     float,
     BeforeValidator(units.parse_seconds),
     # every digit, and never an exponent: what is read back is the same float
-    PlainSerializer(lambda seconds: f"{Decimal(repr(seconds)):f}".removesuffix(".0") + "s", return_type=str),
+    PlainSerializer(lambda seconds: _digits(seconds).removesuffix(".0") + "s", return_type=str),
     WithJsonSchema({"type": "string", "pattern": units.DURATION_PATTERN, "examples": ["10min"]}),
 ]
 
@@ -54,7 +62,7 @@ Speeds = Annotated[  # seconds per optimizer step by number of devices, fewest d
     BeforeValidator(_pairs),
     AfterValidator(lambda speeds: tuple(sorted(speeds))),
     PlainSerializer(
-        lambda speeds: {str(count): f"{Decimal(repr(each)):f}s" for count, each in speeds}, return_type=dict[str, str]
+        lambda speeds: {str(count): f"{_digits(each)}s" for count, each in speeds}, return_type=dict[str, str]
     ),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}, "examples": [{"1": "2.1s"}]}),
 ]
