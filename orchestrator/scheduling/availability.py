@@ -264,7 +264,8 @@ class Pool:
             able: Iterable[int] = range(self.devices_per_node)
             if not has_room:
                 able = (device for device in able if self.room_of(number, device) >= least_bytes)
-            first = sorted(able, key=self._free_from(number).__getitem__)[: slot.share]
+            free_from = self._free_from(number).__getitem__
+            first = [min(able, key=free_from)] if slot.share == 1 else sorted(able, key=free_from)[: slot.share]
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 

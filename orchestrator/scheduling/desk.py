@@ -128,13 +128,15 @@ class Desk:
             self._followers.setdefault(one.job, set()).add(job.id)
         if job.array is not None:
             self.running_of_array[job.array] += bool(held_after) - (job.id in self.running)
+        runs = bool(held_after)
+        could_move = runs and is_elastic(job)
         for index, belongs in (
-            (self.running, True),
-            (self.elastic, is_elastic(job)),
-            (self.growing, is_elastic(job) and may_grow(job)),
-            (self._claiming, bool(claims_of(job))),
+            (self.running, runs),
+            (self.elastic, could_move),
+            (self.growing, could_move and may_grow(job)),
+            (self._claiming, runs and bool(claims_of(job))),
         ):
-            if held_after and belongs:
+            if belongs:
                 index[job.id] = job
             else:
                 index.pop(job.id, None)

@@ -54,9 +54,10 @@ class Turns:
         LOOKED_AT_MAX are where somebody that runs could make way for them.
         """
         ahead: list[tuple[Waiting, float, int | None]] = []
+        idle = self._desk.idle
         for number, turn in enumerate(self._all()):
             is_looked_at = number < LOOKED_AT_MAX and bool(self._desk.elastic)
-            if not is_looked_at and not self._desk.idle:
+            if not is_looked_at and not idle:
                 return
             ahead.append(turn)
             if self._left or is_looked_at or not must_wait(self._desk, turn[0]):
@@ -64,6 +65,7 @@ class Turns:
                     if one[0].job.id not in self._heard:
                         yield one
                 ahead.clear()
+                idle = self._desk.idle  # without what was given to them
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         for waiting, by_s in self._unheard() if self._without else ():
