@@ -10,7 +10,7 @@ from rich.table import Table
 from orchestrator.service.simulate import Simulated, quantile
 from tests.bench.figure import Figure, informs
 
-Measured = Mapping[str, float]  # of one run, by measure
+Measured = Mapping[str, float]  # of one run, by measure; of a bound, those that it bounds
 UNITS = {
     "mean completion": "s",
     "p99 completion": "s",
@@ -55,7 +55,8 @@ class SideBySide:
             informs(ranged(f"{where}, {queue}: {measure}", values), fmean(values), unit)
             for where, queue, runs in self._rows
             for measure, unit in UNITS.items()
-            for values in [[one[measure] for one in runs]]
+            for values in [_values(measure, runs)]
+            if values
         ]
 
     def table(self) -> Table:
@@ -66,7 +67,7 @@ class SideBySide:
         for measure, unit in UNITS.items():
             shown.add_column(f"{measure} {unit}".strip(), justify="right")
         for where, queue, runs in self._rows:
-            shown.add_row(where, queue, *(_cell([one[measure] for one in runs]) for measure in UNITS))
+            shown.add_row(where, queue, *(_cell(_values(measure, runs)) for measure in UNITS))
         return shown
 
 
@@ -75,6 +76,12 @@ def ranged(name: str, values: Sequence[float]) -> str:
     return f"{name} ({min(values):.5g} to {max(values):.5g})" if len(values) > 1 else name
 
 
+def _values(measure: str, runs: Sequence[Measured]) -> list[float]:
+    return [one[measure] for one in runs if measure in one]
+
+
 def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
     mean = f"{fmean(values):.5g}"
     return mean if len(values) == 1 else f"{mean}\n{min(values):.5g} to {max(values):.5g}"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from orchestrator.backends.traces import Arrival, Trace, told
 from tests.bench import decisions, peers, scheduler
+from tests.bench.__main__ import table
+from tests.bench.figure import at_most, informs
 from tests.bench.side_by_side import UNITS, SideBySide
 
 ONE_NODE = scheduler.cluster_of(1, 10.0)
@@ -66,6 +71,29 @@ def test_side_by_side_has_every_measure_of_every_queue() -> None:
     assert found["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
     assert len(found) == 2 * len(UNITS)
     assert shown.table().row_count == 2
+
+
+def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:
+    shown = SideBySide()
+    shown.add("one node", "bound", [{"makespan": 10.0}, {"makespan": 12.0}])
+    assert [one["figure"] for one in shown.figures()] == ["one node, bound: makespan (10 to 12)"]
+    console = Console(width=170, record=True, file=StringIO())
+    console.print(shown.table())
+    assert console.export_text().split("\n")[2].split()[:3] == ["one", "node", "bound"]
+
+
+def test_what_is_printed_has_a_bar() -> None:
+    printed = table(
+        "bench", [informs("wait", 1.0, "s"), at_most("mean", 3.0, "s", 2.0), at_most("worst", 1.0, "s", 2.0)]
+    )
+    assert [[*column.cells] for column in printed.columns][::4] == [["mean", "worst"], ["[red]no[/]", "[green]yes[/]"]]
+
+
+def test_no_queue_is_before_its_bound() -> None:
+    trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0, 4: 1.5}),) * 3)
+    reached = scheduler.measured(scheduler.ours(ONE_NODE)(trace, 0))
+    for measure, bound in scheduler.bounds(trace, ONE_NODE).items():
+        assert bound <= reached[measure]
 
 
 def test_the_bound_without_gaps_does_the_shortest_rest_first() -> None:
