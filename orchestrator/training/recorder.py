@@ -256,11 +256,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Which parameters are read here, and how much is computed."""
         place = self.places[self.phases[-1].place]
+
+        def parameter_of(leaf: Any) -> nn.Parameter | None:
+            return self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+
         for leaf in tree_leaves((args, kwargs)):
-            parameter = self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+            parameter = parameter_of(leaf)
             if parameter is not None and id(parameter) in self._unread:
                 self._settle(parameter, self._between())
         packet = op._overloadpacket
+        if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
+            place.viewed += args[0].numel()  # tensors of experts: what multiplies them saves the view
+            place.side_by_side = max(place.side_by_side, place.viewed)
         if packet is aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value, _, causal, *_ = (*args, 0.0, False)[: max(len(args), 5)]
             flops = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]

@@ -44,6 +44,8 @@ class Place:
     flops: float = 0.0
     matmuls: tuple[tuple[int, int, int], ...] = ()
     tensors: tuple[int, ...] = ()
+    viewed: int = 0
+    side_by_side: int = 0
 
     def is_like(self, other: Place) -> bool:
         """Whether both are layers that differ in nothing but their names."""
@@ -160,6 +162,8 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 matmuls=place.matmuls,
                 tensors=place.tensors if sum(place.tensors) == place.trained else (),
                 unit=place.is_layer and count == 1,
+                viewed=place.viewed,
+                side_by_side=place.side_by_side,
             )
             for at, (place, count) in enumerate(found.segments)
         ),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.model import TrainingSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.training.timeline import Event, Phase, Place, Steps, timeline
+from orchestrator.training.tracing import Arithmetic, Request, profiles
+from tests.memory.matrix import MIXED, job
 
 
 def events(*lived: tuple[int, int]) -> list[Event]:
@@ -23,3 +27,18 @@ def test_where_the_micro_batch_changes_what_is_done_a_line_joins_moments_of_the_
     found = timeline([Place(name="layer", is_layer=True, parameters=3)], [steps])
     lines = {moment.own: (moment.fixed_bytes, moment.sample_bytes) for each in found.stretches for moment in each}
     assert lines == {0: (0, 0), 1: (0, 100), 3: (0, 50)}
+
+
+def test_a_trace_knows_the_weights_of_experts_whose_views_are_saved() -> None:
+    request = Request(
+        model=MIXED,
+        training=TrainingSpec(),
+        family="mixture",
+        sequence_length=16,
+        arithmetics=(Arithmetic(precision=Precision.FP32, autocast=False),),
+    )
+    (traced,) = profiles(request)
+    closed = profile_of(job(MIXED), precision=Precision.FP32, sequence_length=16)
+    assert closed is not None
+    for name in ("viewed", "side_by_side"):
+        assert [getattr(each.segments[1], name) for each in (traced, closed)] == [3 * 6 * 192 * 128] * 2
