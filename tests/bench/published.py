@@ -28,6 +28,11 @@ TORCH_UNITS = {"GiB": GIB, "MiB": 2**20, "GB": 10**9, "MB": 2**20, "bytes": 1}
 DRIVER_UNITS = TORCH_UNITS | {"GB": GIB}
 
 
+# Columns that say how a model is trained, and on what, but not which.
+SETTINGS = ("source_path", "framework", "gpu", "n_gpus", "dp_or_fsdp", "tp", "pp", "sharding", "micro_batch", "seq_len",
+            "precision", "act_ckpt")  # fmt: skip
+
+
 class Kind(NamedTuple):
     """Which memory a row reports, and what of an estimate is compared with it."""
 
@@ -74,6 +79,8 @@ def figures() -> list[Figure]:
     if short or refused:
         console.print("called fitting, but ran out of memory:", *(short or ["none"]))
         console.print("called too large, but ran:", *(refused or ["none"]))
+        for one in short:
+            console.print(beside_what_ran(one, rows), highlight=False)
     return [
         *_figures_of(f"all {len(counted)} rows of allocated or reserved bytes", counted, limit=8),
         *(
@@ -141,6 +148,37 @@ def _verdicts(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], bool
         described, capacity_bytes = _described(row), capacity_bytes_of(row["gpu_mem_GB"])
         if row["fits"] and capacity_bytes is not None and not isinstance(described, str):
             yield row, fits_in(described, capacity_bytes)
+
+
+def beside_what_ran(short: str, rows: list[dict[str, str]]) -> str:
+    """What the row that ran out of memory has above the nearest that ran under the same settings on the same devices.
+
+    Both outcomes together ask that this difference takes more than the device had left in the run that was measured.
+    """
+    row = next(one for one in rows if one["id"] == short)
+    capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"])
+    assert capacity_bytes is not None, f"{short} has a verdict"
+
+    def predicted_bytes(of: Mapping[str, str]) -> int:
+        return estimate_foreign(described_row(of).training, capacity_bytes).device_bytes
+
+    needed = predicted_bytes(row)
+    ran = [
+        one
+        for one in rows
+        if one["fits"].startswith("OK") and one["mem"] and all(one[name] == row[name] for name in SETTINGS)
+    ]
+    if not ran:
+        return f"{short}: nothing ran under the same settings"
+    nearest = min(ran, key=lambda one: abs(predicted_bytes(one) - needed))
+    measured_bytes = float(nearest["mem"]) * DRIVER_UNITS[nearest["mem_unit"]]
+    spare_bytes, more_bytes = capacity_bytes - measured_bytes, needed - predicted_bytes(nearest)
+    return (
+        f"{short} ({row['model']}, {row['arch'][:14]}), predicted {needed / GIB:.1f} GiB, ran out of memory. "
+        f"{nearest['id']} ({nearest['model']}, {nearest['arch'][:14]}) ran under the same settings in "
+        f"{measured_bytes / GIB:.0f} GiB: to tell them apart, what makes {more_bytes / GIB:+.1f} GiB of the "
+        f"prediction has to take {spare_bytes / GIB:.0f} GiB"
+    )
 
 
 def _figures_of(what: str, compared: list[Compared], limit: float | None = None) -> list[Figure]:

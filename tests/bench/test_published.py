@@ -1,0 +1,41 @@
+"""What a published row that ran out of memory is set beside."""
+
+from __future__ import annotations
+
+from orchestrator.memory.published import COLUMNS
+from tests.bench.published import SETTINGS, beside_what_ran
+
+
+def row(name: str, layers: int, fits: str, used: str = "", **more: str) -> dict[str, str]:
+    said = {
+        "id": name,
+        "model": "GPT",
+        "arch": f"h8192 L{layers} a64 ffn4x V50257",
+        "framework": "Megatron-LM",
+        "gpu": "A100 80GB",
+        "n_gpus": "8",
+        "tp": "8",
+        "micro_batch": "1",
+        "seq_len": "2048",
+        "precision": "bf16",
+        "act_ckpt": "full",
+    }
+    measured = {"fits": fits, "mem": used, "mem_unit": "GB", "gpu_mem_GB": "80"}
+    return dict.fromkeys((*COLUMNS, *SETTINGS), "") | said | measured | more
+
+
+def test_it_is_the_nearest_that_ran_under_the_same_settings() -> None:
+    rows = [
+        row("far", 20, "OK", "40"),
+        row("near", 30, "OK", "60"),
+        row("other", 32, "OK", "50", micro_batch="2"),
+        row("short", 32, "OOM"),
+        row("unmeasured", 32, "OK"),
+    ]
+    told = beside_what_ran("short", rows)
+    assert "near (GPT" in told
+    assert "has to take 19 GiB" in told
+
+
+def test_nothing_is_told_where_nothing_ran_so() -> None:
+    assert "nothing ran" in beside_what_ran("short", [row("short", 32, "OOM"), row("other", 32, "OK", "50", tp="4")])
