@@ -279,7 +279,7 @@ def plan(
 
     spec = _read_job(file, settings, home, to_run=False)
     nodes, observations = _hardware(home, cluster)
-    gc.freeze()  # all that was imported stays: a fifth of a small job's planning went into looking for garbage in it
+    gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
     answer = forecast(spec, nodes, observations)
     _answer(dict(answer), as_json, forecast_panel(answer))
     raise typer.Exit(answer["chosen"] is None)

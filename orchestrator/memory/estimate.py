@@ -63,7 +63,8 @@ class DeviceBytes:
         self._profile, self._plan, self._device = profile, plan, device
         self._turns: dict[int, int] = {}
         self._least: dict[object, int] = {}
-        self._moments: dict[object, list[tuple[Rank, list[Moment], list[int]]]] = {}
+        self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
+        self._moments: dict[object, list[tuple[Rank, list[Moment]]]] = {}  # of what was estimated
         self._lines: dict[object, list[tuple[Rank, list[_Line]]]] = {}
 
     def turns(self, gradient_accumulation_steps: int) -> int:
@@ -84,8 +85,8 @@ class DeviceBytes:
         key, within_bytes = self._key(plan), reach_bytes - _outside_bytes(plan, self._device)
         if key not in self._least:
             self._least[key] = self._counted_between(plan)
-        if self._least[key] <= within_bytes and key not in self._moments:
-            counted = max(max(counted) for _, _, counted in self._moments_of(plan))
+        if self._least[key] <= within_bytes and key not in self._counted:
+            counted = max(max(moments)[0] for _, moments in self._counted_of(plan))
             self._least[key] = _reserved_bytes(counted, self._device)
         return self._least[key] > within_bytes
 
@@ -105,11 +106,16 @@ class DeviceBytes:
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The plan's `estimate`."""
         micro, found = plan.micro_batch_size, []
-        for rank, moments, counts in self._moments_of(plan):
+        key = self._key(plan)
+        if key not in self._moments:
+            every = _ranks(self._profile, plan)
+            self._moments[key] = [(rank, _moments(rank, plan, self._device)) for rank in every]
+        for rank, moments in self._moments[key]:
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
             buffer_bytes = rank.buffer_bytes(plan)
-            for moment, counted in zip(moments, counts, strict=True):
-                found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
+            for moment in moments:
+                counted = moment.counted_bytes + buffer_bytes
+                found.append((rank, moment, counted, live[moment.activations].bytes_of(micro)))
         rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
         causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
         reserved = _reserved_bytes(counted + activation, self._device)
@@ -129,23 +135,23 @@ class DeviceBytes:
 
     def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
         found = []
-        for rank, moments, counts in self._moments_of(plan):
+        for rank, moments in self._counted_of(plan):
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-            lines = [live[moment.activations] for moment in moments]
-            found.append(
-                (rank, [(line[0], line[1] + counted, line[2]) for line, counted in zip(lines, counts, strict=True)])
-            )
+            found.append((rank, [(live[at][0], live[at][1] + counted, live[at][2]) for counted, at in moments]))
         return found
 
-    def _moments_of(self, plan: Plan) -> list[tuple[Rank, list[Moment], list[int]]]:
-        """The moments of every rank, and the bytes that are counted at each."""
+    def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
+        """Bytes that are counted at every moment of every rank, with the place of its activations.
+
+        No more is kept, since a search keeps this of all plans: a third of its time went into looking for garbage.
+        """
         key = self._key(plan)
-        if key not in self._moments:
-            self._moments[key] = []
-            for rank in _ranks(self._profile, plan):
-                moments = _moments(rank, plan, self._device)
-                self._moments[key].append((rank, moments, [moment.counted_bytes for moment in moments]))
-        return self._moments[key]
+        if key not in self._counted:
+            self._counted[key] = [
+                (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
+                for rank in _ranks(self._profile, plan)
+            ]
+        return self._counted[key]
 
     def _counted_between(self, plan: Plan) -> int:
         """The most that is reserved of what is counted at moments that are none of the model's passages."""
