@@ -214,7 +214,8 @@ class _Play:
         end_s = end_s if end_s > at_s else at_s + OVERDUE_S
         self._found.setdefault(job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size))
         self._running[job.id] = attempt, end_s
-        heappush(self._ends, (end_s, job.order, job.id))
+        if end_s < inf:  # its nodes are there
+            heappush(self._ends, (end_s, job.order, job.id))
 
     def _stop(self, job_id: str) -> None:
         """Who is asked to end has saved what it has trained so far."""

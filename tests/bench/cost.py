@@ -325,8 +325,7 @@ def regret(group: Sequence[Measured]) -> float:
 def contradicts_itself(group: Sequence[Measured]) -> bool:
     """Whether the fastest plan's micro-batches took less time than smaller ones of the same layout.
 
-    More work of the same kind cannot take less time, so what such a group has as its fastest is an accident of a
-    measurement, which no model of the work can know.
+    In our model more work of the same kind takes longer: it cannot foresee that such a plan is the fastest.
     """
     fastest = min(group, key=lambda row: row.measured_s)
     return any(

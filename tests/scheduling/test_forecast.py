@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 from statistics import fmean
 
 import pytest
@@ -15,7 +15,7 @@ from orchestrator.service.controller import Controller
 from orchestrator.service.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
 from orchestrator.specs.attempt import Evidence, RankEnd
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Event, Finished, Released, Started
+from orchestrator.specs.state import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.trainer import Resume
 from tests.bench.scheduler import cluster_of
 from tests.scheduling.factories import job, observation
@@ -89,6 +89,21 @@ def test_who_pauses_after_a_failure_is_expected_when_the_pause_is_over() -> None
     job = state.jobs["job-1"]
     assert job.not_before_s > 50.0
     assert forecast(state)["job-1"].start_s == job.not_before_s
+
+
+def test_of_what_runs_where_nobody_looks_no_end_is_expected() -> None:
+    """Its node is gone; another job waits for the night."""
+    night = script({1: 20.0}, between="22:00-06:00")
+    state, _ = played(
+        seen(node("a", devices=1), node("b", devices=1)),
+        submitted(1, script({1: 100.0})),
+        NodesSeen(nodes=(node("b", devices=1),), at_s=10.0),
+        submitted(2, night, 11.0),
+    )
+    told = forecast(state)
+    assert state.jobs["job-1"].attempts[0].placement[0].node == "a"
+    assert (told["job-1"].end_s, told["job-1"].end_range_s) == (inf, None)
+    assert told["job-2"].start_range_s == (state.at_s, state.at_s)
 
 
 def test_measured_steps_of_the_family_set_the_range() -> None:
