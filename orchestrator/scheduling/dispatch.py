@@ -45,7 +45,9 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
 
     All is promised anew whenever devices are idle and a job came, devices came free, or other things are known.
     """
-    if not state.nodes or not (desk.is_stale or desk.arrived):
+    if not state.nodes:  # what was promised is not there any more
+        return replace(state, reservations=(), look_at_s=None), ()
+    if not (desk.is_stale or desk.arrived):
         return state, ()
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}

@@ -115,6 +115,22 @@ def launches_in(actions: Sequence[Action]) -> list[Launch]:
     return [action for action in actions if isinstance(action, Launch)]
 
 
+def test_nothing_is_promised_while_no_node_is_there() -> None:
+    """Nor to a job that is cancelled meanwhile; who still waits is promised devices again when the node is back."""
+    here = node(devices=1)
+    nightly = script({1: 1000.0}, between="22:00-08:00 UTC")
+    events = [
+        seen(here),
+        submitted(1, nightly, 43_200.0),  # at noon
+        submitted(2, nightly, 43_201.0),
+        NodesSeen(nodes=(), declared=(here,), at_s=43_202.0),
+        CancelRequested(job_id="job-1", at_s=43_203.0),
+        NodesSeen(nodes=(here,), declared=(here,), at_s=43_204.0),
+    ]
+    promised = [[one.job_id for one in played(*events[:count])[0].reservations] for count in (3, 4, 5, 6)]
+    assert promised == [["job-1", "job-2"], [], [], ["job-2"]]
+
+
 def test_a_long_job_does_not_keep_the_short_ones_waiting_that_come_with_it() -> None:
     long, short = script({1: 5000.0}), script({1: 10.0})
     _, launches = played(
