@@ -17,7 +17,7 @@ from orchestrator.scheduling.decide import (
 )
 from orchestrator.scheduling.desk import Desk, Waiting
 from orchestrator.scheduling.elastic import growth, making_way
-from orchestrator.scheduling.menu import NeverFits
+from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.scheduling.moves import can_move, claims_of, moved
 from orchestrator.scheduling.quotas import Turns
 from orchestrator.scheduling.settle import settled, with_job
@@ -49,6 +49,9 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         return replace(state, reservations=(), look_at_s=None), ()
     if not (desk.is_stale or desk.arrived):
         return state, ()
+    state, refused = _refuse(state, desk)
+    if refused:  # for which others may have waited: who they are is asked before anybody starts
+        return state, refused
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
     is_settled, waits = False, list[tuple[Waiting, Reservation]]()
@@ -69,6 +72,20 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
     desk.is_stale, desk.arrived = False, []
     state, stops = _move(state, desk, waits)
     return state, (*actions, *stops)
+
+
+def _refuse(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+    """Tell those that came, or came back, and can never start."""
+    actions: list[Action] = []
+    for waiting in desk.arrived:
+        if not any(isinstance(one, Menu) for _, one in desk.menus_of(waiting)):
+            outcome = admitted(state, desk, waiting)
+            if isinstance(outcome, NeverFits):
+                state, done = _answered(state, desk, waiting, outcome)
+                actions += done
+    if actions:
+        desk.arrived = [waiting for waiting in desk.arrived if waiting.job.id in desk.waiting]
+    return state, tuple(actions)
 
 
 def _move(state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]]) -> tuple[State, tuple[Stop, ...]]:

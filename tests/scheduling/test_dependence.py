@@ -97,6 +97,17 @@ def test_a_refusal_is_heard_in_the_same_step() -> None:
     assert found["job-1"].job.status is JobStatus.REFUSED
 
 
+def test_whom_a_refusal_lets_in_takes_its_turn_among_all() -> None:
+    """Who is refused is told before anybody starts: one of a higher class comes after it, and still goes first."""
+    _, launches = played(
+        submitted(1, script({1: 10.0})),
+        submitted(2, too_large("huge")),
+        submitted(3, after("job-2", when="always", priority=5)),
+        seen(node(devices=1)),
+    )
+    assert set(launches) == {"job-3"}
+
+
 def test_many_may_come_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: who follows is looked up in an index; without it nobody ever starts."""
     events = [seen(node(devices=4)), submitted(1, script({1: 10.0}))]
