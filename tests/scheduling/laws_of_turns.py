@@ -156,7 +156,11 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
         seconds = desk.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
         spans = [window.span(begin_s + day * 86400) for day in range(7)]
         has_end = launch.job.spec.optimizer_steps is not None
-        if has_end and begin_s + seconds > spans[0][1] + 1 and any(b - a >= seconds for a, b in spans[1:]):
+        if (
+            has_end
+            and begin_s + seconds > spans[0][1] + 1
+            and any(b - max(a, begin_s) >= seconds for a, b in spans[1:])
+        ):
             yield f"{launch.attempt.name} is expected to run on after {window}, and could end within it"
 
 

@@ -57,6 +57,14 @@ def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None
     assert launches["job-1"].launched_at_s == begins * HOUR_S
 
 
+def test_it_starts_now_where_no_later_hours_are_as_long_as_these_were() -> None:
+    """On the day whose clocks leave out the closed hour, two days are one span: what is left of it holds no 24.5 h."""
+    at_s = datetime(2026, 3, 8, 1, 1, tzinfo=ZoneInfo("America/New_York")).timestamp()
+    spec = nightly({1: 24.5 * HOUR_S}, "02:50-02:10 America/New_York")
+    _, launches = played(seen(node()), submitted(1, spec, at_s), Woke(at_s=at_s + 2 * HOUR_S))
+    assert launches["job-1"].launched_at_s == at_s
+
+
 def test_more_devices_are_taken_where_only_they_end_it_in_time() -> None:
     both = {1: 10.2 * HOUR_S, 2: 10.1 * HOUR_S, 4: 9.5 * HOUR_S}
     _, launches = played(seen(node(devices=4)), submitted(1, nightly(both), 22 * HOUR_S))
