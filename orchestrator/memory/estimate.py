@@ -62,6 +62,7 @@ class DeviceBytes:
     def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
         self._profile, self._plan, self._device = profile, plan, device
         self._turns: dict[int, int] = {}
+        self._outside: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._least: dict[object, int] = {}
         self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
         self._moments: dict[object, list[tuple[Rank, list[Moment]]]] = {}  # of what was estimated
@@ -72,7 +73,7 @@ class DeviceBytes:
         found = self._turns.get(gradient_accumulation_steps)
         if found is None:
             plan, found = self._plan, min(gradient_accumulation_steps, 3)
-            if plan.layout.pp > 1 or plan.zero_stage is not ZeroStage.NONE:
+            if plan.layout.pp > 1 or plan.layout.dp == 1 or plan.zero_stage is not ZeroStage.NONE:
                 found = int(fills(plan.layout.pp, plan.pipeline_stages_per_rank, gradient_accumulation_steps))
             self._turns[gradient_accumulation_steps] = found
         return found
@@ -82,7 +83,7 @@ class DeviceBytes:
 
         The few moments that are none of the model's passages show it of most of them.
         """
-        key, within_bytes = self._key(plan), reach_bytes - _outside_bytes(plan, self._device)
+        key, within_bytes = self._key(plan), reach_bytes - self._outside_bytes(plan)
         if key not in self._least:
             self._least[key] = self._counted_between(plan)
         if self._least[key] <= within_bytes and key not in self._counted:
@@ -101,7 +102,7 @@ class DeviceBytes:
                 for per_sample, fixed, chunks in moments
             ]
             allocated = max(allocated, max(live) + (rank.buffer_bytes(plan) if rank.neighbours else 0))
-        return _reserved_bytes(allocated, self._device) + _outside_bytes(plan, self._device)
+        return _reserved_bytes(allocated, self._device) + self._outside_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The plan's `estimate`."""
@@ -124,7 +125,7 @@ class DeviceBytes:
             by_cause=tuple((cause, count) for cause, count in causes if count),
             allocated_bytes=counted + activation,
             reserved_bytes=reserved,
-            device_bytes=reserved + _outside_bytes(plan, self._device),
+            device_bytes=reserved + self._outside_bytes(plan),
             host_bytes=_host_bytes(rank.held, plan),
             source=self._profile.source,
             moments=tuple(
@@ -132,6 +133,12 @@ class DeviceBytes:
                 for _, moment, counted, activation in found
             ),
         )
+
+    def _outside_bytes(self, plan: Plan) -> int:
+        found = self._outside.get(plan.dp_replicate)
+        if found is None:
+            found = self._outside[plan.dp_replicate] = _outside_bytes(plan, self._device)
+        return found
 
     def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
         found = []
@@ -141,17 +148,22 @@ class DeviceBytes:
         return found
 
     def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
-        """Bytes that are counted at every moment of every rank, with the place of its activations.
+        """The most bytes that are counted beside each place of a rank's activations, rank by rank.
 
         No more is kept, since a search keeps this of all plans: a third of its time went into looking for garbage.
         """
         key = self._key(plan)
         if key not in self._counted:
-            self._counted[key] = [
-                (rank, [(moment.counted_bytes, moment.activations) for moment in _moments(rank, plan, self._device)])
-                for rank in _ranks(self._profile, plan)
-            ]
+            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in _ranks(self._profile, plan)]
         return self._counted[key]
+
+    def _counted_beside(self, rank: Rank, plan: Plan) -> list[tuple[int, int]]:
+        most: dict[int, int] = {}
+        for moment in _moments(rank, plan, self._device):
+            counted = moment.counted_bytes
+            if counted > most.get(moment.activations, -1):
+                most[moment.activations] = counted
+        return [(counted, at) for at, counted in most.items()]
 
     def _counted_between(self, plan: Plan) -> int:
         """The most that is reserved of what is counted at moments that are none of the model's passages."""

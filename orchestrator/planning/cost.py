@@ -82,6 +82,7 @@ class StepSeconds:
         self._profile, self._hardware = profile, hardware
         self._held = tuple(dict.fromkeys(rank.held for rank in ranks(profile, plan)))
         self._largest = max(self._held, key=lambda part: part.parameters)
+        self._largest_at = self._held.index(self._largest)
         self._engine = DEEPSPEED_OVERHEAD if plan.engine is Engine.DEEPSPEED else 1.0
         self._once: dict[int, tuple[float, float]] = {}
 
@@ -96,7 +97,7 @@ class StepSeconds:
             through_all_s = _computing_s(self._profile, plan, self._hardware) + pp * handed_on_s
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
         shared_s, update_s = self._once_s(plan)
-        window_s = _window_s(seconds[self._held.index(self._largest)], plan)
+        window_s = _window_s(seconds[self._largest_at], plan)
         hidden_s = 0.0 if self._hardware.launches_block else min(shared_s, window_s)
         overlapped_s = compute_s + shared_s - (1 - OVERLAP_COST) * hidden_s
         return self._engine * overlapped_s + update_s

@@ -35,8 +35,8 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
     for moment in estimate.moments:
         if moment.name not in worst or _total(moment) > _total(worst[moment.name]):
             worst[moment.name] = moment
-    shown = sorted(worst.values(), key=_total, reverse=True)[:MOMENTS_SHOWN]
-    return tuple(moment for moment in worst.values() if moment in shown)
+    shown = set(sorted(worst, key=lambda name: _total(worst[name]), reverse=True)[:MOMENTS_SHOWN])
+    return tuple(moment for name, moment in worst.items() if name in shown)
 
 
 def nearest(frontier: Frontier, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:

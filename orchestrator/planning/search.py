@@ -15,6 +15,7 @@ from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
+from orchestrator.specs import changed
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job import JobSpec, Retries
@@ -286,12 +287,14 @@ class _Family:
         return chain.from_iterable(self.of_cut(micro, accumulation) for micro, accumulation in self.cuts)
 
     def of_cut(self, micro: int, accumulation: int) -> Iterator[Plan]:
-        """Those of a cut, made one by one; none where they would be illegal."""
-        for mode in self.modes:
-            try:
-                yield _plan(self.spec, self.strategy, mode, self.variant, micro, accumulation)
-            except IllegalPlan:  # too few micro-batches for the pipeline, whatever is recomputed
-                return
+        """Those of a cut, made one by one; none where they would be illegal, whatever is recomputed."""
+        try:
+            first = _plan(self.spec, self.strategy, self.modes[0], self.variant, micro, accumulation)
+        except IllegalPlan:  # too few micro-batches for the pipeline
+            return
+        yield first
+        for mode in self.modes[1:]:
+            yield changed.replace(first, activation_checkpointing=mode)
 
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[_Family]:
