@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision
-from tests.bench.cost import Measured, contradicts_itself
+from tests.bench.cost import Measured, contradicts_itself, knowing_layouts
 
 
 def row(micro: int, steps: int, measured_s: float, tp: int = 1) -> Measured:
@@ -28,3 +28,9 @@ def test_a_group_whose_larger_micro_batches_take_longer_is_consistent() -> None:
 def test_other_layouts_and_slower_plans_contradict_nothing() -> None:
     assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9, tp=2)])
     assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9), row(4, 1, 1.8, tp=2)])
+
+
+def test_who_knows_the_layouts_still_errs_where_their_micro_batches_differ() -> None:
+    """Of every plan 1 s was predicted: of the first layout's half too little, of the others a quarter."""
+    group = [row(1, 4, 1.0), row(2, 2, 3.0), row(1, 4, 4.0, tp=2)]
+    assert [one.ratio for one in knowing_layouts(group)] == [1.5, 0.5, 1.0]
