@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,7 @@ class Statements:
 
     def __init__(self, longest: int) -> None:
         every = [
-            source.encode()[: longest + 1]
-            for path in sorted(CORPUS.glob("*.txt"))
-            for source in _statements(path.read_text(encoding="utf-8"))
+            source[: longest + 1] for path in sorted(CORPUS.glob("*.txt")) for source in _statements(path.read_bytes())
         ]
         self._samples = [source for source in every if len(source) <= SHORT][:SAMPLES]
         self._samples[LONG_SAMPLE] = max(every, key=len)
@@ -64,6 +63,11 @@ def statements_of_the_standard_library(config: dict[str, Any]) -> Recipe:
     return decoder_recipe(decoder, Statements(config["longest"]), seed=0)
 
 
-def _statements(source: str) -> list[str]:
-    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign | ast.Raise | ast.Return)]
-    return [ast.get_source_segment(source, node) or "" for node in statements]
+def _statements(source: bytes) -> list[bytes]:
+    """What `ast.get_source_segment` says of each, which cuts the whole source into lines anew for every one."""
+    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    return [
+        source[starts[node.lineno - 1] + node.col_offset : starts[node.end_lineno - 1] + node.end_col_offset]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign | ast.Raise | ast.Return)
+    ]
