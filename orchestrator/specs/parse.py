@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.array import expanded
 from orchestrator.specs.cluster import ClusterSpec
@@ -23,6 +24,7 @@ TEXT_LENGTH_MAX = 2**20
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
 DEPTH_MAX = 32
 GIVEN_LENGTH_MAX = 120
+IN_NO_SCHEMA = get_args(SkipJsonSchema[object])[1]  # marks what is found out, and said in no file
 
 Path = tuple[str | int, ...]
 Override = tuple[str, str]  # ("training.max_steps", "20")
@@ -260,6 +262,8 @@ def _hint(kind: str, given: object, context: Mapping[str, Any]) -> str:
 
 def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) -> SpecError:
     key, known = str(path[-1]), _fields(place)
+    if place is JobSpec:
+        known["array"] = str  # a file's, which is many jobs
     elsewhere = [where for where in _places(noun) if where[-1] == key]
     near = closest(key, known) or next((name for name in known if key in name), None)
     distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)
@@ -306,9 +310,10 @@ def _places(noun: type, path: Path = (), above: tuple[type, ...] = ()) -> Iterat
 
 
 def _fields(noun: type) -> dict[str, type]:
-    """Keys of a noun and the noun (or other type) of each; empty for anything that is no noun."""
+    """Keys that a file may say of a noun, and the noun (or other type) of each; empty for anything that is no noun."""
     if issubclass(noun, BaseModel):
-        return {name: _noun_of(field.annotation) for name, field in noun.model_fields.items()}
+        said = {name: field for name, field in noun.model_fields.items() if IN_NO_SCHEMA not in field.metadata}
+        return {name: _noun_of(field.annotation) for name, field in said.items()}
     if dataclasses.is_dataclass(noun):
         hints = get_type_hints(noun)
         return {field.name: _noun_of(hints[field.name]) for field in dataclasses.fields(noun)}

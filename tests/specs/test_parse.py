@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         MODEL.replace("vocab_size: 256", "vocab_size: 256, heads: 4"),
         ["job.yaml:4: model.decoder.heads", "did you mean 'num_attention_heads'"],
     ),
+    "unknown key, an array meant": (f"{SCRIPT}aray: {{}}\n", ["job.yaml:4: aray", "did you mean 'array'"]),
     "missing key": ("name: a\ncommand: x\n", ["global_batch_size", "required"]),
     "wrong unit of size": (
         f"{SCRIPT}profile: {{parameters: 1, activations_per_sample: 1.5GB}}\n",
@@ -142,6 +144,13 @@ def test_a_bad_cluster_is_refused_in_one_error(before: str, after: str, said: li
     with pytest.raises(SpecError) as caught:
         parse_cluster(CLUSTER.replace(before, after), "c.yaml")
     assert [words for words in said if words not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["colour", "trace", "measure", "segments"])
+def test_no_error_tells_of_keys_that_are_found_out_and_never_said(key: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job(f"{SCRIPT}{key}: 1\n", "job.yaml")
+    assert not {"member", "traced", "measured"} & set(re.findall(r"\w+", f"{caught.value.allowed} {caught.value.hint}"))
 
 
 def test_every_problem_of_a_file_is_said_at_once() -> None:
