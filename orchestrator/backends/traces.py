@@ -128,16 +128,20 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
 def _measured(path: Path) -> dict[Shape, float]:
     """Seconds per step of the fastest plan on each placement (its digits are devices per node)."""
     fastest: dict[Shape, float] = {}
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise SpecError("nobody measured this application", source=str(path)) from None
-    for where, row in _numbered(path, csv.DictReader(text.splitlines())):
+    for where, row in _rows(path):
         shape = tuple(sorted((int(digit) for digit in row["placement"]), reverse=True))
         step_s = _number(where, row, "iter_time")
         if step_s > 0:  # 0: it did not run
             fastest[shape] = min(step_s, fastest.get(shape, step_s))
     return fastest
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("nobody measured this application", source=str(path)) from None
+    return _numbered(path, csv.DictReader(text.splitlines()))
 
 
 def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
@@ -150,6 +154,27 @@ def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
             deadline_s=_number(where, row, "deadline"),
             rigid_devices=asked,
         )
+
+
+def _elasticflow(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """pkusys/ElasticFlow, figure 8a: steps and deadlines; what a step takes on T4s is in a table of every model."""
+    speeds = cache(lambda model, batch: _table(path.parent.parent / "scheduler/throughputs_T4" / f"{model}.csv", batch))
+    for where, row in rows:
+        yield Arrival(
+            at_s=_number(where, row, "submit_time"),
+            spec=told(row["model_name"], speeds(row["model_name"], row["batch_size"]), _whole(where, row, "iteration")),
+            deadline_s=_number(where, row, "ddl"),
+            rigid_devices=_whole(where, row, "num_gpu"),
+        )
+
+
+def _table(path: Path, batch: str) -> dict[int, float]:
+    """Seconds per step of every number of devices, of which the table tells steps per second; "nan": it did not run."""
+    for where, row in _rows(path):
+        if row["global_batch_size"] == batch:
+            measured = {int(name): row[name] for name in row if name.isdecimal() and row[name] != "nan"}
+            return {count: 1 / _number(where, row, str(count)) for count in measured}
+    raise SpecError("nobody measured this batch size", source=str(path), path="global_batch_size", got=batch)
 
 
 def _scaled(asked: int, step_s: float) -> dict[int, float]:
@@ -182,6 +207,7 @@ def _like(spec: JobSpec, steps: int) -> JobSpec:
 FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], Iterator[Arrival]]]] = (
     ({"name", "submission_time", "application", "num_gpus", "steps"}, _plans),
     ({"submission_time", "num_iteration", "model_name", "deadline", "num_gpu", "duration"}, _deadlines),
+    ({"submit_time", "iteration", "model_name", "ddl", "batch_size", "num_gpu"}, _elasticflow),
     ({"timestamp", "duration", "num_gpus"}, _philly),
 )
 

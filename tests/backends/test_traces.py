@@ -27,6 +27,15 @@ PLANS = """\
 name,submission_time,duration,application,num_gpus,num_cpus,bandwidth,exec_plan,steps,is_sla
 vit-0,60,3163.09,vit,2,16,0,zero-dp,1000,0
 """
+ELASTICFLOW = """\
+job_id,submit_time,iteration,model_name,ddl,batch_size,num_gpu,duration
+0,3715485,2011,cifar10,3719996,4096,1,5644
+"""
+STEPS_PER_SECOND = """\
+global_batch_size,1,2,4,64
+2048,0.7,1.2,2.5,3.7
+4096,0.5,0.8,nan,2.0
+"""
 THROUGHPUT = """\
 exec_plan,placement,iter_time,forward
 ga,1,0.2,0
@@ -73,6 +82,15 @@ def test_plans_tell_the_best_of_each_number_of_devices_and_know_other_placements
     assert job.spec.speeds == ((1, 0.2), (2, 0.12))
     assert dict(job.shapes) == {(1,): 0.2, (2,): 0.12, (1, 1): 0.16}, "a time of 0 did not run"
     assert (job.spec.steps, job.rigid_devices, job.spec.family) == (1000, 2, "vit")
+
+
+def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_devices_takes(tmp_path: Path) -> None:
+    table = tmp_path / "scheduler" / "throughputs_T4" / "cifar10.csv"
+    table.parent.mkdir(parents=True)
+    table.write_text(STEPS_PER_SECOND)
+    (job,) = read(tmp_path / "traces_for_ElasticFlow" / "few.csv", ELASTICFLOW).arrivals
+    assert job.spec.speeds == ((1, 2.0), (2, 1.25), (64, 0.5)), "nan did not run"
+    assert (job.at_s, job.deadline_s, job.spec.steps, job.rigid_devices) == (0.0, 3719996 - 3715485, 2011, 1)
 
 
 def test_a_list_names_job_files_and_their_times(tmp_path: Path) -> None:
