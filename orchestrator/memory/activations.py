@@ -112,6 +112,8 @@ def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int
         return min(segment.checkpointed_bytes, segment.saved_bytes), 0
     if passage.point is Point.GRADIENT:
         return segment.saved_bytes, 0
+    if passage.peak is not None and passage.peak.mode not in (None, mode):
+        return segment.saved_bytes, 0
     if passage.peak is not None:
         return segment.saved_bytes + passage.peak.transient_bytes, segment.summed_gradients
     transient = segment.transient_bytes

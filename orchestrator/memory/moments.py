@@ -149,13 +149,15 @@ def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Pas
         if segment.forward_transient_bytes
     ]
     found.append(Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0))
-    done = units = ends = 0
+    done = units = ends = passed = 0
+    layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
     for place, segment in reversed(list(enumerate(segments))):
         positions = {0, min(1, segment.count - 1), segment.count - 1}
         if gathers and segment.count > 3:
             positions.add(segment.count - 2)
-        repeated, is_loss = segment.count > 1, has_loss and segment is last and segment.count == 1
+        repeated, is_loss = segment.is_unit, has_loss and segment is last and segment.count == 1
         for position in sorted(positions):
+            at = len(layers) - 1 - passed - position
             found += [
                 Passage(
                     name=f"{point.value} of {_order(segment, position)}{segment.name}",
@@ -168,14 +170,15 @@ def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Pas
                     fresh=min(own, segment.largest_gradient) if peak is None else peak.fresh,
                     units_done=units + position * segment.parameters,
                     ends_done=ends,
-                    ahead=segment if position < segment.count - 1 else None,
-                    behind=segment if position > 0 else None,
+                    ahead=layers[at - 1] if repeated and at > 0 else None,
+                    behind=layers[at + 1] if repeated and at + 1 < len(layers) else None,
                     peak=peak,
                 )
                 for point, own, peak in _backward(segment, is_loss=is_loss)
             ]
         done += segment.count * segment.trained_parameters
         units += segment.count * segment.parameters if repeated else 0
+        passed += segment.count if repeated else 0
         ends += 0 if repeated else segment.trained_parameters
     return tuple(found)
 
@@ -233,6 +236,8 @@ def _backward(segment: Segment, *, is_loss: bool) -> list[tuple[Point, int, Back
     trained, largest = segment.trained_parameters, segment.largest_gradient
     if is_loss and segment.chunks is not None:
         return [(Point.PEAK, min(segment.chunks.gradients, trained), None), (Point.END, trained, None)]
+    if is_loss and segment.peaks:
+        return [*((Point.PEAK, peak.own, peak) for peak in segment.peaks), (Point.END, trained, None)]
     if is_loss:
         return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
     found: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]

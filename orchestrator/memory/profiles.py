@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, decoder_shape
+from orchestrator.memory.encoder_decoders import t5_profile, t5_shape
+from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, config_of, decoder_shape
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec
 from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
@@ -40,7 +41,7 @@ def profile_of(
     The declared profile where there is one, else the closed form of a decoder or of a transformers family that has
     one, else what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
-    whether it runs there, which a closed form need not know.
+    whether it runs there, which the closed form of a decoder need not know.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -58,6 +59,9 @@ def profile_of(
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
             theirs = as_transformers(ours, model, shape, length, autocast=autocast)
             return with_all_logits(theirs, shape.vocab_size, length) if spec.is_script else theirs
+        t5 = t5_shape(model, config_of(model))
+        if t5 is not None and tensor_parallel == 1 and not spec.training.freeze:
+            return t5_profile(t5, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
     if tensor_parallel > 1:
         return None
     return _traced(spec.traced, precision, length, autocast, cuda)

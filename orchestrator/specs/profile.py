@@ -33,6 +33,7 @@ class BackwardPeak(NamedTuple):
     own: int  # elements of its gradients that exist
     fresh: int  # of those, what has just been made and is not where the engine keeps its gradients
     transient_bytes: int  # above what is saved, per sample; below 0 where less is left of it
+    mode: ActivationCheckpointing | None = None  # None: under every one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,183 @@
+"""Laws of the closed form of encoder-decoders: its parameters are the model's, its peaks those of traced steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from orchestrator.memory.encoder_decoders import DEFAULTS, t5_shape
+from orchestrator.memory.estimate import estimate
+from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
+from orchestrator.specs.profile import ModelProfile, Source
+from orchestrator.training.tracing import Arithmetic, Request, profiles
+from tests.memory.matrix import DEVICE
+from tests.memory.test_traced import plan
+
+MEAN_ERROR_MAX, LOWEST_ERROR = 0.02, -0.05  # of the closed form, and of its plan furthest below the trace
+FP32, BF16 = Precision.FP32, Precision.BF16
+T5: dict[str, Any] = {
+    "model_type": "t5",
+    "vocab_size": 320,
+    "d_model": 96,
+    "d_kv": 24,
+    "d_ff": 224,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "dropout_rate": 0.1,
+    "pad_token_id": 2,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 2,
+}
+GATED = {**T5, "feed_forward_proj": "gated-gelu", "num_layers": 2, "num_decoder_layers": 4, "d_model": 160, "d_ff": 96}
+
+
+def job(config: dict[str, Any], length: int, lora: LoraSpec | None = None, **training: Any) -> JobSpec:
+    return JobSpec(
+        name="job",
+        global_batch_size=8,
+        model=ModelSpec(hf=config, lora=lora),
+        data=DataSpec(chat=("pairs.jsonl",), sequence_length=length),
+        training=TrainingSpec(**training),
+    )
+
+
+def closed(config: dict[str, Any], length: int, precision: Precision = FP32, **how: bool) -> ModelProfile:
+    found = profile_of(job(config, length), precision=precision, sequence_length=length, **how)
+    assert found is not None
+    return found
+
+
+def plans(length: int, precision: Precision, *, autocast: bool) -> Iterator[Plan]:
+    """Engines, stages, ranks, micro-batches and checkpointing that compute so."""
+    stages = ((Engine.TORCH, (0, 2, 3)), (Engine.DEEPSPEED, (0, 1, 2, 3)))
+    tried = [(engine, stage) for engine, them in stages for stage in them]
+    for engine, stage in tried:
+        for mode in ActivationCheckpointing:
+            for dp, micro, turns in ((1, 4, 1), (2, 1, 1), (2, 3, 2)):
+                try:
+                    one = plan(engine, stage, dp, micro, turns, activation_checkpointing=mode, precision=precision)
+                except IllegalPlan:
+                    continue
+                if autocasts(one) is autocast:
+                    yield replace(one, sequence_length=length)
+
+
+def errors(config: dict[str, Any], length: int, *arithmetics: Arithmetic) -> list[float]:
+    """Of the closed form over the trace, plan by plan."""
+    request = Request(
+        model=ModelSpec(hf=config),
+        training=TrainingSpec(),
+        family="t5",
+        sequence_length=length,
+        arithmetics=arithmetics,
+    )
+    found = []
+    for how, traced in zip(arithmetics, profiles(request), strict=True):
+        ours = closed(config, length, how.precision, autocast=how.autocast, cuda=how.cuda)
+        assert ours.parameters == traced.parameters
+        assert ours.forward_flops == pytest.approx(traced.forward_flops)
+        for one in plans(length, how.precision, autocast=how.autocast):
+            predicted, known = (estimate(each, one, DEVICE).allocated_bytes for each in (ours, traced))
+            found.append(predicted / known - 1)
+    return found
+
+
+def bars_hold(found: Sequence[float]) -> bool:
+    return sum(map(abs, found)) / len(found) <= MEAN_ERROR_MAX and min(found) >= LOWEST_ERROR
+
+
+ARITHMETICS = {
+    "fp32": Arithmetic(precision=FP32, autocast=False),
+    "cast": Arithmetic(precision=BF16, autocast=False),
+    "autocast": Arithmetic(precision=BF16, autocast=True),
+    "autocast on CUDA": Arithmetic(precision=BF16, autocast=True, cuda=True),
+    "cast to fp16": Arithmetic(precision=Precision.FP16, autocast=False),
+}
+
+
+@pytest.mark.timeout(600)  # 7 s on an idle core, many times that on a busy one
+def test_the_closed_form_is_within_2_percent_of_traces_of_both_kinds_of_feed_forward_part() -> None:
+    assert bars_hold(found := errors(T5, 48, ARITHMETICS["fp32"])), found
+    assert bars_hold(found := errors(GATED, 64, ARITHMETICS["cast"])), found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(6))
+def test_the_bars_hold_over_ragged_shapes_in_every_arithmetic(number: int) -> None:
+    chosen = random.Random(number)
+    config = {
+        **(GATED if number % 2 else T5),
+        "vocab_size": chosen.choice([256, 1000, 5000]),
+        "d_model": 32 * chosen.randint(2, 10),
+        "d_ff": 32 * chosen.randint(3, 20),
+        "d_kv": chosen.choice([16, 24, 64]),
+        "num_heads": chosen.randint(1, 6),
+        "num_layers": chosen.randint(2, 5),
+        "num_decoder_layers": chosen.randint(2, 5),
+    }
+    found = errors(config, 32 * chosen.randint(1, 5), *ARITHMETICS.values())
+    assert bars_hold(found), (config, found)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "t5-small": {"model_type": "t5"},
+    "flan-t5-base": {
+        "model_type": "t5",
+        "d_model": 768,
+        "d_ff": 2048,
+        "num_layers": 12,
+        "num_decoder_layers": 12,
+        "num_heads": 12,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
+    "fewer layers to decode": {"model_type": "t5", "num_decoder_layers": 2},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_are_those_of_the_model(name: str) -> None:
+    with init_empty_weights():
+        made = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**PUBLISHED[name]))
+    made.tie_weights()
+    found = closed(PUBLISHED[name], 512)
+    assert found.source is Source.CLOSED_FORM
+    assert found.parameters == sum(parameter.numel() for parameter in made.parameters())
+    assert all(sum(segment.tensors) == segment.parameters for segment in found.segments)
+
+
+def test_what_a_configuration_leaves_out_is_as_transformers_has_it() -> None:
+    default = AutoConfig.for_model("t5")
+    assert {name: getattr(default, name) for name in DEFAULTS} == dict(DEFAULTS)
+
+
+def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
+    assert t5_shape(ModelSpec(hf=T5), T5) is not None
+    for change in (
+        {"dropout_rate": 0.0},
+        {"feed_forward_proj": "gated-silu"},
+        {"d_ff": None},
+        {"model_type": "mt5"},
+        {"hidden_size": 96},
+    ):
+        config = T5 | change
+        assert t5_shape(ModelSpec(hf=config), config) is None, change
+    unknown = (
+        job(T5, 64, LoraSpec(rank=4)),
+        job(T5, 64, freeze=(Freeze(parameters="encoder.*"),)),
+    )
+    for spec in unknown:
+        assert profile_of(spec, precision=FP32, sequence_length=None) is None
+    assert profile_of(job(T5, 64), precision=FP32, sequence_length=None, tensor_parallel=2) is None
