@@ -259,15 +259,16 @@ class Desk:
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
         """Who waits for devices, first things first, and by when it should be done (infinity: at some time).
 
-        By priority, then whose turn it is. Of those first all whose deadlines are still to come, the earliest first;
-        then all, without deadlines.
+        By priority, then whose turn it is. Of those first all that could meet their deadlines if they started now, the
+        earliest first; then all, without deadlines.
         """
         place = self._places()
         turns = sorted((-priority, place(user), user) for priority, user in self._lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
             keys = [(-priority, user) for _, _, user in equals]
             for by_s, _, job_id in _merged([_still_to_come(self._due.get(key, []), self.state.at_s) for key in keys]):
-                yield self.waiting[job_id], by_s
+                if self._could_end_by(self.waiting[job_id], by_s):
+                    yield self.waiting[job_id], by_s
             for _, _, job_id in _merged([tuple(self._lines.get(key, ())) for key in keys]):
                 yield self.waiting[job_id], inf
 
@@ -346,6 +347,10 @@ class Desk:
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     # how it is kept
+
+    def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
+        within_s = by_s - self.state.at_s
+        return any(one.entries[-1].seconds <= within_s for _, one in self.menus_of(waiting) if isinstance(one, Menu))
 
     def _fresh_menus(self, job: Job, family: str, version: int) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
         if job.attempts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
 from orchestrator.scheduling.decide import (
     PRICE_IDLE,
@@ -16,7 +17,7 @@ from orchestrator.scheduling.decide import (
     price_of,
 )
 from orchestrator.scheduling.desk import Desk, Waiting
-from orchestrator.scheduling.elastic import growth, making_way
+from orchestrator.scheduling.elastic import growth, in_time, making_way
 from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.scheduling.moves import can_move, claims_of, moved
 from orchestrator.scheduling.quotas import Turns
@@ -54,10 +55,10 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         return state, refused
     actions: list[Action] = []
     unheard = {waiting.job.id: waiting for waiting in desk.arrived}
-    is_settled, waits = False, list[tuple[Waiting, Reservation]]()
+    is_settled, waits, late = False, list[tuple[Waiting, Reservation]](), list[tuple[Waiting, float]]()
     while not is_settled:
         waited = len(desk.waiting)
-        state, done, waits = _round(state, desk, unheard)
+        state, done, waits, late = _round(state, desk, unheard)
         actions += done
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy is not None and state.policy.has_quotas
@@ -70,7 +71,7 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
     desk.is_stale, desk.arrived = False, []
-    state, stops = _move(state, desk, waits)
+    state, stops = _move(state, desk, waits, late)
     return state, (*actions, *stops)
 
 
@@ -88,9 +89,12 @@ def _refuse(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
     return state, tuple(actions)
 
 
-def _move(state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]]) -> tuple[State, tuple[Stop, ...]]:
-    """Stop one that others gain more by than it loses, or else one that gains by what is idle."""
-    move = making_way(desk, waits, state.at_s) or (growth(desk, state.at_s) if desk.idle else None)
+def _move(
+    state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
+) -> tuple[State, tuple[Stop, ...]]:
+    """Stop one for a deadline, or that others gain more by than it loses, or else one that gains by what is idle."""
+    move = in_time(desk, late, state.at_s) or making_way(desk, waits, state.at_s)
+    move = move or (growth(desk, state.at_s) if desk.idle else None)
     if move is None:
         return state, ()
     if move.from_s > state.at_s:
@@ -105,12 +109,16 @@ def _move(state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]]
 
 def _round(
     state: State, desk: Desk, unheard: dict[str, Waiting]
-) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]]]:
-    """One look at all who wait; `unheard` loses those who get an answer. Who waits for devices is told as well."""
+) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]]:
+    """One look at all who wait; `unheard` loses those who get an answer.
+
+    Who waits for devices is told as well, and who waits and will miss its deadline, with that.
+    """
     actions: list[Action] = []
     waits: list[tuple[Waiting, Reservation]] = []
+    late: list[tuple[Waiting, float]] = []
     if not (desk.idle or desk.is_stale or desk.elastic):
-        return state, (), waits
+        return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []
     desk.forget_promises()
@@ -127,6 +135,7 @@ def _round(
             state, desk, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
         if outcome is None:
+            late += [(waiting, by_s)] if by_s < inf else []
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
             desk.promise((outcome.reservation,))
@@ -140,7 +149,7 @@ def _round(
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
     state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
-    return state, tuple(actions), waits
+    return state, tuple(actions), waits, [one for one in late if one[0].job.id in desk.waiting]
 
 
 def _answered(

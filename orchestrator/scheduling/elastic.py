@@ -28,7 +28,8 @@ REST = 4.0
 # 1 % on traces/plans/base.csv (2026-11).
 SHORTER = 0.25
 WORTH = 2.0  # times what a job loses by making way: what others gain; they may end sooner than they wait for
-TRIED_MAX = 3  # who ends last, or gains most, of those that could be moved
+TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
+LATE_MAX = 10  # who waits and would miss its deadline, the earliest first, that others may be stopped for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class _Moving:
     pool: Pool
     left_s: float
     from_s: float
+    slack_s: float  # for how long it can be away and still meet its deadline; infinity: it has none that it meets
 
     @property
     def paid_s(self) -> float:
@@ -98,6 +100,41 @@ def growth(desk: Desk, at_s: float) -> Move | None:
     return None
 
 
+def in_time(desk: Desk, late: Sequence[tuple[Waiting, float]], at_s: float) -> Move | None:
+    """Who shall be stopped so that one of those that wait meets its deadline: who can be away for longest.
+
+    Only an earlier deadline has one stopped that meets its own, and only if that is met all the same; the earliest
+    deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991,
+    Earliest Deadline Scheduling for Real-Time Database Systems, RTSS).
+    """
+    movable = sorted(_movable(desk, desk.elastic, at_s), key=lambda one: -one.slack_s) if late else []
+    for waiting, by_s in late[:LATE_MAX]:
+        ways = ((one, entry) for one in movable if (entry := _in_time(desk, one, waiting, by_s, at_s)) is not None)
+        for one, entry in islice(ways, TRIED_MAX):
+            if _could_start(one, entry, at_s):
+                why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
+                return Move(job=one.job, from_s=one.from_s, why=why)
+    return None
+
+
+def _in_time(desk: Desk, one: _Moving, waiting: Waiting, by_s: float, at_s: float) -> Entry | None:
+    """The cheapest that the waiting job could run as in the place of the running one with both in time."""
+    classes = one.job.spec.priority, waiting.job.spec.priority
+    if classes[0] > classes[1] or (classes[0] == classes[1] and desk.state.policy is not None):
+        return None
+    if one.slack_s < inf and one.job.deadline_s is not None and one.job.deadline_s <= by_s:
+        return None
+    room, from_s = one.devices + one.pool.idle, max(at_s, one.from_s)
+    able = [
+        entry
+        for where, menu in desk.menus_of(waiting)
+        if where is one.pool and isinstance(menu, Menu)
+        for entry in menu.entries
+        if entry.devices <= room and from_s + entry.seconds <= by_s and entry.seconds + one.paid_s <= one.slack_s
+    ]
+    return min(able, key=lambda entry: entry.device_seconds, default=None)
+
+
 def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: float) -> Move | None:
     """Who shall be stopped for those that wait: of who ends last, the first for whom they gain more than it loses."""
     for one in _movable(desk, islice(desk.last_elastic(), TRIED_MAX) if waits else (), at_s):
@@ -121,7 +158,10 @@ def _ahead_of(
     """Of those that wait who would go before it, and as what on devices that it leaves or that are idle.
 
     Of its own class only who is much shorter, and nobody where the cluster is shared: whose turn it is counts there.
+    Nobody goes before who meets its deadline.
     """
+    if one.slack_s < inf:
+        return []
     room, place = one.devices + one.pool.idle, (-one.job.spec.priority, desk.due_s(one.job))
     shorter_s = SHORTER * one.left_s if desk.state.policy is None else -inf
     found = []
@@ -171,4 +211,5 @@ def _movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[_Movin
         pool = desk.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
         if attempt is not None and pool is not None and desk.ends_s[job_id] < inf:
             from_s = attempt.launched_at_s + (1 + REST) * pool.launch_cost_s
-            yield _Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s)
+            slack_s = inf if job.deadline_s is None else job.deadline_s - desk.ends_s[job_id]
+            yield _Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)

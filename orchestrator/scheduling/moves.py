@@ -19,17 +19,17 @@ def can_move(job: Job) -> bool:
 def is_elastic(job: Job) -> bool:
     """Whether a job that runs can be stopped at no loss, and go on with whatever devices it gets then.
 
-    Our own engines save when they are asked to end, and load on every layout; a script may say that it does. Who has a
-    deadline, or hours within which it starts, is left alone.
+    Our own engines save when they are asked to end, and load on every layout; a script may say that it does. Who has
+    hours within which it starts is left alone.
     """
     spec = job.spec
     saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
-    return saves and spec.optimizer_steps is not None and spec.between is None and job.deadline_s is None
+    return saves and spec.optimizer_steps is not None and spec.between is None
 
 
 def may_grow(job: Job) -> bool:
-    """Whether a job that runs may have more devices than it has."""
-    return job.last is not None and job.last.plan.world_size < job.spec.gpus.max
+    """Whether a job that runs may have more devices than it has. Who has a deadline was given as many as that wants."""
+    return job.last is not None and job.deadline_s is None and job.last.plan.world_size < job.spec.gpus.max
 
 
 def claims_of(job: Job) -> Placement:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.elastic import REST
+from orchestrator.scheduling.menu import Menu
 from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import Node
@@ -29,8 +30,9 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """Who is moved saves when it is told to end, has run for a while, and grows, or makes way for one ahead of it."""
     spec, why = job.spec, attempt.moved_for
     saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
-    if not saves or spec.optimizer_steps is None or spec.between or job.deadline_s is not None:
+    if not saves or spec.optimizer_steps is None or spec.between:
         yield f"{attempt.name} is moved although it would lose by that"
+    yield from _deadline_lost(t, job, attempt)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if t.after.at_s - attempt.launched_at_s < (1 + REST) * launch_s - 1e-6:
         yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
@@ -51,6 +53,25 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"
+
+
+def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
+    """Who was to meet its deadline makes way only for an earlier one, with time left to meet its own after that."""
+    desk, at_s = Desk(t.after), t.after.at_s
+    end_s = desk.end_of(job, replace(attempt, leaves_by_s=None))
+    if job.deadline_s is None or end_s > job.deadline_s:
+        return
+    other = t.after.jobs.get(attempt.moved_for.partition("make way for ")[2].partition(":")[0])
+    if other is None or other.deadline_s is None or other.deadline_s >= job.deadline_s:
+        yield f"{attempt.name} is moved for no earlier deadline although it would meet its own"
+        return
+    menus = [one for _, one in desk.menus_of(desk.seated(other)) if isinstance(one, Menu)]
+    shortest_s = min(entry.seconds for one in menus for entry in one.entries)
+    launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
+    if at_s + shortest_s > other.deadline_s + 1e-6:
+        yield f"{attempt.name} makes way for {other.id}, which is late all the same"
+    if end_s + shortest_s + launch_s > job.deadline_s + 1e-6:
+        yield f"{attempt.name} misses its deadline by making way"
 
 
 def _claims_are_kept(t: Transition) -> Iterator[str]:

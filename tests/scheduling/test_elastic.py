@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from orchestrator.scheduling.elastic import REST
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Evidence, FailureKind, RankEnd
+from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.policy import PolicySpec
@@ -20,7 +21,7 @@ from tests.scheduling.factories import node
 from tests.scheduling.test_properties import SEEDS, SLOW_IS_FINE
 from tests.scheduling.test_properties import played as violations_of
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
-from tests.scheduling.world import MemoryJournal, random_tide
+from tests.scheduling.world import MemoryJournal, random_rush, random_tide
 
 NO_RETRIES = dict.fromkeys(("oom", "node", "startup", "hang", "preemption"), 0)
 RESTED_S = 1.0 + (1 + REST) * LAUNCH_S  # of what was launched at 1 s
@@ -162,6 +163,50 @@ def test_where_a_cluster_is_shared_nobody_makes_way_for_the_short_jobs_of_others
     assert moving(state) == {}
 
 
+def hurried(by_s: float, seconds: dict[int, float], **said: object) -> JobSpec:
+    return elastic(seconds, by=str(deadline_at(by_s)), **said)
+
+
+def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own() -> None:
+    """Both fit before the later deadline, and only one way round before the earlier."""
+    events = [
+        seen(node(devices=1)),
+        submitted(1, hurried(8000.0, {1: 6000.0})),
+        submitted(2, hurried(2000.0, {1: 1200.0}), 500.0),
+    ]
+    state, _ = played(*events)
+    assert moving(state) == {"job-1": "stopped to make way for job-2"}
+    assert state.jobs["job-1"].reason == "stopped to make way for job-2: it would miss its deadline"
+    state, launches = played(*events, *left(1, 510.0, at_step=8), *gone(2, 1740.0))
+    assert [launches["job-2"].launched_at_s, launches["job-1"].launched_at_s] == [510.0, 1740.0]
+
+
+@pytest.mark.parametrize(
+    ("running", "comes"),
+    [
+        (hurried(8000.0, {1: 6000.0}), hurried(2000.0, {1: 1600.0})),
+        (hurried(7000.0, {1: 6000.0}), hurried(2000.0, {1: 1200.0})),
+        (hurried(12_000.0, {1: 8000.0}), hurried(13_000.0, {1: 5000.0})),
+        (script({1: 6000.0}), hurried(2000.0, {1: 1200.0})),
+        (elastic({1: 6000.0}, priority=1), hurried(2000.0, {1: 1200.0})),
+        (elastic({1: 1000.0}), hurried(4000.0, {1: 1200.0})),
+        (hurried(7000.0, {1: 6000.0}), elastic({1: 10.0})),
+    ],
+    ids=[
+        "it comes too late",
+        "the other would be late",
+        "the other is due first",
+        "the other would lose",
+        "the other is of a higher class",
+        "it has time enough",
+        "it has no deadline",
+    ],
+)
+def test_nobody_makes_way_for_a_deadline_where_that_does_not_help(running: JobSpec, comes: JobSpec) -> None:
+    state, _ = played(seen(node(devices=1)), submitted(1, running), submitted(2, comes, 500.0))
+    assert moving(state) == {}
+
+
 def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() -> None:
     """Two always wait, for days: it makes way seldom, and not at all once it is due."""
     state, at_s, number, trained_s = State(), 1.0, 1, 0.0
@@ -193,6 +238,12 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
         coming.append(Woke(at_s=at_s))
     assert len(starts) > 1, "it makes way"
     assert all(later - earlier >= (1 + REST) * LAUNCH_S for earlier, later in pairwise(starts))
+
+
+@settings(SLOW_IS_FINE, max_examples=12)
+@given(SEEDS)
+def test_every_law_holds_while_jobs_with_deadlines_are_moved(seed: int) -> None:
+    assert violations_of(random_rush(random.Random(seed)), MemoryJournal()) == []
 
 
 @settings(SLOW_IS_FINE, max_examples=12)

@@ -36,6 +36,7 @@ from tests.scheduling.world import (
     backend_of,
     play,
     random_crowd,
+    random_rush,
     random_scenario,
     random_tide,
 )
@@ -314,6 +315,16 @@ def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pool, "place_again", lambda *where: place(*where[:3], 0.0, where[4]))
 
 
+def slack_of(seconds: float) -> Plant:
+    """Who runs can be away for so long, whatever its deadline."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        movable = elastic._movable
+        patch.setattr(elastic, "_movable", lambda *asked: [replace(one, slack_s=seconds) for one in movable(*asked)])
+
+    return plant
+
+
 def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     """What is kept for a job that moves is promised to nobody."""
     patch.setattr(Desk, "keep", lambda *_: None)
@@ -376,12 +387,26 @@ MOVING_BUGS: dict[str, tuple[Plant, str]] = {
 }
 
 
+RUSHING_BUGS: dict[str, tuple[Plant, str]] = {
+    "deadlines of those who run ignored": (slack_of(inf), "is moved for no earlier deadline"),
+    "time enough supposed": (slack_of(1e9), "misses its deadline by making way"),
+}
+
+
 @pytest.mark.parametrize("bug", MOVING_BUGS)
 def test_planted_bugs_are_found_where_jobs_are_moved(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, said = MOVING_BUGS[bug]
     plant(monkeypatch)
     tides = (random_tide(random.Random(seed)) for seed in range(SEEDS))
     assert any(said in violation for tide in tides for violation in found_in(tide)), f"nobody said {said!r}"
+
+
+@pytest.mark.parametrize("bug", RUSHING_BUGS)
+def test_planted_bugs_are_found_where_jobs_have_deadlines(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, said = RUSHING_BUGS[bug]
+    plant(monkeypatch)
+    rushes = (random_rush(random.Random(seed)) for seed in range(SEEDS))
+    assert any(said in violation for rush in rushes for violation in found_in(rush)), f"nobody said {said!r}"
 
 
 @pytest.mark.parametrize("bug", SHARING_BUGS)

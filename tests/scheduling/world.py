@@ -11,6 +11,7 @@ from orchestrator.backends.ports import decisions
 from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec, Member
@@ -378,6 +379,19 @@ def random_tide(draw: random.Random) -> Scenario:
         repeat_chance=draw.choice((0.0, 0.3)),
         seed=draw.randint(0, 2**32),
     )
+
+
+def random_rush(draw: random.Random) -> Scenario:
+    """Long jobs that can be moved and short ones, most of them with deadlines, on few devices."""
+    tide = random_tide(draw)
+
+    def hurried(at_s: float, spec: JobSpec) -> JobSpec:
+        if draw.random() < 0.2:
+            return spec
+        alone_s = (spec.steps or 0) * min(step_s for _, step_s in spec.speeds)
+        return spec.model_copy(update={"by": deadline_at(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)})
+
+    return replace(tide, jobs=tuple((at_s, hurried(at_s, spec), fault) for at_s, spec, fault in tide.jobs))
 
 
 def random_fault(draw: random.Random) -> Fault | None:
