@@ -70,13 +70,12 @@ class DeviceBytes:
 
     def turns(self, gradient_accumulation_steps: int) -> int:
         """What the number of micro-batches changes: whether all are in flight; under DDP whether there are two."""
-        found = self._turns.get(gradient_accumulation_steps)
-        if found is None:
+        if gradient_accumulation_steps not in self._turns:
             plan, found = self._plan, min(gradient_accumulation_steps, 3)
             if plan.layout.pp > 1 or plan.layout.dp == 1 or plan.zero_stage is not ZeroStage.NONE:
                 found = int(fills(plan.layout.pp, plan.pipeline_stages_per_rank, gradient_accumulation_steps))
             self._turns[gradient_accumulation_steps] = found
-        return found
+        return self._turns[gradient_accumulation_steps]
 
     def is_beyond(self, plan: Plan, reach_bytes: float) -> bool:
         """Whether it needs more than so much without any activations, as most plans of a large model do.
@@ -94,7 +93,9 @@ class DeviceBytes:
     def __call__(self, plan: Plan) -> int:
         """`device_bytes` of the plan's estimate, in a tenth of the time."""
         key = (self.turns(plan.gradient_accumulation_steps), plan.activation_checkpointing)
-        lines = self._lines.get(key) or self._lines.setdefault(key, self._lines_of(plan))
+        if key not in self._lines:
+            self._lines[key] = self._lines_of(plan)
+        lines = self._lines[key]
         micro, allocated = plan.micro_batch_size, 0
         for rank, moments in lines:
             live = [
@@ -135,10 +136,10 @@ class DeviceBytes:
         )
 
     def _outside_bytes(self, plan: Plan) -> int:
-        found = self._outside.get(plan.dp_replicate)
-        if found is None:
-            found = self._outside[plan.dp_replicate] = _outside_bytes(plan, self._device)
-        return found
+        copies = plan.dp_replicate
+        if copies not in self._outside:
+            self._outside[copies] = _outside_bytes(plan, self._device)
+        return self._outside[copies]
 
     def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
         found = []
@@ -160,9 +161,9 @@ class DeviceBytes:
     def _counted_beside(self, rank: Rank, plan: Plan) -> list[tuple[int, int]]:
         most: dict[int, int] = {}
         for moment in _moments(rank, plan, self._device):
-            counted = moment.counted_bytes
-            if counted > most.get(moment.activations, -1):
-                most[moment.activations] = counted
+            at, counted = moment.activations, moment.counted_bytes
+            if at not in most or most[at] < counted:
+                most[at] = counted
         return [(counted, at) for at, counted in most.items()]
 
     def _counted_between(self, plan: Plan) -> int:
