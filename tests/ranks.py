@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -13,7 +14,12 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 
-IMPORTED = ("deepspeed", "torch.distributed.checkpoint", "orchestrator.training.loop")
+IMPORTED = (
+    "deepspeed",
+    "torch.distributed.checkpoint",
+    "orchestrator.training.loop",
+    "orchestrator.training.hf_adapters",
+)
 OF_ALL = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -100,4 +106,5 @@ def _be(module: str, words: Sequence[str], environment: Mapping[str, str], outpu
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *words]
+    gc.freeze()  # what the server has imported is looked through in no collection
     runpy.run_module(module, run_name="__main__", alter_sys=True)

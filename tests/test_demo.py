@@ -14,6 +14,7 @@ import pytest
 from orchestrator.service import lifecycle
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
+from tests.training.gang import finish, spawn
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-5  # of the loss, fp32
@@ -63,9 +64,7 @@ def test_a_degraded_restart_leaves_every_loss_where_it_was(home: Path, tmp_path:
     )
     uninterrupted = AttemptFolder(tmp_path)
     uninterrupted.run.write_text(json.dumps(dataclasses.asdict(whole)))
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-m", "orchestrator.training.main", str(uninterrupted.run)]
-    subprocess.run(command, env={**os.environ, **alone}, check=True, timeout=200)
+    assert finish(spawn(whole), 200) == [0]
     expected = curve(uninterrupted)
     assert sorted(expected) == list(range(1, STEPS + 1))
     for losses in curves:
