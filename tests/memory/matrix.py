@@ -29,6 +29,7 @@ from tests.memory.measure import peaks
 
 SEQUENCE_LENGTH = 64
 GLOBAL_BATCH = 16
+TURNS_MAX = 3  # the first, one between and the last: further ones need byte for byte what the second needs
 RANKS = 2
 # In the first the layers weigh, in the second the logits.
 DEEP = DecoderSpec(
@@ -122,13 +123,14 @@ def job(model: ModelSpec) -> JobSpec:
 
 
 def plan(engine: Engine, stage: int, micro: int, *, layout: dict[str, int], **fields: Any) -> Plan:
-    """A plan of the matrix' global batch; raises IllegalPlan."""
+    """A plan of the matrix' global batch, or of the part of it that shows its peak; raises IllegalPlan."""
+    turns = GLOBAL_BATCH // layout.get("dp", 1) // micro
     return Plan(
         engine=engine,
         layout=ParallelLayout(**layout),
         zero_stage=ZeroStage(stage),
         micro_batch_size=micro,
-        gradient_accumulation_steps=GLOBAL_BATCH // layout.get("dp", 1) // micro,
+        gradient_accumulation_steps=turns if layout.get("pp", 1) > 1 else min(turns, TURNS_MAX),
         sequence_length=SEQUENCE_LENGTH,
         **fields,
     )
