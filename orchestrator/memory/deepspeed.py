@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from orchestrator.memory.buckets import Part, filling, largest_share
+from orchestrator.memory.buckets import Part, Reduction, filling, largest_share
 from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
@@ -105,11 +105,9 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
     """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
 
-    Stage 3 gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each
-    is then copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But a layer that
-    is recomputed keeps all of its own, each until its gradient is made: the recomputation saves views of them
-    (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0). A single rank uses what it has (`NoGatherHandle` in
-    partition_parameters.py).
+    A tensor that no bucket holds is there until it is reduced. Stage 2 makes the buffer of its share when it has
+    reduced for the first time, and what it copied for that, which is no larger, has gone (`copy_grads_in_partition`
+    behind `average_tensor` in deepspeed/runtime/zero/stage_1_and_2.py).
     """
     width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
@@ -120,40 +118,66 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         gradients = count + own if accumulates else passage.done + passage.own
         bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
-    flushed, has_flushed = _flushed(profile, plan, buckets, passage)
-    if flushed > buckets.reduce:  # a tensor that no bucket holds
-        own += flushed
+    reductions, has_reduced = _reductions(profile, plan, buckets, passage)
     if stage is ZeroStage.GRADIENTS:
-        partitions = _partition(profile, dp) * (int(accumulates) + int(has_flushed))
+        partitions = _partition(profile, dp) * (int(accumulates) + int(has_reduced))
         bucket = buckets.reduce if begun else 0
-        copied = _copied(flushed, count, dp) if passage.own == passage.segment.trained_parameters else 0
-        return (("gradients", width * (partitions + own)), ("gradient buckets", width * (bucket + copied)))
+        meets = bool(profile.moments) or passage.own == passage.segment.trained_parameters
+        alone = copied = 0
+        for one in reductions:
+            if alone < one.elements > buckets.reduce:
+                alone = one.elements
+            if meets and not one.is_first:
+                copied = max(copied, _copied(one.elements, count, dp))
+        return (("gradients", width * (partitions + own + alone)), ("gradient buckets", width * (bucket + copied)))
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+    waiting = passage.own if passage.own < passage.segment.leaf_until else 0
+    kept, copies, gathered = own + waiting, 0, _gathered(profile, plan, buckets, passage)
+    for one in reductions:
+        alone = one.elements if one.elements > buckets.reduce else 0
+        held, copied = own + one.waiting + alone, buckets.copies * one.elements - alone
+        beside = _gathered(profile, plan, buckets, passage, in_leaf=True) if one.waiting else gathered
+        if held + copied + beside > kept + copies + gathered:
+            kept, copies, gathered = held, copied, beside
+    return (
+        ("gradients", width * (-(-profile.trained_parameters // dp) + kept)),
+        ("gradient buckets", width * (bucket + copies)),
+        ("gathered parameters", width * gathered),
+    )
+
+
+def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage, *, in_leaf: bool = False) -> int:
+    """Elements that stage 3 has gathered; `in_leaf`: while what waits of the part's leaf is reduced.
+
+    It gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each is
+    then copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But a layer that is
+    recomputed keeps all of its own, each until its gradient is made: the recomputation saves views of them
+    (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0). A single rank uses what it has (`NoGatherHandle` in
+    partition_parameters.py). A leaf is gathered until all of it has gone backward.
+    """
+    if plan.layout.dp == 1 and plan.offload is not Offload.PARAMETERS:
+        return 0
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
     at_once = segment.largest_parameter
     if recomputed and passage.backward:
         at_once += segment.parameters - max(passage.own, at_once)
+    leaf_ended = 0 < segment.leaf_until <= passage.own
     side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
+    if leaf_ended and not in_leaf:
+        side_by_side = 0
     gathered = min(profile.parameters, buckets.live) or max(min(segment.parameters, at_once), side_by_side)
-    if not recomputed:
-        gathered += _held_by_views(profile, passage)
-    if dp == 1 and plan.offload is not Offload.PARAMETERS:
-        gathered = 0
-    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
-    return (
-        ("gradients", width * (-(-profile.trained_parameters // dp) + own)),
-        ("gradient buckets", width * (bucket + (buckets.copies - int(flushed > buckets.reduce)) * flushed)),
-        ("gathered parameters", width * gathered),
-    )
+    return gathered if recomputed else gathered + _held_by_views(profile, passage, leaf_ended=leaf_ended)
 
 
-def _held_by_views(profile: ModelProfile, passage: Passage) -> int:
+def _held_by_views(profile: ModelProfile, passage: Passage, *, leaf_ended: bool) -> int:
     """Gathered weights that outlive their release, which gives the parameter other memory: a saved view has the old.
 
-    (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has gone backward.
+    (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has gone backward, or the
+    leaf in it.
     """
     before = sum(segment.count * segment.viewed for segment in profile.segments[: passage.place])
-    ended = passage.point is Point.END
+    ended = leaf_ended or passage.point is Point.END
     return before + passage.segment.viewed * (passage.segment.count - passage.position - ended)
 
 
@@ -165,8 +189,8 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     deepspeed/runtime/comm/coalesced_collectives.py).
     """
     width, dp = _width(plan), plan.layout.dp
-    at_once = max(profile.turns, default=profile.trained_parameters)
-    rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce).rest
+    at_once, leaves = max(profile.turns, default=profile.trained_parameters), plan.zero_stage is ZeroStage.PARAMETERS
+    rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
     if plan.zero_stage is ZeroStage.GRADIENTS:
         held = _partition(profile, dp) * (2 if plan.gradient_accumulation_steps > 1 else 1)
         copied = _copied(rest, at_once, dp)
@@ -184,18 +208,19 @@ def _copied(reduced: int, trained: int, dp: int) -> int:
     return min(reduced, -(-trained // dp)) if dp > 1 else 0
 
 
-def _flushed(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[int, bool]:
-    """Elements that are reduced while the part goes backward, and whether any were by then.
+def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[list[Reduction], bool]:
+    """What is reduced while the part goes backward, and whether anything was by then.
 
     That is when a gradient comes that the bucket has no room for. What a trace saw before it does not meet it; where
     the trace has nothing later of the part, what it saw last does.
     """
     if not passage.backward:
-        return 0, False
+        return [], False
     if profile.turns:  # a bucket for each, of whose parts the profile does not tell
         least = passage.done + passage.own > buckets.reduce
-        return min(buckets.reduce, passage.done) if least else 0, least
-    found, part = filling(profile, buckets.reduce), (passage.place, passage.position)
+        return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
+    found = filling(profile, buckets.reduce, leaves=plan.zero_stage is ZeroStage.PARAMETERS)
+    part = passage.place, passage.position
     own = passage.own if passage.segment.is_unit else passage.segment.trained_parameters
     if profile.moments and passage.segment.is_unit and own < _seen_last(profile, part, plan.activation_checkpointing):
         own -= 1

@@ -62,6 +62,8 @@ class Segment:
     tensors: tuple[int, ...] = ()  # elements of what is trained, as its gradients come; none: as if one tensor
     side_by_side: int = 0  # elements of the parameters of the largest module that has several
     viewed: int = 0  # elements of weights of which the forward pass saves views, not the parameters themselves
+    leaf: tuple[int, ...] = ()  # elements of what is trained of a module that ZeRO-3 takes as one, as it was registered
+    leaf_until: int = 0  # elements of the part's gradients by which those of the leaf have all been made
     last_parameter: int | None = None  # elements of what stands last in its module; None: of the first of `tensors`
     peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
 

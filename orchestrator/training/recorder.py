@@ -24,6 +24,13 @@ from orchestrator.training.timeline import Event, Phase, Place
 
 aten, prim = torch.ops.aten, torch.ops.prim
 NO_LAYER = -1
+# Modules that DeepSpeed's stage 3 gathers and reduces as one (DEFAULT_LEAF_MODULE_CLASSES in
+# deepspeed/runtime/zero/leaf_module_config.py, 0.19.8).
+LEAF_MODULES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
 
 
 def _group_norm_backward(
@@ -65,6 +72,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
         self._arrived: dict[int, Tensor] = {}  # in the order in which they had their first gradient
         self._home: dict[int, Place] = {}  # of a parameter
+        self._in_leaf = {
+            id(parameter): id(module)
+            for recipe in recipes
+            for module in recipe.module.modules()
+            if f"{type(module).__module__}.{type(module).__qualname__}" in LEAF_MODULES
+            for parameter in module.parameters()
+        }
         self._is_first_step = True
         self._live_bytes = self._resident_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -123,7 +137,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(parameter) in self._unread:
                 self._settle(parameter, 0)
         for key, arrived in self._arrived.items():
-            self._home[key].tensors += (arrived.numel(),)
+            home = self._home[key]
+            home.tensors += (arrived.numel(),)
+            if key in self._in_leaf:
+                home.leaf_until = sum(home.tensors)
+        leaves: Counter[int] = Counter()
+        for parameter in self._parameters:
+            if id(parameter) in self._in_leaf:
+                home, leaf = self._home[id(parameter)], self._in_leaf[id(parameter)]
+                leaves[leaf] += parameter.numel()
+                home.side_by_side = max(home.side_by_side, leaves[leaf])
+                home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
         self._arrived.clear()
         for (turn, passed), at in self._place_of.items():
             place = self.places[at]

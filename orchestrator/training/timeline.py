@@ -45,6 +45,8 @@ class Place:
     matmuls: tuple[tuple[int, int, int], ...] = ()
     tensors: tuple[int, ...] = ()
     viewed: int = 0
+    leaf: tuple[int, ...] = ()
+    leaf_until: int = 0
     side_by_side: int = 0
 
     def is_like(self, other: Place) -> bool:
@@ -163,6 +165,8 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 tensors=place.tensors if sum(place.tensors) == place.trained else (),
                 unit=place.is_layer and count == 1,
                 viewed=place.viewed,
+                leaf=place.leaf if sum(place.tensors) == place.trained else (),
+                leaf_until=place.leaf_until if sum(place.tensors) == place.trained else 0,
                 side_by_side=place.side_by_side,
             )
             for at, (place, count) in enumerate(found.segments)
@@ -281,18 +285,19 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
     """The moments that can be the worst, in order.
 
     At the start of a layer a sharding engine holds more than later, so that is one. Of all others nothing else that
-    happens to the same part, later than its forward pass, has as many bytes of both kinds and as many gradients.
+    happens to the same part, later than its forward pass, has as many bytes of both kinds and as many gradients, nor is
+    of a leaf in its backward pass, of which ZeRO-3 holds more then.
     """
     by_part: dict[object, list[TracedMoment]] = {}
     kept = []
     for stretch in reversed(found.stretches):  # the backward pass first
-        beaten = by_part.setdefault((_kind(stretch[0])[:-1], stretch[0].position), [])
         start, *others = stretch
-        is_layer = found.segments[start.segment][0].is_layer
-        moments = others if is_layer else [start, *others]
+        place, _ = found.segments[start.segment]
+        moments = others if place.is_layer else [start, *others]
         moments.sort(key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True)
-        worst = [start] if is_layer else []
+        worst = [start] if place.is_layer else []
         for moment in moments:
+            beaten = by_part.setdefault((*_kind(start)[:-1], start.position, moment.own < place.leaf_until), [])
             if not any(
                 one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in beaten
             ):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.memory.buckets import filling, largest_share
+from orchestrator.memory.buckets import Reduction, filling, largest_share
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 
@@ -44,7 +46,7 @@ def test_every_gradient_is_reduced_once_and_no_bucket_holds_more_than_it_can(
 ) -> None:
     profile = model(parts)
     found, largest = filling(profile, bucket), max(in_order(profile))
-    reduced = [elements for each in found.reduced.values() for _, elements in each]
+    reduced = [one.elements for each in found.reduced.values() for one in each]
     assert sum(reduced) + found.rest == profile.trained_parameters
     assert all(0 < elements <= max(bucket, largest) for elements in (*reduced, found.rest))
     assert bool(reduced) == (profile.trained_parameters > bucket and len(in_order(profile)) > 1)
@@ -58,6 +60,23 @@ def test_at_the_start_of_a_backward_pass_nothing_was_reduced(parts: list[tuple[i
     first = next(iter(found.reduced), None)
     if first is not None:
         assert found.has_begun(first, profile.segments[first[0]].trained_parameters)
+
+
+@given(MODELS)
+def test_only_one_reduction_of_a_backward_pass_is_the_first(parts: list[tuple[int, list[int]]]) -> None:
+    found = [one for each in filling(model(parts), 50).reduced.values() for one in each]
+    assert [one.is_first for one in found] == [number == 0 for number in range(len(found))]
+
+
+def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_were_registered() -> None:
+    layer = replace(model([(2, [3, 20, 30, 4, 5])]).segments[0], leaf=(4, 30, 20), leaf_until=57)
+    profile = replace(model([]), segments=(layer,))
+    assert filling(profile, 40, leaves=True).reduced == {
+        (0, 0): (Reduction(56, 37, waiting=20, is_first=True),),
+        (0, 1): (Reduction(56, 32, waiting=50), Reduction(56, 30, waiting=20)),
+    }
+    as_made = filling(profile, 40).reduced[0, 0]
+    assert [(one.own, one.waiting) for one in as_made] == [(23, 0)]
 
 
 @given(MODELS, st.integers(1, 9))

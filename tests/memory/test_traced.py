@@ -23,7 +23,7 @@ from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import peaks
-from tests.memory.models import DECODER, MODELS
+from tests.memory.models import DECODER, MODELS, WIDE
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
 NONE, SELECTIVE, FULL = ActivationCheckpointing
@@ -115,6 +115,36 @@ def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(name: str, tmp_path: Path) -> None:
     found = rows(name, LONE, tmp_path) + rows(name, PAIRS, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+EXPERTS = {
+    "mixtral": {**MODELS["mixtral"].hf, "hidden_size": 192, "intermediate_size": 160, "num_hidden_layers": 4},
+    "qwen2_moe": {
+        **WIDE,
+        "model_type": "qwen2_moe",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 192,
+    },
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_what_is_reduced_while_a_leaf_waits_is_known(name: str, tmp_path: Path) -> None:
+    model, tried = ModelSpec(hf=EXPERTS[name]), [plan(Engine.DEEPSPEED, 3, 2, micro, 1) for micro in (1, 3)]
+    (known,) = traced(model, (Precision.FP32, False)).values()
+    measured = peaks(model, SEQUENCE_LENGTH, tried, tmp_path)
+    found = [
+        Row(plan=each, predicted_bytes=estimate(known, each, DEVICE).allocated_bytes, measured_bytes=one)
+        for each, one in zip(tried, measured, strict=True)
+    ]
     assert bars_hold(found), table(found)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.model import TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.recorder import LEAF_MODULES
 from orchestrator.training.timeline import Event, Phase, Place, Steps, timeline
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import MIXED, job
@@ -29,7 +34,9 @@ def test_where_the_micro_batch_changes_what_is_done_a_line_joins_moments_of_the_
     assert lines == {0: (0, 0), 1: (0, 100), 3: (0, 50)}
 
 
-def test_a_trace_knows_the_weights_of_experts_whose_views_are_saved() -> None:
+@pytest.fixture(scope="module")
+def mixtures() -> tuple[ModelProfile, ModelProfile]:
+    """The trace of a mixture of experts, and its closed form."""
     request = Request(
         model=MIXED,
         training=TrainingSpec(),
@@ -40,5 +47,25 @@ def test_a_trace_knows_the_weights_of_experts_whose_views_are_saved() -> None:
     (traced,) = profiles(request)
     closed = profile_of(job(MIXED), precision=Precision.FP32, sequence_length=16)
     assert closed is not None
-    for name in ("viewed", "side_by_side"):
-        assert [getattr(each.segments[1], name) for each in (traced, closed)] == [3 * 6 * 192 * 128] * 2
+    return traced, closed
+
+
+def test_a_trace_knows_the_weights_of_experts_whose_views_are_saved(
+    mixtures: tuple[ModelProfile, ModelProfile],
+) -> None:
+    down, router = 6 * 192 * 128, 6 * 128
+    assert [each.segments[1].viewed for each in mixtures] == [3 * down] * 2
+    assert [each.segments[1].side_by_side for each in mixtures] == [3 * down + router] * 2
+
+
+def test_a_trace_knows_the_leaf_whose_gradients_wait_for_each_other(
+    mixtures: tuple[ModelProfile, ModelProfile],
+) -> None:
+    layer = mixtures[0].segments[1]
+    down, router = 6 * 192 * 128, 6 * 128
+    assert layer.leaf == (router, 2 * down, down)
+    assert layer.leaf_until == sum(layer.leaf)
+
+
+def test_leaves_are_what_deepspeed_takes_for_them() -> None:
+    assert set(LEAF_MODULES) == set(DEFAULT_LEAF_MODULE_CLASSES)
