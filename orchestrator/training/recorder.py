@@ -31,6 +31,9 @@ LEAF_MODULES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
+# Of rows, each with the matrix of its expert, of which torch's flop_registry (2.13.0) knows neither; the second is of
+# transformers (integrations/moe.py, 5.23), for types that the first does not take.
+GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def _group_norm_backward(
@@ -297,6 +300,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
             place.flops += flops / 2 if causal else flops
             self.attention = "memory-efficient" if kwargs.get("attn_mask") is not None else "flash"
+        elif op.name() in GROUPED_PRODUCTS:
+            rows, inner, columns = product = (*args[0].shape, args[1].shape[-1])
+            place.flops += 2 * rows * inner * columns
+            place.matmuls += (product,)
         elif packet in flop_registry:
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out)
             place.matmuls += _products(packet, args, out)

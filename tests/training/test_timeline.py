@@ -67,5 +67,11 @@ def test_a_trace_knows_the_leaf_whose_gradients_wait_for_each_other(
     assert layer.leaf_until == sum(layer.leaf)
 
 
+def test_experts_are_products_of_their_rows_as_in_closed_form(mixtures: tuple[ModelProfile, ModelProfile]) -> None:
+    traced, closed = (each.segments[1] for each in mixtures)
+    assert traced.forward_flops == closed.forward_flops
+    assert sorted(traced.matmuls) == sorted(closed.matmuls)
+
+
 def test_leaves_are_what_deepspeed_takes_for_them() -> None:
     assert set(LEAF_MODULES) == set(DEFAULT_LEAF_MODULE_CLASSES)
