@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from math import inf
 
+from orchestrator.scheduling.decide import crowded
+from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.elastic import in_time
 from orchestrator.scheduling.forecast import Expected, foreseen
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.state import Job, State
+
+HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which it is asked who could be stopped
 
 
 def late(state: State, ids: Iterable[str]) -> dict[str, str]:
     """Of those jobs the ones that are not expected to meet their deadlines, each with what is possible, for people.
 
     `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
-    more is submitted, and nothing fails, in what is foreseen.
+    more is submitted, and nothing fails, in what is foreseen. Nobody is late for whom one that runs can make way.
     """
     wanted = [job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None]
     told = foreseen(state) if wanted else {}
-    return {job.id: _in_words(state, job) for job in wanted if not _in_time(job, told.get(job.id))}
+    missed = [job for job in wanted if not _is_met(job, told.get(job.id))]
+    helped = _helped(Desk(state), told) if missed else set[str]()
+    return {job.id: _in_words(state, job) for job in missed if job.id not in helped}
 
 
 def _in_words(state: State, job: Job) -> str:
@@ -44,5 +53,18 @@ def _in_words(state: State, job: Job) -> str:
     return f"{said}; {at(before_all)} if its priority is {first}"
 
 
-def _in_time(job: Job, one: Expected | None) -> bool:
+def _helped(desk: Desk, told: Mapping[str, Expected]) -> set[str]:
+    """Ids of jobs for which others are stopped that would else miss their deadlines: each time another one."""
+    helped = set[str]()
+    late = (one for one in desk.in_order() if one[1] < inf and not _is_met(one[0].job, told.get(one[0].job.id)))
+    for waiting, by_s in islice(late, HELPED_MAX):
+        may_start = crowded(desk, waiting.job, Counter()) is None
+        move = in_time(desk, [(waiting, by_s)], desk.state.at_s) if may_start else None
+        if move is not None:
+            helped.add(waiting.job.id)
+            del desk.elastic[move.job.id]
+    return helped
+
+
+def _is_met(job: Job, one: Expected | None) -> bool:
     return one is not None and one.end_s <= (inf if job.deadline_s is None else job.deadline_s)

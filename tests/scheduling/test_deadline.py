@@ -10,9 +10,10 @@ from orchestrator.scheduling.step import step
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Event, State
+from orchestrator.specs.state import Event, JobStatus, State
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller
+from tests.scheduling.test_elastic import elastic
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
 
@@ -84,6 +85,19 @@ def test_what_will_be_late_is_said_with_what_is_possible() -> None:
         "cannot be done by Thu 01:40 UTC: earliest Thu 03:31 UTC with 2 GPUs; Thu 02:31 UTC with 2 GPUs if its "
         "priority is 1"
     )
+
+
+@pytest.mark.parametrize(("needs_s", "is_late"), [(6000.0, False), (7900.0, True)])
+def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_late: bool) -> None:
+    """Its one device is held by a job that can be away, once it has run for a while; or that would be late by it.
+
+    One job is stopped for one, not for two.
+    """
+    runs = elastic({1: needs_s}, by=str(deadline_at(8000.0)))
+    comes = due(2000.0, {1: 1200.0})
+    state = folded(seen(node(devices=1)), submitted(1, runs), *(submitted(n, comes, 20.0) for n in (2, 3)))
+    assert state.jobs["job-2"].status is JobStatus.QUEUED
+    assert [*late(state, ["job-2", "job-3"])] == (["job-2", "job-3"] if is_late else ["job-3"])
 
 
 def test_what_will_be_in_time_is_not_spoken_of() -> None:
