@@ -1,256 +1,63 @@
-"""An encoder-decoder of the T5 family as transformers has one, in closed form.
-
-Its attention adds a bias of positions that is learned, so its scores are whole: what a layer saves grows with the
-square of the sequence. Encoder and decoder see `sequence_length` tokens each (training/tokenised.py), and all logits
-exist at once. Every coefficient is a slope of live bytes over one of the sizes, operation by operation, in traced steps
-of 14 models (transformers 5.23, torch 2.13.0, 2026-11), which they meet to the byte; attention is the math kernel's.
-"""
+"""What every encoder-decoder has beside its layers, where one table serves both embeddings and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-from orchestrator.specs.model import ModelSpec
-from orchestrator.specs.plan import ActivationCheckpointing, Precision
-from orchestrator.specs.profile import BackwardPeak, ModelProfile, Segment, Source
-
-# What T5Config of transformers 5.23 says where config.json says nothing.
-DEFAULTS: Mapping[str, Any] = {
-    "vocab_size": 32128,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 2048,
-    "num_layers": 6,
-    "num_heads": 8,
-    "relative_attention_num_buckets": 32,
-    "dropout_rate": 0.1,
-    "feed_forward_proj": "relu",
-}
-# Other names that its configuration takes, where encoder and decoder get different numbers of layers.
-OTHER_NAMES = {"hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim"}
-GATED = {"relu": False, "gated-gelu": True}
+from orchestrator.specs.profile import BackwardPeak, Segment
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class T5Shape:
-    """Sizes of an encoder-decoder of the T5 family; one table serves both and the head."""
+def embedding(
+    name: str, tensors: tuple[int, ...], factored: int, *, table: int, saved_bytes: int, kept_bytes: int | None = None
+) -> Segment:
+    """What runs before the encoder, or between it and the decoder. The gradients of the table's uses meet there.
 
-    vocab_size: int
-    hidden: int
-    query: int  # heads times their width
-    heads: int
-    feed_forward: int
-    gated: bool
-    encoder_layers: int
-    decoder_layers: int
-    buckets: int  # of relative positions, each with a bias for every head
-
-    @property
-    def table(self) -> int:
-        return self.vocab_size * self.hidden
-
-    @property
-    def feed_forward_matrices(self) -> tuple[int, ...]:
-        return (self.hidden * self.feed_forward,) * (3 if self.gated else 2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bytes:
-    """Of one token: what the parts of a layer save, and what is live of it at its worst moments."""
-
-    stream: int  # of a hidden state that layers hand on
-    attention: int
-    feed_forward: int
-    activated: int  # of what a feed-forward part saves, between its products
-    selective_attention: int
-    selective_feed_forward: int
-    attended: int  # live when the gradients of the scores are made
-    recomputed: int  # live when the scores are computed again
-    passed: int  # live when all but the first norm of the layer has gone backward
-
-
-def t5_shape(model: ModelSpec, config: Mapping[str, Any]) -> T5Shape | None:
-    """What the closed form has to know of a configuration; None where it does not hold: without dropout, whose masks
-    it counts and under which cross attention takes another kernel, with another activation, or with adapters."""
-    if config.get("model_type") != "t5" or model.lora is not None or OTHER_NAMES & config.keys():
-        return None
-    said = {**DEFAULTS, **config}
-    said["num_decoder_layers"] = said.get("num_decoder_layers") or said["num_layers"]
-    sizes = [name for name in (*DEFAULTS, "num_decoder_layers") if name not in ("dropout_rate", "feed_forward_proj")]
-    if any(not isinstance(said[name], int) for name in sizes) or not said["dropout_rate"]:
-        return None
-    if said["feed_forward_proj"] not in GATED:
-        return None
-    return T5Shape(
-        vocab_size=said["vocab_size"],
-        hidden=said["d_model"],
-        query=said["num_heads"] * said["d_kv"],
-        heads=said["num_heads"],
-        feed_forward=said["d_ff"],
-        gated=GATED[said["feed_forward_proj"]],
-        encoder_layers=said["num_layers"],
-        decoder_layers=said["num_decoder_layers"],
-        buckets=said["relative_attention_num_buckets"],
-    )
-
-
-def t5_profile(
-    shape: T5Shape, family: str, precision: Precision, sequence_length: int, *, autocast: bool, cuda: bool
-) -> ModelProfile:
-    """The closed form, per sample of `sequence_length` tokens in and as many out.
-
-    `cuda`: whether autocast does as it does there, where the powers of a gate's GELU are fp32.
+    `saved_bytes`: per sample; `kept_bytes`: the same where layers are recomputed, if it is another.
     """
-    low = precision is not Precision.FP32
-    bytes_of = _bytes_of(shape, sequence_length, precision, autocast=autocast, cuda=cuda)
-    encoder, decoder = (
-        _layers(shape, bytes_of, sequence_length, low=low, autocast=autocast, decoder=decoder)
-        for decoder in (False, True)
-    )
-    first, between, last = _ends(shape, sequence_length, low=low, autocast=autocast)
-    return ModelProfile(
-        family=family,
-        precision=precision,
-        source=Source.CLOSED_FORM,
-        segments=(first, encoder, between, decoder, last),
-        updated_before_largest=_updated_before_largest(shape),
-    )
-
-
-def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, autocast: bool, cuda: bool) -> _Bytes:
-    """A part keeps its input, that normed, and what the norm returns, which every product casts for itself under
-    autocast; the mask of its output's dropout, and in fp16 its sum, which is clamped; of an attention queries, keys,
-    values, the softmax of scores, the mask of its dropout and what that returns; of a feed-forward part what its
-    activation saves."""
-    h, q, f, scores, gated = shape.hidden, shape.query, shape.feed_forward, shape.heads * sequence_length, shape.gated
-    if precision is Precision.FP32:
-        activated = (32 if gated else 12) * f
-        return _Bytes(
-            stream=4 * h,
-            attention=16 * h + 16 * q + 12 * scores + 4,
-            feed_forward=16 * h + activated + 4,
-            activated=activated,
-            selective_attention=4 * h + 16 * q + 4 * scores,
-            selective_feed_forward=8 * h + (8 if gated else 4) * f,
-            attended=12 * h + 20 * q + 16 * scores + 4,
-            recomputed=12 * h + 32 * q + 16 * scores + 4,
-            passed=20 * h + 4 * q,
-        )
-    activated = ((26 if cuda and autocast else 16) if gated else 6) * f
-    stream = 4 * h if autocast else 2 * h
-    clamped = 2 * h if precision is Precision.FP16 and not autocast else 0
-    return _Bytes(
-        stream=stream,
-        attention=(16 if autocast else 12) * h + clamped + 14 * q + 12 * scores + 4,
-        feed_forward=(14 if autocast and gated else 12) * h + clamped + activated + 4,
-        activated=activated,
-        selective_attention=2 * h + 10 * q + 4 * scores,
-        selective_feed_forward=2 * h + stream + (4 if gated else 2) * f,
-        attended=(14 if autocast else 10) * h + 20 * q + 16 * scores + 4,
-        recomputed=(20 if autocast else 10) * h + 40 * q + (20 if autocast else 16) * scores + 4,
-        passed=(12 if autocast else 20) * h,
-    )
-
-
-def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, decoder: bool) -> Segment:
-    """The layers of one side. One of the decoder attends twice, and its gradient comes with that of what the encoder
-    returned. Beside them wait the gradient of the table, from the head on, and those of the biases of positions."""
-    h, q, f, width = shape.hidden, shape.query, shape.feed_forward, 2 if low else 4
-    attentions = 2 if decoder else 1
-    matrices, projections = shape.feed_forward_matrices, (h * q,) * 4
-    all_matrices, largest = sum(matrices) + attentions * sum(projections), matrices[0]
-    saved = of.feed_forward + attentions * of.attention
-    others = (attentions - 1) * of.attention  # saved by the attention that goes backward last
-    again = others + of.recomputed - saved
-
-    def peak(made: int, transient: int, *, fresh: int = 0, mode: ActivationCheckpointing | None = None) -> BackwardPeak:
-        own = made // 2 if autocast else made  # a weight's copy goes when its gradient has come
-        return BackwardPeak(own + fresh, fresh, s * (attentions * of.stream + transient), mode)
-
-    second = 6 if autocast else width if shape.gated else 2 * width
-    peaks = [
-        peak(0, width * f - (2 * h if autocast else 0), fresh=largest),
-        peak(largest, -second * f, fresh=largest),
-        peak(sum(matrices), (8 if low else 4) * h - of.activated),
-        peak(sum(matrices) + h * q, others + of.attended - saved),
-        peak(all_matrices - h * q, of.passed - saved, fresh=h * q),
-        peak(0, again, mode=ActivationCheckpointing.FULL),
-        peak(0, again + width * (2 * h + f), mode=ActivationCheckpointing.SELECTIVE),
-    ]
-    if autocast:
-        peaks.insert(1, peak(largest, 4 * f - 2 * h))
-    attending = ((s, h, q), (s, h, q), (s, h, q), (s, q, h))
+    kept = saved_bytes if kept_bytes is None else kept_bytes
     return Segment(
-        name="decoder" if decoder else "encoder",
-        count=shape.decoder_layers if decoder else shape.encoder_layers,
-        unit=True,
-        parameters=all_matrices + (1 + attentions) * h,
-        saved_bytes=s * saved,
-        checkpointed_bytes=s * of.stream,
-        selective_bytes=s * (of.selective_feed_forward + attentions * of.selective_attention),
+        name=name,
+        count=1,
+        parameters=sum(tensors),
+        saved_bytes=saved_bytes,
+        checkpointed_bytes=kept,
+        selective_bytes=kept,
         transient_bytes=0,
-        forward_flops=2.0 * s * all_matrices + attentions * 4.0 * s * s * q,
-        cast_bytes=2 * all_matrices if autocast else 0,
-        largest_parameter=max(largest, h * q),
-        summed_gradients=shape.table + 2 * attentions * shape.heads * s * s,
-        factored=len(matrices) * (h + f) + attentions * 4 * (h + q) + (1 + attentions) * h,
-        tensors=(*matrices, h, *((*projections, h) * attentions)),
-        matmuls=(*(attending * attentions), *(((s, h, f),) * (len(matrices) - 1)), (s, f, h)),
-        peaks=tuple(peaks),
+        forward_flops=0.0,
+        largest_parameter=max(tensors),
+        summed_gradients=3 * table,  # of head and embeddings, and their sum
+        factored=factored,
+        tensors=tensors,
+        peaks=(BackwardPeak(0, 0, 0),),
     )
 
 
-def _ends(shape: T5Shape, s: int, *, low: bool, autocast: bool) -> tuple[Segment, Segment, Segment]:
-    """Embedding of the input; what is between encoder and decoder; the last norm, the head and the loss.
+def head(
+    norms: tuple[int, ...],
+    *,
+    logits: tuple[int, int, int],
+    saved_bytes: int,
+    forward_bytes: int,
+    weight_made_bytes: int,
+    casts: bool,
+) -> Segment:
+    """Head and loss, whose logits are whole: kept once in fp32, and their gradients 8 bytes each for a moment.
 
-    The gradients of the table's three uses meet at either embedding. The biases of positions, which are parameters of
-    the first layers, count here. Decoder layers share what the encoder returned; under autocast they keep casts of it.
+    `logits`: rows per sample, hidden size, vocabulary. Per sample and above what is saved: `forward_bytes` of the
+    forward pass, `weight_made_bytes` when the table has its first gradient, which waits for that of its other uses.
     """
-    h, v, table, biases = shape.hidden, shape.vocab_size, shape.table, shape.buckets * shape.heads
-    stream, widened = (2 * h, 4 * h) if low and not autocast else (4 * h, 0)
-    passed = s * (5 * stream + widened + 12)
-    lost = s * (4 * stream - (2 * h if autocast else 0) + widened + 4 * v + 4)
-
-    def part(name: str, saved: int, tensors: tuple[int, ...], summed: int, factored: int, kept: int = 0) -> Segment:
-        return Segment(
-            name=name,
-            count=1,
-            parameters=sum(tensors),
-            saved_bytes=saved,
-            checkpointed_bytes=kept or saved,
-            selective_bytes=kept or saved,
-            transient_bytes=0,
-            forward_flops=0.0,
-            largest_parameter=max(tensors),
-            summed_gradients=summed,
-            factored=factored,
-            tensors=tensors,
-            peaks=(BackwardPeak(0, 0, 0),),
-        )
-
-    positions = shape.buckets + shape.heads
-    first = part("embedding", s * (stream + s + 16), (biases, table), 3 * table, v + h + positions)
-    bare = passed - (s * stream if autocast else 0)
-    between = part("between encoder and decoder", bare, (biases, h), 3 * table, h + positions, kept=passed)
-    weight_made = s * (stream - (2 * v if low else 0)) if not autocast else s * (2 * h - 4 * v)
-    return (
-        first,
-        between,
-        replace(
-            part("head", lost, (h,), 0, h),
-            transient_bytes=(12 if low else 8) * s * v,  # twice what is made of the logits in the forward pass
-            forward_flops=2.0 * s * table,
-            cast_bytes=2 * table if autocast else 0,
-            matmuls=((s, h, v),),
-            peaks=(BackwardPeak(0, 0, 8 * s * v), BackwardPeak(table, table, weight_made)),
-        ),
+    rows, hidden, vocabulary = logits
+    table = hidden * vocabulary
+    return Segment(
+        name="head",
+        count=1,
+        parameters=sum(norms),
+        saved_bytes=saved_bytes,
+        checkpointed_bytes=saved_bytes,
+        selective_bytes=saved_bytes,
+        transient_bytes=2 * forward_bytes,  # of which half is there in the forward pass
+        forward_flops=2.0 * rows * table,
+        cast_bytes=2 * table if casts else 0,
+        factored=sum(norms),
+        tensors=norms,
+        matmuls=(logits,),
+        peaks=(BackwardPeak(0, 0, 8 * rows * vocabulary), BackwardPeak(table, table, weight_made_bytes)),
     )
-
-
-def _updated_before_largest(shape: T5Shape) -> int:
-    """See ModelProfile: the table goes first, then a query's projection; matrices of a feed-forward part in a row."""
-    table, wide, narrow = shape.table, shape.feed_forward_matrices[0], shape.hidden * shape.query
-    in_turn = (2 * table, table + 2 * narrow, 3 * narrow, narrow + 2 * wide, 3 * wide, wide + 2 * narrow)
-    return max(in_turn) - 2 * max(table, wide, narrow)

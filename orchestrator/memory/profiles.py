@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from orchestrator.memory.encoder_decoders import t5_profile, t5_shape
+from orchestrator.memory.bart import bart_profile, bart_shape
 from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, config_of, decoder_shape
+from orchestrator.memory.t5 import t5_profile, t5_shape
 from orchestrator.specs.job import DeclaredProfile, JobSpec
-from orchestrator.specs.model import DecoderSpec
+from orchestrator.specs.model import DecoderSpec, ModelSpec
 from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment, Source, TracedProfile
 
@@ -59,12 +60,25 @@ def profile_of(
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
             theirs = as_transformers(ours, model, shape, length, autocast=autocast)
             return with_all_logits(theirs, shape.vocab_size, length) if spec.is_script else theirs
-        t5 = t5_shape(model, config_of(model))
-        if t5 is not None and tensor_parallel == 1 and not spec.training.freeze:
-            return t5_profile(t5, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
+        if tensor_parallel == 1 and not spec.training.freeze:
+            known = _encoder_decoder(model, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
+            if known is not None:
+                return known
     if tensor_parallel > 1:
         return None
     return _traced(spec.traced, precision, length, autocast, cuda)
+
+
+def _encoder_decoder(
+    model: ModelSpec, family: str, precision: Precision, sequence_length: int, *, autocast: bool, cuda: bool
+) -> ModelProfile | None:
+    config = config_of(model)
+    t5, bart = t5_shape(model, config), bart_shape(model, config)
+    if t5 is not None:
+        return t5_profile(t5, family, precision, sequence_length, autocast=autocast, cuda=cuda)
+    if bart is not None:
+        return bart_profile(bart, family, precision, sequence_length, autocast=autocast)
+    return None
 
 
 def is_known(spec: JobSpec) -> bool:
