@@ -118,7 +118,12 @@ def in_time(desk: Desk, late: Sequence[tuple[Waiting, float]], at_s: float) -> M
 
 
 def _in_time(desk: Desk, one: _Moving, waiting: Waiting, by_s: float, at_s: float) -> Entry | None:
-    """The cheapest that the waiting job could run as in the place of the running one with both in time."""
+    """The cheapest that the waiting job could run as in the place of the running one with both in time.
+
+    Nothing where it says hours: it may wait for those, and whoever made way would start again, and be stopped again.
+    """
+    if waiting.job.spec.between is not None:
+        return None
     classes = one.job.spec.priority, waiting.job.spec.priority
     if classes[0] > classes[1] or (classes[0] == classes[1] and desk.state.policy is not None):
         return None

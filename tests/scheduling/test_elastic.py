@@ -191,6 +191,7 @@ def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own
         (elastic({1: 6000.0}, priority=1), hurried(2000.0, {1: 1200.0})),
         (elastic({1: 1000.0}), hurried(4000.0, {1: 1200.0})),
         (hurried(7000.0, {1: 6000.0}), elastic({1: 10.0})),
+        (elastic({1: 6000.0}), hurried(2000.0, {1: 1200.0}, between="03:00-04:00 UTC")),
     ],
     ids=[
         "it comes too late",
@@ -200,6 +201,7 @@ def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own
         "the other is of a higher class",
         "it has time enough",
         "it has no deadline",
+        "it waits for its hours",
     ],
 )
 def test_nobody_makes_way_for_a_deadline_where_that_does_not_help(running: JobSpec, comes: JobSpec) -> None:
