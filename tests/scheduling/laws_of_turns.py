@@ -16,7 +16,10 @@ from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
 
 def _order(t: Transition) -> Iterator[str]:
-    """The higher priority starts first, and nobody past an equal job that was ahead and could start as well."""
+    """The higher priority starts first, and nobody past an equal job that was ahead and could start as well.
+
+    But who waits for devices of another kind, which are worth that by their speed, lets others have these.
+    """
     launches = list(of(Launch, t.actions))
     places = [-launch.job.spec.priority for launch in launches]
     if (t.after.policy is None or not t.after.policy.has_quotas) and places != sorted(places):
@@ -27,8 +30,16 @@ def _order(t: Transition) -> Iterator[str]:
             ahead = turn(other) < turn(launch.job) and not is_own and not _is_overdue(t, launch)
             ready = other.status is JobStatus.QUEUED and other.not_before_s <= t.after.at_s and not other.waits_for
             fresh = not other.attempts and launch.attempt.number == 1
-            if ahead and ready and fresh and _shape(other) == _shape(launch.job):
+            by_choice = _prefers_another_kind(t, other, launch)
+            if ahead and ready and fresh and _shape(other) == _shape(launch.job) and not by_choice:
                 yield f"{launch.job.id} starts before {other.id}, which is equal and ahead"
+
+
+def _prefers_another_kind(t: Transition, other: Job, launch: Launch) -> bool:
+    """Whether a job that waits is promised devices of another kind than the launched one has."""
+    kinds = {node.name: node.device.name for node in t.after.nodes}
+    promised = [one.placement[0].node for one in t.after.reservations if one.job_id == other.id]
+    return any(kinds.get(node) != launch.attempt.device for node in promised)
 
 
 def _within_guarantees(t: Transition) -> list[bool]:

@@ -24,6 +24,8 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.state import JobStatus, Launch, Record, State, Submitted
+from tests.scheduling import world
+from tests.scheduling.test_queue import played, seen, submitted
 
 GIB = 2**30
 MIXED = """
@@ -178,3 +180,14 @@ def tried(spec: JobSpec, group: Group) -> tuple[str, float] | None:
 def _needed(spec: JobSpec, group: Group, plan: Plan) -> int:
     found = estimate(profile_for(spec, group.hardware, plan), plan, group.hardware.device)
     return calibration.needed_bytes(plan, found, UNMEASURED)
+
+
+def test_whoever_waits_for_a_faster_device_lets_its_equal_begin_on_a_slower_one() -> None:
+    fast = world.device("fast", "2GiB", "cuda")
+    slower = {"name": "slow", "memory_bandwidth": 6_500_000_000, "bf16_tflops": 65.0, "fp32_tflops": 32.5}
+    slow = fast.model_copy(update=slower)
+    nodes = idle_nodes(world.cluster(("fast", 1, 1, fast), ("slow", 1, 1, slow)))
+    first, equal = (world.decoder("lm", gpus=1, training={"max_steps": steps}) for steps in (100, 200))
+    state, launches = played(seen(*nodes), submitted(1, first), *(submitted(number, equal) for number in (2, 3)))
+    assert {job: attempt.placement[0].node for job, attempt in launches.items()} == {"job-1": "fast", "job-3": "slow"}
+    assert [(one.job_id, one.placement[0].node) for one in state.reservations] == [("job-2", "fast")]
