@@ -255,6 +255,14 @@ KNOWN: dict[str, Architecture] = {
     "phi-3-medium": _llama(40, 5120, 40, 10, 17920, 32064),  # microsoft/Phi-3-medium-4k-instruct
     "phi-4": _llama(40, 5120, 40, 10, 17920, 100352),  # microsoft/phi-4
     "phi-4-mini": _llama(32, 3072, 24, 8, 8192, 200064, tied=True),  # microsoft/Phi-4-mini-instruct
+    "gemma-3-4b": _llama(34, 2560, 8, 4, 10240, 262208, tied=True, head_dim=256),  # google/gemma-3-*-pt: text alone
+    "gemma-3-12b": _llama(48, 3840, 16, 8, 15360, 262208, tied=True, head_dim=256),
+    "gemma-3-27b": _llama(62, 5376, 32, 16, 21504, 262208, tied=True, head_dim=128),
+    "stablelm-3b-4e1t": _llama(32, 2560, 32, 32, 6912, 50304),  # stabilityai/stablelm-3b-4e1t
+    "stablelm-alpha-3b": _gpt(16, 4096, 32, 50688, tied=False),  # stabilityai/stablelm-base-alpha-*
+    "stablelm-alpha-7b": _gpt(16, 6144, 48, 50432, tied=False),
+    "redpajama-incite-3b": _gpt(32, 2560, 32, 50432, tied=False),  # togethercomputer/RedPajama-INCITE-*
+    "redpajama-incite-7b": _gpt(32, 4096, 32, 50432, tied=False),
     "phi-1.5": _gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1_5
     "phi-2": _gpt(32, 2560, 32, 51200, tied=False),  # microsoft/phi-2
     "falcon-7b": _gpt(32, 4544, 71, 65024, kv_heads=1),  # tiiuae/falcon-7b
@@ -329,11 +337,18 @@ _DECORATION = re.compile(
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),
     (re.compile(r"[\s_]+"), "-"),
-    (re.compile(r"^(llama|qwen|gemma|gpt)(\d)"), r"\1-\2"),
+    (re.compile(r"(?:-(?:gptq|awq|bnb|int[48]|[48]-?bit|deduped|1m|mt))+$"), ""),  # how it was stored or filtered
+    (re.compile(r"^(llama|qwen|gemma|gpt|phi|glm)(\d)"), r"\1-\2"),
+    (re.compile(r"^llama-1-"), "llama-"),
+    (re.compile(r"^llama-33b"), "llama-30b"),
+    (re.compile(r"^gpt-?2-(?:small|124m)$"), "gpt2"),
+    (re.compile(r"^gpt-?2-(?:xl-)?1\.5b$"), "gpt2-xl"),
+    (re.compile(r"^tiny-?llama.*$"), "tinyllama-1.1b"),
     (re.compile(r"^qwen-(1\.5|1half|2|2\.5|3)-"), r"qwen\1-"),
     (re.compile(r"^qwen1half"), "qwen1.5"),
     (re.compile(r"^gpt-2"), "gpt2"),
-    (re.compile(r"^bloom-(\d)\.(\d)b"), r"bloom-\1b\2"),
+    (re.compile(r"^bloomz?-(\d)\.(\d)b"), r"bloom-\1b\2"),
+    (re.compile(r"^bloomz-(\d)"), r"bloom-\1"),
     (re.compile(r"^(?:bloom-176b|bloomz)$"), "bloom"),
     (re.compile(r"(?:-v\d|-\d+k)+-*$"), ""),  # the release, or the length it was stretched to
     (re.compile(r"^(qwen2(?:\.5)?)-(?:coder|math)-"), r"\1-"),

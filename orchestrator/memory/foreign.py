@@ -76,6 +76,9 @@ class Training:
     lora_rank: int = 0  # 0: all is trained
     lora_targets: tuple[str, ...] = ()  # () with a rank: all projections
     lora_fp32: bool = True
+    lora_dropout: bool = False
+    trains_ends: bool = False  # beside adapters, copies of embedding and head (peft: modules_to_save)
+    keeps_quantised_inputs: bool = False  # a product with a quantised matrix keeps its input
     base_bytes: float | None = None  # per element of the frozen matrices; None: as wide as the weights
     ends_fp32: bool = False  # the frozen embedding and head were cast up
     foreach: bool = False  # torch.optim's default on CUDA: one temporary of everything that is trained
@@ -89,6 +92,9 @@ class Training:
     offload_parameters: bool = False
     offload_activations: bool = False
     ends_apart: bool = False  # FSDP: embedding and head are units of their own
+    frozen_gradients: bool = False  # FSDP: adapters share units with frozen weights, whose gradients exist with theirs
+    unsynced: bool = False  # FSDP: gradients are whole until the last micro-batch of a step
+    alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     expandable_segments: bool = False
 
@@ -160,7 +166,18 @@ def ends_held(training: Training, *, first: bool = True, last: bool = True) -> H
             elements += shape.table // training.tp
     if not training.lora_rank:
         return Held(trained=elements, frozen_bytes=0)
-    return Held(trained=0, frozen_bytes=(4 if training.ends_fp32 else training.weight_bytes) * elements)
+    frozen_bytes = (4 if training.ends_fp32 else training.weight_bytes) * elements
+    if not training.trains_ends:
+        return Held(trained=0, frozen_bytes=frozen_bytes)
+    copies = training.weight_bytes * elements  # have the type of the weights, adapters perhaps a wider one
+    return Held(trained=copies // trained_width(training), frozen_bytes=frozen_bytes)
+
+
+def trained_width(training: Training) -> int:
+    """Bytes of an element of what is trained."""
+    if training.lora_rank and training.framework is not Framework.DEEPSPEED:
+        return 4 if training.lora_fp32 or not training.low_precision else 2
+    return training.weight_bytes
 
 
 def adapter_parameters(training: Training) -> int:
@@ -172,9 +189,11 @@ def adapter_parameters(training: Training) -> int:
     )
 
 
-def base_bytes_of(bits: int) -> float:
-    """Bytes per element of a frozen matrix: NF4 with double quantisation, or int8 with a scale per row."""
-    return NF4_BYTES if bits == 4 else 1.0
+def base_bytes_of(bits: int, *, double: bool = True) -> float:
+    """Bytes per element of a frozen matrix: int8 with a scale per row, or NF4, with fp32 scales of 64 if not double."""
+    if bits == 8:
+        return 1.0
+    return NF4_BYTES if double else 0.5 + 4 / 64
 
 
 # -------------------------------------------------------------------------------------------------------- activations
@@ -195,15 +214,40 @@ def saved_bytes(training: Training) -> int:
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole
-    if training.lora_rank and training.shape.gated:
-        per_token -= 2 * training.stream * shape.hidden  # a frozen norm does not keep what its weight multiplies
-        targets = len(training.lora_targets) or len(shape.projections)
-        per_token += training.width * training.lora_rank * targets
+    if training.lora_rank:
+        per_token += _adapted_bytes(training)
     if training.fused and shape.gated:
         # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
         per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
         per_token -= training.width * shape.ffn // cut
     return t * per_token + score_bytes(training)
+
+
+def _adapted_bytes(training: Training) -> int:
+    """Per token: what a layer keeps more, or less, than if all of it were trained (memory/hf_profiles.py, `_adapted`).
+
+    A frozen norm does not keep what its weight multiplies, nor a frozen projection its input. Adapters of one input
+    share it, but fp32 ones cast it, each for itself, and dropout makes a copy with a mask of one byte. Attention keeps
+    its own result.
+    """
+    shape, width = training.shape, training.width
+    adapted = {
+        name: size
+        for name, size in shape.projections.items()
+        if not training.lora_targets or name in training.lora_targets
+    }
+    kept = width * training.lora_rank * len(adapted)
+    if shape.gated:
+        kept -= 2 * training.stream * shape.hidden
+    alone = training.lora_fp32 or training.lora_dropout
+    for names in (("q", "k", "v"), ("up", "gate"), ("down",)):
+        inputs = shape.projections[names[0]][0]
+        shared = not alone and any(name in adapted for name in names)
+        kept -= 0 if shared or training.keeps_quantised_inputs else width * inputs
+    if alone:
+        each = width + (1 if training.lora_dropout else 0)
+        kept += each * sum(inputs for inputs, _ in adapted.values())
+    return kept
 
 
 def _gated_layer(training: Training, *, selective: bool = False) -> int:
@@ -271,10 +315,23 @@ def kept_bytes(training: Training) -> int:
     if training.checkpointing is ActivationCheckpointing.SELECTIVE:
         # products and attention are kept (memory/profiles.py); Megatron's recomputes the scores alone
         products = saved_bytes(training) - score_bytes(training)
+        if training.alternate_products:
+            return min(products, training.tokens * _alternate_bytes(training) // training.tp)
         if training.shape.gated and training.framework not in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
             products = min(products, training.tokens * _gated_layer(training, selective=True) // training.tp)
         return products
     return saved_bytes(training)
+
+
+def _alternate_bytes(training: Training) -> int:
+    """Per token: its input, what attention returns, and of the products every second, from the first on.
+
+    torchtitan/distributed/activation_checkpoint.py, `mm_count`; the products come in the order q, k, v, o, gate, up,
+    down.
+    """
+    shape = training.shape
+    products = shape.query + shape.key_value + shape.ffn + shape.hidden
+    return training.stream * shape.hidden + training.width * (products + shape.query) + 4 * shape.heads
 
 
 def working_bytes(training: Training) -> int:

@@ -23,6 +23,7 @@ from orchestrator.memory.foreign import (
     kept_bytes,
     layer_held,
     reserved_of,
+    trained_width,
     working_bytes,
 )
 from orchestrator.memory.moments import Causes
@@ -107,13 +108,6 @@ def state_bytes(training: Training) -> float:
     }[training.rule]
 
 
-def _trained_width(training: Training) -> int:
-    """Bytes of an element of what is trained."""
-    if training.lora_rank:
-        return 4 if training.lora_fp32 or not training.low_precision else 2
-    return training.weight_bytes
-
-
 # ----------------------------------------------------------------------------------------------------------- Megatron
 
 
@@ -136,7 +130,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     shards = training.dp if zero else 1
     states = (4 if training.masters else 0) + state_bytes(training)
     fixed: Causes = (
-        ("parameters", _trained_width(training) * trained + held.frozen_bytes),
+        ("parameters", trained_width(training) * trained + held.frozen_bytes),
         ("optimizer states", round(states * trained / shards)),
     )
     steps = training.gradient_accumulation_steps
@@ -147,7 +141,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
         waiting = round(in_flight * stage_bytes * (1 + (pp - 1) / (pp * training.virtual_stages)))
     else:
         waiting = in_flight * (stage_bytes + (boundary_bytes(training) if pp > 1 else 0))
-    width = _trained_width(training)
+    width = trained_width(training)
     copies = 0  # fp32 copies of gradients, which outlive the step
     if training.framework is Framework.MEGATRON:
         gradients, flat = (4 * trained, 0) if training.fp32_gradients else (width * trained, width * trained)
@@ -195,13 +189,15 @@ def _fsdp(training: Training) -> Iterator[Live]:
 
     Under `limit_all_gathers` two units are gathered at a time, in the type they compute in; the root stays. Gradients
     of one unit are whole when they are reduced; in fp32 where the policy reduces so. At stage 2 nothing is let go of
-    between forward and backward.
+    between forward and backward. A unit with anything to train has a gradient of all of it, and under `no_sync` all
+    gradients stay whole until they are reduced with those of the last micro-batch (torch/distributed/fsdp/
+    fully_sharded_data_parallel.py, on `use_orig_params` and `no_sync`).
     """
     shards = training.dp
     layer, ends = layer_held(training), ends_held(training)
     layers = training.shape.layers
     held = layer * layers + ends
-    width = _trained_width(training)
+    width = trained_width(training)
     device = 0 if training.offload_parameters else 1
     resident = device * -(-(width * held.trained + held.frozen_bytes) // shards)
     states = device * round(((4 if training.masters else 0) + state_bytes(training)) * held.trained / shards)
@@ -216,13 +212,18 @@ def _fsdp(training: Training) -> Iterator[Live]:
     beside, ended = (0, ends.trained // 2) if training.ends_apart else (root, ends.trained)
     fixed: Causes = (("parameters", resident), ("optimizer states", states))
     reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
-    shard_gradients = device * width * held.trained // shards
+    frozen_gradients = layer.frozen_bytes if training.frozen_gradients else 0
+    all_gradients = width * held.trained + layers * frozen_gradients
+    shard_gradients = device * all_gradients // shards
+    earlier = 0
+    if training.gradient_accumulation_steps > 1:
+        earlier = all_gradients if training.unsynced else shard_gradients
     kept = layers * kept_bytes(training)
     yield (
         "backward of head",
         (
             *fixed,
-            ("gradients", shard_gradients if training.gradient_accumulation_steps > 1 else 0),
+            ("gradients", earlier),
             ("gathered parameters", root + units),
             ("whole gradients", compute * ended),
             (KEPT, kept),
@@ -233,9 +234,9 @@ def _fsdp(training: Training) -> Iterator[Live]:
         "backward of last layer",
         (
             *fixed,
-            ("gradients", shard_gradients if training.gradient_accumulation_steps > 1 else 0),
+            ("gradients", earlier),
             ("gathered parameters", beside + units),
-            ("whole gradients", compute * ended + reduce * layer.trained + compute * layer.trained),
+            ("whole gradients", compute * ended + (reduce + compute) * layer.trained + 2 * frozen_gradients),
             (KEPT, kept),
             (WORKING, working_bytes(training)),
         ),
@@ -298,7 +299,7 @@ def _plain(training: Training) -> Iterator[Live]:
     layers = -(-training.shape.layers // devices)
     layer, ends = layer_held(training), ends_held(training, first=devices == 1)
     held = layer * layers + ends
-    width = _trained_width(training)
+    width = trained_width(training)
     trained = held.trained
     states = 0 if training.paged else round(((4 if training.masters else 0) + state_bytes(training)) * trained)
     buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)

@@ -16,7 +16,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
 COLUMNS = (
-    "id", "model", "arch", "gpu", "n_gpus", "framework", "dp_or_fsdp", "tp", "pp", "sharding", "micro_batch",
+    "id", "model", "arch", "gpu", "n_gpus", "framework", "dp_or_fsdp", "tp", "pp", "cp", "sharding", "micro_batch",
     "grad_accum", "global_batch", "seq_len", "precision", "act_ckpt", "optimizer", "peft", "offload",
     "compile_or_other", "note",
 )  # fmt: skip
@@ -28,7 +28,16 @@ CONVOLUTIONS = re.compile(
     r"vgg|resnet|xception|mobilenet|efficientnet|inception|convnext|r-cnn|deeplab|densenet|\br-50|\bunet|swin|vit-",
     re.I,
 )
-NOT_DECODERS = re.compile(r"\bt5|xlnet|albert|bart\b|whisper|wide-resnet", re.I)
+NOT_DECODERS = re.compile(
+    r"\bm?t5|\bt0_|\bmt0|xlnet|albert|deberta|electra|bart\b|whisper|wav2vec|mamba|rwkv|wide-resnet", re.I
+)
+# How public trainers work, where their rows do not say so: bitsandbytes kept what goes into a 4-bit product until
+# 0.43.3 (pull 1270 of 2024-07); Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is
+# told sync_each_batch; of dropout before adapters, the defaults of each.
+KEEPS_QUANTISED_INPUTS = re.compile(r"lit-?gpt|swift 2\.|fsdp_qlora|bitsandbytes 0\.(?:3\d|4[0-2])\b")
+UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
+DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
+PROJECTIONS = {"mlp": ("up", "gate", "down"), "c_attn": ("q", "k", "v"), "attention": ("q", "k", "v", "o")}
 LEAST_TOKENS = 256  # where a row leaves the length open: nobody fine-tunes on less
 
 
@@ -65,7 +74,7 @@ class _Reader:
         if row["model"].startswith("kernel:"):
             raise _no("a kernel by itself, not a training", row)
         if "conv net" in row["arch"] or CONVOLUTIONS.search(row["model"]):
-            raise _no("a convolutional net has no closed form: its activations need a trace of the model", row)
+            raise _no("a convolutional net or image model has no closed form: its activations need a trace", row)
         if "unpacked" in self.other:
             raise _no("samples are not packed and their lengths are not stated", row)
         framework = self.framework()
@@ -81,7 +90,8 @@ class _Reader:
             flash=self.flash(shape, framework),
             fused=self.fused(framework),
             is_old=self.is_old(framework),
-            expandable_segments="expandable" in self.said,
+            expandable_segments=re.search("expandable|titan", self.said) is not None,
+            alternate_products="titan" in self.said,
             stage=self.stage(),
             lengths_vary=row["seq_len"].startswith("max"),
             first_step=bool(re.search(r"after iteration 1\b", row["note"])),
@@ -98,11 +108,16 @@ class _Reader:
         if found is None and by_name is None:
             if NOT_DECODERS.search(row["model"]):
                 raise _no("no closed form for this kind of transformer", row)
-            raise _no("the architecture is neither described nor publicly known by this name", row)
+            raise _no(
+                "the architecture is neither described nor publicly known by this name: write it into the column "
+                'arch, like "L32 h4096 a32 kv8 ffn14336 V128256"',
+                row,
+            )
         if found is None:
             assert by_name is not None
             self.inferred.append(f"architecture of {row['model']} from its published configuration")
-            return by_name
+            apart = re.search("lit-?gpt", self.said) is not None  # litgpt/scripts/convert_hf_checkpoint.py copies it
+            return replace(by_name, tied=by_name.tied and not apart)
         shape, inferred = found
         self.inferred += inferred
         if by_name is not None:
@@ -178,18 +193,24 @@ class _Reader:
         row, other = self.row, self.row["compile_or_other"]
         tp = self._number("tp") or int((re.search(r"\bTP(\d+)", other) or [0, 1])[1])
         pp = self._number("pp") or int((re.search(r"\bPP(\d+)", other) or [0, 1])[1])
+        cp = self._number("cp", 1) or 1
         world = self._number("n_gpus", 1)
-        dp = self._number("dp_or_fsdp") or max(1, world // (tp * pp))
+        dp = self._number("dp_or_fsdp") or max(1, world // (tp * pp * cp))
+        staged = (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED, Framework.DEVICE_MAP)
+        if (tp * cp > 1 and training.framework is Framework.PLAIN) or (pp > 1 and training.framework not in staged):
+            raise _no(f"no model of tensor, pipeline or context parallelism under {row['framework']}", row)
         if training.framework is Framework.DEVICE_MAP:
             dp, tp, pp = 1, 1, world
         micro = training.micro_batch_size
         steps = self._number("grad_accum") or max(1, self._number("global_batch", micro * dp) // (micro * dp))
         return replace(
             training,
-            dp=dp,
+            dp=dp * cp,  # states are cut over both (megatron/core/parallel_state.py, torchtitan's dp_shard_cp)
+            sequence_length=-(-training.sequence_length // cp),
             tp=tp,
             pp=pp,
             gradient_accumulation_steps=steps,
+            unsynced=UNSYNCED.search(self.said) is not None,
             virtual_stages=int((re.search(r"\bVPP=(\d+)", other) or [0, 1])[1]),
             sequence_parallel=tp > 1
             and ("bridge" in self.said or re.search(r"\bsequence parallel|\bsp\b", self.said) is not None),
@@ -228,7 +249,7 @@ class _Reader:
 
     def checkpointing(self, framework: Framework) -> ActivationCheckpointing:
         said, other = self.row["act_ckpt"].lower(), self.other
-        if "gradient checkpointing=✘" in other or said.startswith(("false", "no", "✘", "none")):
+        if "gradient checkpointing=✘" in other or re.match(r"false|no|off|0|-|✘|✗", said):
             return ActivationCheckpointing.NONE
         if said.startswith("selective"):
             return ActivationCheckpointing.SELECTIVE
@@ -248,7 +269,7 @@ class _Reader:
     def flash(self, shape: Architecture, framework: Framework) -> bool:
         if "use flash attn=✘" in self.said:
             return False
-        if shape.flash is False:
+        if shape.flash is False or re.search(r"eager attention|(?:without|no) flash", self.said):
             return False
         if shape.flash or "fa2" in self.said or "flash" in self.said:
             return True
@@ -272,10 +293,10 @@ class _Reader:
             self.inferred.append(f"LoRA rank not stated: {chosen} taken, as the framework's default")
         else:
             chosen = int(rank[1])
-        everywhere = "all" in said or "fsdp_qlora" in self.said
+        everywhere = re.search(r"\ball\b", said) is not None or "fsdp_qlora" in self.said
         # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
         prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(
-            "torchtune|unsloth", self.said
+            "torchtune|unsloth|lit-?gpt", self.said
         )
         ends_fp32 = bool(quantised) and prepared and "gptq" not in said and "fsdp_qlora" not in self.said
         if ends_fp32:
@@ -283,11 +304,20 @@ class _Reader:
         return replace(
             training,
             lora_rank=chosen,
-            lora_targets=() if everywhere else ("q", "k", "v"),
-            lora_fp32="torchtune" not in self.said and "fsdp_qlora" not in self.said,
-            base_bytes=base_bytes_of(quantised) if quantised else None,
+            lora_targets=() if everywhere else self._targets() or ("q", "k", "v"),
+            lora_fp32=re.search("torchtune|fsdp_qlora|lit-?gpt", self.said) is None,
+            lora_dropout=DROPS_OUT.search(self.said) is not None,
+            trains_ends=re.search(r"modules_to_save|\(emb\)|embedding.*head", self.row["peft"]) is not None,
+            base_bytes=base_bytes_of(quantised, double="nf4" not in said or "dq" in said) if quantised else None,
+            keeps_quantised_inputs=quantised == 4 and KEEPS_QUANTISED_INPUTS.search(self.said) is not None,
+            frozen_gradients=training.framework is Framework.FSDP1 and re.search("lit-?gpt", self.said) is not None,
             ends_fp32=ends_fp32,
         )
+
+    def _targets(self) -> tuple[str, ...]:
+        """The projections that the row names; () where it names none."""
+        words = re.findall(r"\b(q|k|v|o|gate|up|down|mlp|c_attn|attention)(?:_proj)?\b", self.row["peft"].lower())
+        return tuple(dict.fromkeys(name for word in words for name in PROJECTIONS.get(word, (word,))))
 
     def _bits(self, said: str) -> int:
         if "int8" in said or "8bit base" in said:
@@ -301,13 +331,13 @@ class _Reader:
             row["precision"].lower(),
             (row["optimizer"] + " " + row["peft"] + " " + self.other).lower(),
         )
-        low = not precision.startswith(("fp32", "tf32"))
+        low = re.match(r"(?:fp|tf|float)?32", precision) is None
         if not precision:
             self.inferred.append("bf16: the precision is not stated")
         if precision.startswith("fp8"):
             self.inferred.append("counted as bf16: neither 8-bit copies of inputs nor of weights")
         megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
-        pure = ("pure" in precision and "amp" not in precision) or any(
+        pure = (re.search(r"\bpure\b|\btrue\b", precision) and "amp" not in precision) or any(
             name in self.said for name in ("torchtune", "swift", "fsdp_qlora", "llama-factory", "unsloth")
         )
         full = not training.lora_rank
@@ -368,5 +398,5 @@ class _Reader:
             return Loss.FUSED
         if "composer" in self.row["framework"].lower():
             return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
-        chunked = "torchtune default config" in self.said or re.search(r"chunk", self.other)
+        chunked = re.search("torchtune default config|lit-?gpt", self.said) or "chunk" in self.other
         return Loss.CHUNKED if chunked else Loss.PLAIN

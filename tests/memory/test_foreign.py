@@ -67,6 +67,7 @@ def by_cause(training: Training) -> Mapping[str, int]:
         ("starcoder2-3b", 3_030_371_328),
         ("smollm2-1.7b", 1_711_376_384),
         ("olmo-2-1b", 1_484_916_736),
+        ("stablelm-3b-4e1t", 2_795_443_200),
     ],
 )
 def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, parameters: int) -> None:
@@ -95,6 +96,14 @@ def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, 
         ("internlm/internlm2_5-7b-chat", "internlm2.5-7b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
         ("llama_2_7b", "llama-2-7b"),
+        ("Qwen-7B-Chat-Int4", "qwen-7b"),
+        ("TheBloke/Llama-2-7B-GPTQ", "llama-2-7b"),
+        ("unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit", "llama-3.1-8b"),
+        ("bigscience/bloomz-7b1", "bloom-7b1"),
+        ("LLaMA-33B", "llama-30b"),
+        ("tiny-llama", "tinyllama-1.1b"),
+        ("Phi3-mini", "phi-3-mini"),
+        ("stablelm-base-alpha-3b", "stablelm-alpha-3b"),
     ],
 )
 def test_a_model_is_known_by_every_usual_spelling(written: str, name: str) -> None:
@@ -146,11 +155,43 @@ def test_a_row_says_adapters_over_a_quantised_base() -> None:
         ({"seq_len": "wikitext, length not confirmed"}, "length of the samples"),
         ({"seq_len": "512x1024 Cityscapes"}, "images"),
         ({"model": "kernel:cross_entropy"}, "kernel"),
+        ({"model": "ViT-H"}, "image model"),
+        ({"model": "bigscience/T0_3B"}, "no closed form"),
+        ({"model": "Frobnicator 9B"}, "write it into the column arch"),
+        ({"framework": "nanotron", "tp": "4"}, "no model of tensor"),
+        ({"framework": "torchtitan", "n_gpus": "8", "pp": "4"}, "no model of tensor, pipeline"),
     ],
 )
 def test_a_row_that_cannot_be_described_says_why(columns: dict[str, str], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         described_row(ROW | columns)
+
+
+@pytest.mark.parametrize(
+    ("peft", "targets"),
+    [
+        ("LoRA r8 q_proj v_proj", ("q", "v")),
+        ("LoRA r8 (c_attn)", ("q", "k", "v")),
+        ("LoRA r8 all linear", ()),
+        ("LoRA r8", ("q", "k", "v")),
+    ],
+)
+def test_a_row_says_which_projections_are_adapted(peft: str, targets: tuple[str, ...]) -> None:
+    assert read(peft=peft).lora_targets == targets
+
+
+@pytest.mark.parametrize(
+    ("precision", "low", "wide"), [("bf16-true", True, False), ("bf16-mixed", True, True), ("32-true", False, False)]
+)
+def test_a_row_says_whether_weights_stay_wide(precision: str, low: bool, wide: bool) -> None:
+    training = read(peft="Full", precision=precision)
+    assert (training.low_precision, training.autocasts) == (low, wide)
+
+
+def test_context_parallel_ranks_share_the_samples_and_the_states() -> None:
+    whole = read(peft="Full", framework="torchtitan", n_gpus="8", sharding="FULL_SHARD")
+    cut = read(peft="Full", framework="torchtitan", n_gpus="8", sharding="FULL_SHARD", cp="4")
+    assert (cut.sequence_length, cut.dp) == (whole.sequence_length // 4, whole.dp)
 
 
 def test_what_a_row_leaves_open_makes_a_lower_bound() -> None:
@@ -209,6 +250,51 @@ def test_an_ungated_layer_saves_what_korthikanti_counts() -> None:
     assert saved_bytes(replace(MEGATRON, flash=True)) == 34 * t * h  # arXiv:2205.05198, section 4.1
     scores = 5 * MEGATRON.shape.heads * MEGATRON.sequence_length * t
     assert saved_bytes(replace(MEGATRON, flash=False)) == 34 * t * h + scores
+
+
+ADAPTED = replace(PLAIN, lora_rank=8, lora_fp32=False)
+
+
+def test_a_frozen_projection_does_not_keep_its_input() -> None:
+    attention = saved_bytes(replace(ADAPTED, lora_targets=("q", "k", "v")))
+    shape = ADAPTED.shape
+    between = 2 * 8 * 4  # rank x (o, up, gate, down)
+    assert saved_bytes(ADAPTED) - attention == ADAPTED.tokens * (2 * shape.hidden + 2 * shape.ffn + between)
+    old = replace(ADAPTED, lora_targets=("q", "k", "v"), keeps_quantised_inputs=True)
+    assert saved_bytes(old) - attention == ADAPTED.tokens * (2 * shape.hidden + 2 * shape.ffn)
+
+
+def test_dropout_before_adapters_keeps_a_copy_for_each_and_its_mask() -> None:
+    shape, three = ADAPTED.shape, replace(ADAPTED, lora_targets=("q", "k", "v"))
+    dropped = saved_bytes(replace(three, lora_dropout=True)) - saved_bytes(three)
+    assert dropped == ADAPTED.tokens * (3 * 3 - 2) * shape.hidden
+
+
+def test_training_the_ends_beside_adapters_keeps_the_frozen_ones_too() -> None:
+    alone, beside = by_cause(ADAPTED), by_cause(replace(ADAPTED, trains_ends=True))
+    ends = 2 * ADAPTED.shape.table + ADAPTED.shape.hidden
+    assert beside["parameters"] - alone["parameters"] == 2 * ends
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole_on_every_rank(ranks: int) -> None:
+    row = {"framework": "LitGPT", "sharding": "FULL_SHARD", "n_gpus": str(ranks), "peft": "LoRA r8 q v"}
+    waiting = read(**row, precision="bf16-true", grad_accum="4")
+    frozen = layer_held(waiting).frozen_bytes * waiting.shape.layers
+    assert by_cause(waiting)["gradients"] > frozen  # of the frozen weights too, as they share units with adapters
+    assert by_cause(read(**row, precision="bf16-true", grad_accum="1")).get("gradients", 0) < frozen
+
+
+def test_every_second_product_is_less_than_all_and_more_than_none() -> None:
+    kept = [
+        kept_bytes(read(framework="torchtitan", n_gpus="8", peft="Full", act_ckpt=said))
+        for said in ("full", "selective op", "none")
+    ]
+    assert kept == sorted(set(kept))
+    all_products = replace(
+        read(framework="torchtitan", n_gpus="8", peft="Full", act_ckpt="selective op"), alternate_products=False
+    )
+    assert kept[1] < kept_bytes(all_products)
 
 
 def test_full_sharding_cuts_all_states() -> None:
