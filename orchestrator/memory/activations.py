@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from orchestrator.memory.moments import FP32_BYTES, NOTHING, Passage, Point, Rank, passages
+from orchestrator.memory.moments import FORWARDED, FP32_BYTES, NOTHING, Passage, Point, Rank, passages
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
@@ -21,6 +21,10 @@ class Activations(NamedTuple):
     def bytes_of(self, micro_batch_size: int) -> int:
         line_bytes = self.per_sample_bytes * micro_batch_size + self.fixed_bytes
         return line_bytes if self.chunks is None else line_bytes + self.chunks.peak_bytes(micro_batch_size)
+
+    def beside(self, counted_bytes: int) -> Activations:
+        """These and so many bytes more at any micro-batch."""
+        return Activations(self.per_sample_bytes, self.fixed_bytes + counted_bytes, self.chunks)
 
 
 NONE = Activations(0)
@@ -44,6 +48,22 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
         for each in alone[:NOTHING]
     )
     return (*beside, alone[NOTHING])
+
+
+def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
+    """The rank's passages where most is live of large micro-batches under some checkpointing, or a loss in chunks."""
+    return _highest_places(rank.stage, rank.has_loss, not rank.neighbours, casts)
+
+
+@lru_cache(maxsize=8192)
+def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool) -> frozenset[int]:
+    """Those of one micro-batch: the others in flight add as much to all."""
+    found = set()
+    for mode in ActivationCheckpointing:
+        passing = _of_one_micro_batch(stage, has_loss, gathers, mode, casts)[:FORWARDED]
+        found.add(max(range(len(passing)), key=lambda at: passing[at].per_sample_bytes))
+        found.update(at for at, live in enumerate(passing) if live.chunks is not None)
+    return frozenset(found)
 
 
 @lru_cache(maxsize=8192)

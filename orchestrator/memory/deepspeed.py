@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +31,7 @@ CUDA_BUCKETS = Buckets(
 )
 
 
-def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
+def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> list[Moment]:
     """Moments of a rank under the plan's ZeRO stage.
 
     Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11): flat
@@ -51,10 +52,10 @@ def moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         ("optimizer states", on_device * state_bytes(profile, plan, 1 if stage is ZeroStage.NONE else dp)),
         ("workspace", profile.workspace_bytes),
     )
-    found = [
-        Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at)
-        for at, passage in enumerate(rank.passages)
-    ]
+    found = []
+    for at in places:
+        passage = rank.passages[at]
+        found.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at))
     found.append(_build(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
         found.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))

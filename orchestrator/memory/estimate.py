@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
 from orchestrator.memory import deepspeed, torch_engines
-from orchestrator.memory.activations import activations
+from orchestrator.memory.activations import Activations, activations, highest_places
 from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank
 from orchestrator.memory.pipeline import fills, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, ParallelLayout, Plan, Sharding, ZeroStage
-from orchestrator.specs.profile import LossChunks, MemoryEstimate, ModelProfile, MomentBytes
+from orchestrator.specs.profile import MemoryEstimate, ModelProfile, MomentBytes
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
 # compared with a device). With planning's margin of 5 % on top this covers the worst of them.
@@ -37,11 +38,6 @@ def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEst
     return DeviceBytes(profile, plan, device).estimate(plan)
 
 
-# Live bytes of a rank at a moment over the micro-batch, but for the pipeline's buffers: per sample, at any micro-batch,
-# and of a loss in chunks.
-_Line = tuple[int, int, LossChunks | None]
-
-
 def alike(plan: Plan) -> object:
     """What plans have in common that may share `DeviceBytes`: all but checkpointing, the cut of the batch, and, under
     hybrid sharding, how many copies of the shards there are."""
@@ -55,18 +51,16 @@ def alike(plan: Plan) -> object:
 class DeviceBytes:
     """What a device must hold for plans that are `alike` a given one.
 
-    A search asks for thousands of plans that it then drops. Activations are straight lines over the micro-batch, and
-    nothing else changes with it; on CUDA nothing else changes with what is recomputed either.
+    A search asks for thousands of plans that it then drops: for most of them it is enough to know the least they need.
     """
 
     def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
         self._profile, self._plan, self._device = profile, plan, device
         self._turns: dict[int, int] = {}
         self._outside: dict[int, int] = {}  # by copies of the shards, which alone differ
-        self._least: dict[object, int] = {}
-        self._counted: dict[object, list[tuple[Rank, list[tuple[int, int]]]]] = {}
+        self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
+        self._lines: dict[object, list[tuple[Rank, list[Activations]]]] = {}
         self._moments: dict[object, list[tuple[Rank, list[Moment]]]] = {}  # of what was estimated
-        self._lines: dict[object, list[tuple[Rank, list[_Line]]]] = {}
 
     def turns(self, gradient_accumulation_steps: int) -> int:
         """What the number of micro-batches changes: whether all are in flight; under DDP whether there are two."""
@@ -77,32 +71,24 @@ class DeviceBytes:
             self._turns[gradient_accumulation_steps] = found
         return self._turns[gradient_accumulation_steps]
 
-    def is_beyond(self, plan: Plan, reach_bytes: float) -> bool:
-        """Whether it needs more than so much without any activations, as most plans of a large model do.
+    def without_activations(self, plan: Plan) -> int:
+        """What the plan's `device_bytes` are at least, whatever its micro-batch is and, on CUDA, what it recomputes."""
+        counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
+        return _reserved_bytes(counted, self._device) + self._outside_bytes(plan)
 
-        The few moments that are none of the model's passages show it of most of them.
+    def at_least(self, plan: Plan) -> int:
+        """What the plan's `device_bytes` are at least, and most often are, in a tenth of the time of its estimate.
+
+        Of the moments that can be the worst it knows those that are none of the model's passages, and the passages at
+        which the most activations are live: straight lines over the micro-batch, with which nothing else changes.
         """
-        key, within_bytes = self._key(plan), reach_bytes - self._outside_bytes(plan)
-        if key not in self._least:
-            self._least[key] = self._counted_between(plan)
-        if self._least[key] <= within_bytes and key not in self._counted:
-            counted = max(max(moments)[0] for _, moments in self._counted_of(plan))
-            self._least[key] = _reserved_bytes(counted, self._device)
-        return self._least[key] > within_bytes
-
-    def __call__(self, plan: Plan) -> int:
-        """`device_bytes` of the plan's estimate, in a tenth of the time."""
         key = (self.turns(plan.gradient_accumulation_steps), plan.activation_checkpointing)
         if key not in self._lines:
             self._lines[key] = self._lines_of(plan)
-        lines = self._lines[key]
         micro, allocated = plan.micro_batch_size, 0
-        for rank, moments in lines:
-            live = [
-                per_sample * micro + fixed if chunks is None else per_sample * micro + fixed + chunks.peak_bytes(micro)
-                for per_sample, fixed, chunks in moments
-            ]
-            allocated = max(allocated, max(live) + (rank.buffer_bytes(plan) if rank.neighbours else 0))
+        for rank, lines in self._lines[key]:
+            bytes_of = [slope * micro + fixed + (bent.peak_bytes(micro) if bent else 0) for slope, fixed, bent in lines]
+            allocated = max(allocated, max(bytes_of) + rank.buffer_bytes(plan))
         return _reserved_bytes(allocated, self._device) + self._outside_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
@@ -110,8 +96,10 @@ class DeviceBytes:
         micro, found = plan.micro_batch_size, []
         key = self._key(plan)
         if key not in self._moments:
-            every = _ranks(self._profile, plan)
-            self._moments[key] = [(rank, _moments(rank, plan, self._device)) for rank in every]
+            self._moments[key] = [
+                (rank, _moments(rank, plan, self._device, range(len(rank.passages))))
+                for rank in _ranks(self._profile, plan)
+            ]
         for rank, moments in self._moments[key]:
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
             buffer_bytes = rank.buffer_bytes(plan)
@@ -141,15 +129,15 @@ class DeviceBytes:
             self._outside[copies] = _outside_bytes(plan, self._device)
         return self._outside[copies]
 
-    def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[_Line]]]:
+    def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[Activations]]]:
         found = []
-        for rank, moments in self._counted_of(plan):
+        for rank, beside in self._counted_of(plan):
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-            found.append((rank, [(live[at][0], live[at][1] + counted, live[at][2]) for counted, at in moments]))
+            found.append((rank, [live[at].beside(counted) for at, counted in beside.items()]))
         return found
 
-    def _counted_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[int, int]]]]:
-        """The most bytes that are counted beside each place of a rank's activations, rank by rank.
+    def _counted_of(self, plan: Plan) -> list[tuple[Rank, dict[int, int]]]:
+        """Of every rank, the most bytes that are counted beside some places of its activations.
 
         No more is kept, since a search keeps this of all plans: a third of its time went into looking for garbage.
         """
@@ -158,25 +146,11 @@ class DeviceBytes:
             self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in _ranks(self._profile, plan)]
         return self._counted[key]
 
-    def _counted_beside(self, rank: Rank, plan: Plan) -> list[tuple[int, int]]:
+    def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
         most: dict[int, int] = {}
-        for moment in _moments(rank, plan, self._device):
-            at, counted = moment.activations, moment.counted_bytes
-            if at not in most or most[at] < counted:
-                most[at] = counted
-        return [(counted, at) for at, counted in most.items()]
-
-    def _counted_between(self, plan: Plan) -> int:
-        """The most that is reserved of what is counted at moments that are none of the model's passages."""
-        if plan.engine is not Engine.TORCH or plan.zero_stage is ZeroStage.NONE:
-            return 0
-        cuda = self._device.kind is DeviceKind.CUDA
-        counted = max(
-            moment.counted_bytes
-            for rank in _ranks(self._profile, plan)
-            for moment in torch_engines.fsdp2_moments_between(rank, plan, cuda=cuda)
-        )
-        return _reserved_bytes(counted, self._device)
+        for moment in _moments(rank, plan, self._device, highest_places(rank, casts=autocasts(plan))):
+            most[moment.activations] = max(moment.counted_bytes, most.get(moment.activations, 0))
+        return most
 
     def _key(self, plan: Plan) -> object:
         mode = None if self._device.kind is DeviceKind.CUDA else plan.activation_checkpointing
@@ -208,18 +182,19 @@ def _outside_bytes(plan: Plan, device: DeviceSpec) -> int:
     return CONTEXT_BYTES + _communicator_bytes(plan.layout, plan.dp_replicate) if device.kind is DeviceKind.CUDA else 0
 
 
-def _moments(rank: Rank, plan: Plan, device: DeviceSpec) -> list[Moment]:
+def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:
+    """Those of the model's passages at the places, and all that are none of its passages."""
     cuda = device.kind is DeviceKind.CUDA
     if plan.engine is Engine.DEEPSPEED:
-        return deepspeed.moments(rank, plan, cuda=cuda)
+        return deepspeed.moments(rank, plan, places, cuda=cuda)
     if plan.engine is Engine.TORCH:
         if plan.zero_stage is not ZeroStage.NONE:
-            return torch_engines.fsdp2_moments(rank, plan, cuda=cuda)
-        return torch_engines.ddp_moments(rank, plan, bucket_views=True, cuda=cuda)
+            return torch_engines.fsdp2_moments(rank, plan, places, cuda=cuda)
+        return torch_engines.ddp_moments(rank, plan, places, bucket_views=True, cuda=cuda)
     if plan.zero_stage is not ZeroStage.NONE:
         sharded = torch_engines.fsdp2_moments if plan.sharding is Sharding.FSDP else deepspeed.moments
-        return sharded(rank, plan, cuda=cuda)
-    return torch_engines.ddp_moments(rank, plan, bucket_views=False, cuda=cuda, foreach=cuda)
+        return sharded(rank, plan, places, cuda=cuda)
+    return torch_engines.ddp_moments(rank, plan, places, bucket_views=False, cuda=cuda, foreach=cuda)
 
 
 @lru_cache(maxsize=4096)

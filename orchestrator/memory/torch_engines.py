@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from orchestrator.memory.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 
 
-def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, foreach: bool = False) -> list[Moment]:
+def ddp_moments(
+    rank: Rank, plan: Plan, places: Iterable[int], *, bucket_views: bool, cuda: bool, foreach: bool = False
+) -> list[Moment]:
     """Moments of a rank that holds its part of the model whole (Li et al. 2020, arXiv:2006.15704).
 
     With several data-parallel ranks there are buckets for all gradients from the start. Under `bucket_views` they are
@@ -34,10 +38,10 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
             return FP32_BYTES * passage.fresh
         return FP32_BYTES * (passage.done + passage.own)
 
-    found = [
-        Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at)
-        for at, passage in enumerate(rank.passages)
-    ]
+    found = []
+    for at in places:
+        passage = rank.passages[at]
+        found.append(Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at))
     own = 0 if buckets and bucket_views else FP32_BYTES * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
     temporary = FP32_BYTES * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
@@ -45,7 +49,7 @@ def ddp_moments(rank: Rank, plan: Plan, *, bucket_views: bool, cuda: bool, forea
     return found
 
 
-def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
+def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the
@@ -65,7 +69,8 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
     for passage in rank.passages if profile.turns else ():
         of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.own)
     found: list[Moment] = []
-    for at, passage in enumerate(rank.passages):
+    for at in places:
+        passage = rank.passages[at]
         if plan.layout.pp > 1:
             transients = _pipelined(rank, passage, compute)
         else:
@@ -76,15 +81,6 @@ def fsdp2_moments(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
         reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
         gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
-    return found + fsdp2_moments_between(rank, plan, cuda=cuda)
-
-
-def fsdp2_moments_between(rank: Rank, plan: Plan, *, cuda: bool) -> list[Moment]:
-    """Of `fsdp2_moments` those that are none of the model's passages, of which there are four at most."""
-    profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
-    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
-    device, fixed = _on_device(plan), _shards(rank, plan)
-    found: list[Moment] = []
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
     if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
         gathering = _last_gathering(rank, plan, unit, compute, shards, device)

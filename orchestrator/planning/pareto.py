@@ -3,49 +3,66 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from orchestrator.specs.plan import Engine, Offload, Plan
+from orchestrator.specs.profile import MemoryEstimate
 
 
-class Costed(NamedTuple):
-    """What a frontier compares of a plan, besides its GPUs."""
+class Timed(NamedTuple):
+    """What a frontier knows of a plan, besides its GPUs, before its memory is estimated."""
 
     plan: Plan
     step_s: float
-    device_bytes: int
+    at_least_bytes: int  # of a device
 
 
-def pareto(costed: Iterable[Costed]) -> list[Costed]:
+class Costed(NamedTuple):
+    """What a frontier compares of a plan, besides its GPUs: the estimate's `device_bytes`."""
+
+    plan: Plan
+    step_s: float
+    estimate: MemoryEstimate
+
+
+def pareto(timed: Iterable[Timed], estimate: Callable[[Plan], MemoryEstimate], most_bytes: float) -> list[Costed]:
     """Those that no other beats or equals in step time, device bytes and GPUs at once, the fastest first.
 
-    Of plans that are equal in all three the simplest stays: the torch engine before DeepSpeed, no offload before
-    offload, less sharding before more. With fewer GPUs first, what beats a plan has come before it: on a staircase of
-    step times upwards and bytes downwards one step decides (Kung et al. 1975, JACM 22(4)).
+    None needs more than `most_bytes`. Of plans that are equal in all three the simplest stays: the torch engine before
+    DeepSpeed, no offload before offload, less sharding before more. With fewer GPUs first, what beats a plan has come
+    before it, save among equally fast ones: on a staircase of step times upwards and bytes downwards one step decides
+    (Kung et al. 1975, JACM 22(4)). Most plans are beaten even if they need no more than the least that they can, and
+    are never estimated.
     """
     kept: list[Costed] = []
     times: list[float] = []
     least: list[int] = []
-    for one in sorted(costed, key=_order):
+    for one in sorted(timed, key=_order):
         at = bisect_right(times, one.step_s)
-        if at and least[at - 1] <= one.device_bytes:
+        below = min(most_bytes, least[at - 1] - 1) if at else most_bytes
+        if one.at_least_bytes > below:
+            continue
+        needed = estimate(one.plan)
+        assert one.at_least_bytes <= needed.device_bytes, (one, needed)
+        if needed.device_bytes > below:
             continue
         begin = bisect_left(times, one.step_s)
         end = begin
-        while end < len(least) and least[end] >= one.device_bytes:
+        while end < len(least) and least[end] >= needed.device_bytes:
             end += 1
-        times[begin:end], least[begin:end] = [one.step_s], [one.device_bytes]
-        kept.append(one)
+        times[begin:end], least[begin:end] = [one.step_s], [needed.device_bytes]
+        if kept and kept[-1].step_s == one.step_s and kept[-1].plan.world_size == one.plan.world_size:
+            kept.pop()  # as fast as this one, and it needs more
+        kept.append(Costed(one.plan, one.step_s, needed))
     return sorted(kept, key=_fastest_first)
 
 
-def _order(costed: Costed) -> tuple[object, ...]:
-    plan = costed.plan
+def _order(timed: Timed) -> tuple[object, ...]:
+    plan = timed.plan
     return (
         plan.world_size,
-        costed.step_s,
-        costed.device_bytes,
+        timed.step_s,
         plan.engine is Engine.DEEPSPEED,
         plan.offload is not Offload.NONE,
         plan.zero_stage,
@@ -55,4 +72,4 @@ def _order(costed: Costed) -> tuple[object, ...]:
 
 
 def _fastest_first(costed: Costed) -> tuple[float, int, int]:
-    return (costed.step_s, costed.device_bytes, costed.plan.world_size)
+    return (costed.step_s, costed.estimate.device_bytes, costed.plan.world_size)

@@ -13,7 +13,7 @@ from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
-from orchestrator.planning.pareto import Costed, pareto
+from orchestrator.planning.pareto import Costed, Timed, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs import changed
 from orchestrator.specs.cluster import DeviceKind
@@ -25,7 +25,7 @@ from orchestrator.specs.plan import (
     Plan,
     Precision,
 )
-from orchestrator.specs.profile import ModelProfile, Segment, Source
+from orchestrator.specs.profile import MemoryEstimate, ModelProfile, Segment, Source
 
 __all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "plans", "profile_for"]
 
@@ -101,23 +101,35 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
         classes.setdefault(variant.degradation, []).append(variant)
     reach_bytes, needs = REACH * hardware.device.memory, _Needs(spec, hardware)
     found = [
-        _candidate(needs, costed, degradation)
+        Candidate(plan=one.plan, estimate=one.estimate, step_s=one.step_s, degradation=degradation)
         for degradation, variants in sorted(classes.items())
-        for costed in _beaten_by_none(
-            spec, _costed(spec, hardware, variants, needs, reach_bytes) or _costed(spec, hardware, variants, needs, inf)
-        )
+        for one in _beaten_by_none(spec, hardware, variants, needs, reach_bytes)
+        or _beaten_by_none(spec, hardware, variants, needs, inf)
     ]
     if not found:
         raise why_no_strategy(spec, hardware)
     return Frontier(tuple(found))
 
 
-def _beaten_by_none(spec: JobSpec, costed: Sequence[Costed]) -> list[Costed]:
-    """The frontier of these; where the job tells its speeds, which the cost model does not know, one per number."""
+def _beaten_by_none(
+    spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], needs: _Needs, most_bytes: float
+) -> list[Costed]:
+    """The frontier of all legal plans that need no more than `most_bytes`.
+
+    Where the job tells its speeds, which the cost model does not know, that is one for each number of devices.
+    """
+    timed = [
+        one
+        for variant in variants
+        for family in _families(spec, hardware, variant)
+        for one in _timed(hardware, family, needs, most_bytes)
+    ]
     if not spec.speeds:
-        return pareto(costed)
-    counts = sorted({one.plan.world_size for one in costed})
-    return [best for count in counts for best in pareto(one for one in costed if one.plan.world_size == count)]
+        return pareto(timed, needs.estimate, most_bytes)
+    by_count: dict[int, list[Timed]] = {}
+    for one in timed:
+        by_count.setdefault(one.plan.world_size, []).append(one)
+    return [best for _, some in sorted(by_count.items()) for best in pareto(some, needs.estimate, most_bytes)]
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
@@ -226,21 +238,12 @@ class _Needs:
             self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device))
         return self._known[key]
 
-
-def _costed(
-    spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], needs: _Needs, reach_bytes: float
-) -> list[Costed]:
-    """What every legal plan costs that needs no more than `reach_bytes`."""
-    return [
-        costed
-        for variant in variants
-        for family in _families(spec, hardware, variant)
-        for costed in _within(hardware, family, needs, reach_bytes)
-    ]
+    def estimate(self, plan: Plan) -> MemoryEstimate:
+        return self.of(plan)[1].estimate(plan)
 
 
-def _within(hardware: Hardware, family: _Family, needs: _Needs, reach_bytes: float) -> Iterator[Costed]:
-    """What the plans of a family cost that are within reach; they share their profile.
+def _timed(hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float) -> Iterator[Timed]:
+    """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
 
     On CUDA what counts beside activations does not depend on what is recomputed, nor on the cut of the batch but for
     its turns, so that one plan that is beyond reach by it speaks for many that are not even made.
@@ -248,28 +251,17 @@ def _within(hardware: Hardware, family: _Family, needs: _Needs, reach_bytes: flo
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None
     on_cuda = hardware.device.kind is DeviceKind.CUDA
-    beyond: set[int] = set()
-    within: set[int] = set()
+    is_beyond: dict[int, bool] = {}
     for micro, accumulation in family.cuts:
         turns = bytes_of.turns(accumulation)
-        for plan in () if turns in beyond else family.of_cut(micro, accumulation):
-            if turns not in within and bytes_of.is_beyond(plan, reach_bytes):
-                if on_cuda:
-                    beyond.add(turns)
-                    break
-                continue
-            if on_cuda:
-                within.add(turns)
-            if (device_bytes := bytes_of(plan)) <= reach_bytes:
+        for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation):
+            if on_cuda and turns not in is_beyond:
+                is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
+            if is_beyond.get(turns):
+                break
+            if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
                 takes = takes or StepSeconds(profile, family.example, hardware)
-                yield Costed(plan, takes(plan), device_bytes)
-
-
-def _candidate(needs: _Needs, costed: Costed, degradation: Degradation) -> Candidate:
-    _, bytes_of = needs.of(costed.plan)
-    needed = bytes_of.estimate(costed.plan)
-    assert needed.device_bytes == costed.device_bytes, (costed, needed)
-    return Candidate(plan=costed.plan, estimate=needed, step_s=costed.step_s, degradation=degradation)
+                yield Timed(plan, takes(plan), at_least_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
