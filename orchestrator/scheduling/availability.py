@@ -63,14 +63,24 @@ class _Times:
 class _Future:
     """What promises and maintenance leave of each device of a node."""
 
-    free_s: list[float]  # when it is free for good
+    free_s: list[float]  # when it is free for good, but for what is promised for later
     next_s: list[float]  # when it is promised next, or closed
 
 
-class Slot(NamedTuple):
-    """From when on so many devices of each of these nodes are free together."""
+class _Promise(NamedTuple):
+    """These devices of a node are somebody's from then to then."""
 
     start_s: float
+    end_s: float
+    devices: tuple[int, ...]
+    is_later: bool  # they are idle before: who waits for his hours has them
+
+
+class Slot(NamedTuple):
+    """From when on so many devices of each of these nodes are free together, for so long."""
+
+    start_s: float
+    seconds: float
     share: int
     nodes: tuple[int, ...]  # numbers in the pool
 
@@ -79,8 +89,8 @@ class Pool:
     """The future of a group of equal nodes.
 
     Beyond what runs and what is reserved every device is free for good, so that a device's future is the end of what
-    runs on it, and the times for which it is promised. What is asked is answered for all nodes at once from sorted
-    lists, which each change keeps up to date.
+    runs on it and is promised next to that, and the times for which it is promised later. What is asked is answered for
+    all nodes at once from sorted lists, which each change keeps up to date.
     """
 
     def __init__(self, group: Group) -> None:
@@ -96,7 +106,8 @@ class Pool:
         self._by_idle[self.devices_per_node] = list(range(count))
         self._ends_s: list[float] = []  # of every device that is held, soonest first
         self.idle = count * self.devices_per_node
-        self._promised: dict[int, list[tuple[float, float, tuple[int, ...]]]] = {}  # (start, end, devices) by node
+        self._promised: dict[int, list[_Promise]] = {}  # by node
+        self._later: dict[int, list[_Promise]] = {}  # those of them before which devices are idle
         self._closed: dict[int, tuple[Window, ...]] = {}  # by node
         self._has_racks = len({node.rack for node in group.nodes}) > 1
         self._futures: dict[int, _Future] = {}  # of nodes with promises or maintenance, as far as asked
@@ -147,18 +158,29 @@ class Pool:
         """These devices are idle."""
         self._set(name, devices, IDLE)
 
-    def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float) -> None:
-        """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to."""
+    def free_from_s(self, name: str, devices: Iterable[int]) -> float:
+        """When these devices are free for good, but for what is promised for later."""
+        number = self.numbers.get(name)
+        return -inf if number is None else max(map(self._free_from(number).__getitem__, devices))
+
+    def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
+        """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.
+
+        Before a promise for later, others may be promised the same devices.
+        """
         number = self.numbers.get(name)
         if number is None:
             return
         if not self._promised:
             self._unpromised = {share: times.copy() for share, times in self._when.items()}
         future = self._future(number)
-        self._promised.setdefault(number, []).append((start_s, end_s, devices))
+        one = _Promise(start_s, end_s, devices, is_later)
+        self._promised.setdefault(number, []).append(one)
+        if is_later:
+            insort(self._later.setdefault(number, []), one)
         free_s, next_s = future.free_s, future.next_s
         for device in devices:
-            if free_s[device] < end_s:
+            if free_s[device] < end_s and not is_later:
                 free_s[device] = end_s
             if next_s[device] > start_s:
                 next_s[device] = start_s
@@ -171,6 +193,7 @@ class Pool:
         for number in self._promised:
             self._futures.pop(number, None)
         self._promised.clear()
+        self._later.clear()
         self._open_until_s.clear()
         self._when, self._unpromised = self._unpromised, {}
         for times in self._when.values():
@@ -241,19 +264,19 @@ class Pool:
         return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
 
     def earliest(self, shape: Shape, from_s: float, seconds: float, least_bytes: int) -> Slot | None:
-        """The first time, not before `from_s`, from which on so many devices are free for so long, after all promises.
+        """The first time, not before `from_s`, from which on so many devices are free for so long.
 
-        Before a node closes where there is time enough, else after it.
+        Before a node closes, or is promised for later, where there is time enough, else after it.
         """
         best: Slot | None = None
         for share in shape.shares:
             wanted = shape.devices // share
-            order = self._open_for(self._order_of(share, least_bytes), wanted, from_s, seconds)
+            order = self._open_for(share, wanted, from_s, seconds, least_bytes)
             if len(order) < wanted or order[-1][0] == inf:  # never: nobody knows when a node that is gone comes back
                 continue
             start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
-                best = Slot(start_s, share, tuple([number for _, number in order]))
+                best = Slot(start_s, seconds, share, tuple([number for _, number in order]))
         return best
 
     def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
@@ -264,6 +287,9 @@ class Pool:
             able: Iterable[int] = range(self.devices_per_node)
             if not has_room:
                 able = (device for device in able if self.room_of(number, device) >= least_bytes)
+            if number in self._later:
+                begun = slot.start_s
+                able = (device for device in able if self._begins_s(number, device, begun, slot.seconds) == begun)
             free_from = self._free_from(number).__getitem__
             first = [min(able, key=free_from)] if slot.share == 1 else sorted(able, key=free_from)[: slot.share]
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
@@ -335,27 +361,50 @@ class Pool:
         return order
 
     def _open_for(
-        self, order: list[tuple[float, int]], wanted: int, from_s: float, seconds: float
+        self, share: int, wanted: int, from_s: float, seconds: float, least_bytes: int
     ) -> Sequence[tuple[float, int]]:
-        """The first so many nodes that are free for so long together, each with the time from which on it is."""
+        """The first so many nodes that have a share free for so long together, each with the time from which on."""
+        order = self._order_of(share, least_bytes)
         first = order[:wanted]
-        if not self._closed:
+        if not self._closed and not self._later:
             return first
-        while first:  # ends: each turn begins where a node opens, or is free, after the one before
+
+        def opens(free_s: float, number: int, start_s: float) -> tuple[float, int]:
+            return self._opens_s(number, share, max(free_s, start_s), seconds, least_bytes), number
+
+        while len(first) == wanted:  # ends: each turn begins where a node opens, or is free, after the one before
             start_s = max(from_s, first[-1][0])
             if start_s == inf:
                 return ()
-            if all(self._opens_s(number, start_s, seconds) == start_s for _, number in first):
+            if all(opens(free_s, number, start_s)[0] == start_s for free_s, number in first):
                 break
-            opens = ((self._opens_s(number, max(free_s, start_s), seconds), number) for free_s, number in order)
-            first = nsmallest(wanted, opens)
+            first = nsmallest(wanted, (opens(free_s, number, start_s) for free_s, number in order))
         return first
 
-    def _opens_s(self, number: int, start_s: float, seconds: float) -> float:
-        """When, from `start_s` on, a node stays open for so long."""
-        for closes_s, opens_s in self._closed.get(number, ()):
-            if closes_s < start_s + seconds and start_s < opens_s:
-                start_s = opens_s
+    def _opens_s(self, number: int, share: int, start_s: float, seconds: float, least_bytes: int) -> float:
+        """When, from `start_s` on, a node stays open for so long, with so many devices that nobody was promised."""
+        while True:  # ends: each turn begins where a closing or a promise ends
+            for closes_s, opens_s in self._closed.get(number, ()):
+                if closes_s < start_s + seconds and start_s < opens_s:
+                    start_s = opens_s
+            if number not in self._later:
+                return start_s
+            begins = (
+                self._begins_s(number, device, start_s, seconds)
+                for device in range(self.devices_per_node)
+                if self._is_roomy(number, device, least_bytes)
+            )
+            opens_s = sorted(begins)[share - 1]
+            if opens_s in (start_s, inf):
+                return opens_s
+            start_s = opens_s
+
+    def _begins_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
+        """When, from `start_s` on, a device is nobody's for so long."""
+        start_s = max(start_s, self._free_from(number)[device])
+        for promise in self._later.get(number, ()):
+            if device in promise.devices and promise.start_s < start_s + seconds and start_s < promise.end_s:
+                start_s = promise.end_s
         return start_s
 
     def _roomy_from(self, number: int, least_bytes: int) -> list[float]:
@@ -382,9 +431,9 @@ class Pool:
             until = self._until_s[number]
             free_s = [max(until_s, opens_s) for until_s in until] if closed else until[:]
             next_s = [closed[0][0] if closed else inf] * self.devices_per_node
-            for start_s, end_s, devices in self._promised.get(number, ()):
+            for start_s, end_s, devices, is_later in self._promised.get(number, ()):
                 for device in devices:
-                    free_s[device] = max(free_s[device], end_s)
+                    free_s[device] = free_s[device] if is_later else max(free_s[device], end_s)
                     next_s[device] = min(next_s[device], start_s)
             future = self._futures[number] = _Future(free_s, next_s)
         return future

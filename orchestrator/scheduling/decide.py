@@ -62,12 +62,12 @@ Opening = Callable[[_Offer, float], float]  # when it may start, from a time on
 
 
 class _Later(NamedTuple):
-    """An offer that can be had later: its devices from `slot` on."""
+    """An offer that can be had later, from `slot` on, though its devices are free since `free_s`."""
 
     cost_s: float
     offer: _Offer
     slot: Slot
-    start_s: float
+    free_s: float
 
 
 def price_of(desk: Desk) -> float:
@@ -223,12 +223,14 @@ def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _Late
     for offer in offers:
         if found is not None and offer.cost_s >= found.cost_s:
             continue
-        slot = offer.pool.earliest(offer.entry.shape, from_s, offer.entry.seconds, offer.entry.least_bytes)
-        if slot is not None:
-            start_s = opening(offer, slot.start_s)
-            cost_s = start_s - from_s + offer.cost_s
+        pool, entry = offer.pool, offer.entry
+        slot = first = pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
+        while slot is not None and slot.start_s < (opens_s := opening(offer, slot.start_s)):
+            slot = pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes) if opens_s < inf else None
+        if slot is not None and first is not None:
+            cost_s = slot.start_s - from_s + offer.cost_s
             if cost_s < (inf if found is None else found.cost_s):
-                found = _Later(cost_s, offer, slot, start_s)
+                found = _Later(cost_s, offer, slot, first.start_s)
     return found
 
 
@@ -236,16 +238,16 @@ def _reserved(job: Job, later: _Later) -> Wait:
     pool, entry = later.offer.pool, later.offer.entry
     reservation = Reservation(
         job_id=job.id,
-        start_s=later.start_s,
-        end_s=later.start_s + entry.seconds,
+        start_s=later.slot.start_s,
+        end_s=later.slot.start_s + entry.seconds,
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
-    if later.start_s == later.slot.start_s:
+    if later.slot.start_s == later.free_s:
         return Wait(reason=_waits_for(pool, entry), reservation=reservation)
     if job.spec.between is not None:
-        return Wait(reason=why_closed(job.spec, later.start_s), reservation=reservation)
+        return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
     reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
-    return Wait(reason=reason, reservation=reservation, look_at_s=later.start_s)
+    return Wait(reason=reason, reservation=reservation, look_at_s=later.slot.start_s)
 
 
 def _waits_for(pool: Pool, entry: Entry) -> str:

@@ -206,9 +206,11 @@ class Desk:
     def promise(self, reservations: Iterable[Reservation]) -> None:
         """Nothing may stand in the way of these."""
         for one in reservations:
-            for part in one.placement:
-                if (pool := self._pool_of.get(part.node)) is not None:
-                    pool.promise(part.node, part.devices, one.start_s, one.end_s)
+            parts = [(pool, part) for part in one.placement if (pool := self._pool_of.get(part.node)) is not None]
+            free_s = (pool.free_from_s(part.node, part.devices) for pool, part in parts)
+            is_later = max(free_s, default=-inf) < one.start_s > self.state.at_s
+            for pool, part in parts:
+                pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 
     def forget_promises(self) -> None:
         """All that is reserved is open again, but for what is kept for those that move."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
+from itertools import combinations
 from zoneinfo import ZoneInfo
 
 from orchestrator.scheduling.desk import Desk
@@ -128,6 +129,15 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
                 yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
 
 
+def _nothing_is_promised_twice(t: Transition) -> Iterator[str]:
+    """No device is promised to two at the same time."""
+    for one, other in combinations(t.after.reservations, 2):
+        overlap_s = min(one.end_s, other.end_s) - max(one.start_s, other.start_s)
+        both, its = ({(part.node, i) for part in each.placement for i in part.devices} for each in (one, other))
+        if overlap_s > 1e-6 and both & its:
+            yield f"{one.job_id} and {other.job_id} are promised the same devices for {overlap_s} s"
+
+
 def _dependants_wait(t: Transition) -> Iterator[str]:
     """Nobody begins before what it comes after has ended as it wants, nor waits for what has ended otherwise."""
     for launch in of(Launch, t.actions):
@@ -192,6 +202,7 @@ LAWS: tuple[Law, ...] = (
     _order,
     _nobody_borrows_what_its_owner_waits_for,
     _no_reservation_is_delayed,
+    _nothing_is_promised_twice,
     _dependants_wait,
     _arrays_are_bounded,
     _windows_are_kept,

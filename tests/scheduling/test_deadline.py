@@ -87,6 +87,21 @@ def test_what_will_be_late_is_said_with_what_is_possible() -> None:
     )
 
 
+def test_who_is_done_before_the_night_is_not_called_late() -> None:
+    """The device is free at 18:00, and promised to a higher priority for the night: four hours can be had before it."""
+    hour_s = 3600.0
+    state = folded(
+        seen(node(devices=1)),
+        submitted(1, script({1: 18 * hour_s - LAUNCH_S - 1.0})),
+        submitted(2, script({1: hour_s}, priority=5, between="22:00-08:00 UTC"), 2.0),
+        submitted(3, due(22 * hour_s, {1: 3 * hour_s}), 3.0),
+        submitted(4, due(24 * hour_s, {1: 4.5 * hour_s}), 4.0),
+    )
+    told = late(state, ["job-3", "job-4"])
+    assert list(told) == ["job-4"]
+    assert "earliest Fri 03:31 UTC" in told["job-4"]
+
+
 @pytest.mark.parametrize(("needs_s", "is_late"), [(6000.0, False), (7900.0, True)])
 def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_late: bool) -> None:
     """Its one device is held by a job that can be away, once it has run for a while; or that would be late by it.

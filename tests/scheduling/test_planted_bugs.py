@@ -227,6 +227,13 @@ def windows_never_close(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(windows.Hours, "start_s", lambda _self, from_s, _seconds: from_s)
 
 
+def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
+    """What is promised for later is open to all who come after it."""
+    patch.setattr(
+        Pool, "_begins_s", lambda self, number, device, start_s, _: max(start_s, self._free_from(number)[device])
+    )
+
+
 def ends_unforeseen(patch: pytest.MonkeyPatch) -> None:
     """What starts within its hours may end whenever it likes."""
     patch.setattr(decide, "hours_of", lambda spec, *_: windows.Hours(spec.between))
@@ -365,6 +372,7 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "the clock is UTC": (the_clock_is_utc, "outside of"),
     "clocks never change": (clocks_never_change, "outside of"),
     "windows never close": (windows_never_close, "outside of"),
+    "nights promised twice": (nights_promised_twice, "are promised the same devices"),
     "ends unforeseen": (ends_unforeseen, "could end within it"),
     "nothing recorded": (patched_step(untold), "no record says so"),
 }

@@ -229,7 +229,7 @@ def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest
 
 def test_a_gang_is_promised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: promises that keep nobody out are seen by the law of reservations."""
-    monkeypatch.setattr(Pool, "promise", lambda *_: None)
+    monkeypatch.setattr(Pool, "promise", lambda *_, **__: None)
     events = [
         seen(node(devices=2)),
         submitted(1, script({1: 100.0})),

@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling.forecast import forecast
+from orchestrator.scheduling.forecast import forecast, foreseen
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import Event, State, Woke
@@ -55,6 +55,42 @@ def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None
     """At six: one hour fits, three wait for the evening, and twelve, which no night holds, start at once."""
     _, launches = played(seen(node()), submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S), Woke(at_s=22 * HOUR_S))
     assert launches["job-1"].launched_at_s == begins * HOUR_S
+
+
+def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
+    """Both devices are the night's from 22:00 on: a gang of three hours comes before, one of five and a half after it.
+
+    Without a promise the one from 14:00 on would wait for the night to end, and short jobs would keep it waiting.
+    """
+    events = [
+        seen(node(devices=2)),
+        submitted(1, script({2: HOUR_S}, between=NIGHT, priority=1), 12 * HOUR_S),
+        submitted(2, script({1: 2 * HOUR_S - LAUNCH_S}), 12 * HOUR_S),
+        submitted(3, script({2: 3 * HOUR_S}), 12.1 * HOUR_S),
+        submitted(4, script({2: 5.5 * HOUR_S}), 12.2 * HOUR_S),
+        submitted(5, script({1: 8 * HOUR_S}), 12.3 * HOUR_S),
+    ]
+    state, launches = played(*events)
+    assert [*launches] == ["job-2"]
+    begins_s = {one.job_id: one.start_s for one in state.reservations}
+    assert begins_s["job-1"] == 22 * HOUR_S
+    assert begins_s["job-3"] == 14 * HOUR_S
+    told = foreseen(state)
+    assert [told[f"job-{number}"].start_s / HOUR_S for number in (2, 3, 1)] == [12.0, 14.0, 22.0]
+    assert told["job-4"].start_s == 23 * HOUR_S + LAUNCH_S
+    assert [*played(*events, *gone(2, 14 * HOUR_S))[1]] == ["job-2", "job-3"]
+
+
+def test_two_nights_on_the_same_devices_follow_one_another() -> None:
+    """The second is short enough to end before the first begins, and may not start before that all the same."""
+    state, _ = played(
+        seen(node(devices=1)),
+        submitted(1, nightly({1: 2 * HOUR_S}), 12 * HOUR_S),
+        submitted(2, nightly({1: HOUR_S}), 12 * HOUR_S),
+    )
+    spans = sorted((one.start_s, one.end_s) for one in state.reservations)
+    assert spans[0][0] == 22 * HOUR_S
+    assert spans[1][0] == spans[0][1]
 
 
 def test_it_starts_now_where_no_later_hours_are_as_long_as_these_were() -> None:
