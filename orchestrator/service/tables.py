@@ -46,7 +46,7 @@ def queue_table(jobs: Sequence[JobView]) -> Table:
         table.add_column(column, no_wrap=column != "PLAN")
     table.add_column("WHY", overflow="fold")
     for job in jobs:
-        plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{job['gpus']} gpus wanted"
+        plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
         table.add_row(
             job["id"],
             *([f"{job['team']}/{job['user']}"] if shared else []),
@@ -67,7 +67,7 @@ def job_panel(job: JobView) -> RenderableType:
     head.add_row("status", coloured(job["status"]))
     head.add_row("why", Text(job["reason"]))
     head.add_row("submitted", _clock(job["submitted_at_s"]))
-    head.add_row("wants", f"{job['gpus']} gpus, global batch {job['global_batch_size']}, priority {job['priority']}")
+    head.add_row("wants", f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}")
     if job["progress"]:
         head.add_row("progress", progress_line(job["progress"]))
     parts: list[RenderableType] = [head]
@@ -332,6 +332,11 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
         Text(failure["reason"]),
         Text(failure["excerpt"].rstrip(), style="dim"),
     ]
+
+
+def _gpus(job: JobView) -> str:
+    """How many it wants: `1 gpu`, `2-8 gpus`."""
+    return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
 
 
 def _why(job: JobView) -> str:
