@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import nlargest, nsmallest
+from heapq import nlargest
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class _Promise(NamedTuple):
     start_s: float
     end_s: float
     devices: tuple[int, ...]
-    is_later: bool  # they are idle before: who waits for his hours has them
+    is_later: bool  # they are idle before, and may be promised to others
 
 
 class Slot(NamedTuple):
@@ -158,10 +158,10 @@ class Pool:
         """These devices are idle."""
         self._set(name, devices, IDLE)
 
-    def free_from_s(self, name: str, devices: Iterable[int]) -> float:
-        """When these devices are free for good, but for what is promised for later."""
+    def free_from_s(self, name: str, devices: Iterable[int]) -> list[float]:
+        """When each of these devices is free for good, but for what is promised for later."""
         number = self.numbers.get(name)
-        return -inf if number is None else max(map(self._free_from(number).__getitem__, devices))
+        return [] if number is None else [*map(self._free_from(number).__getitem__, devices)]
 
     def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
         """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.
@@ -378,7 +378,12 @@ class Pool:
                 return ()
             if all(opens(free_s, number, start_s)[0] == start_s for free_s, number in first):
                 break
-            first = nsmallest(wanted, (opens(free_s, number, start_s) for free_s, number in order))
+            first = []
+            for free_s, number in order:
+                if len(first) == wanted and first[-1][0] <= max(free_s, start_s):
+                    break
+                insort(first, opens(free_s, number, start_s))
+                del first[wanted:]
         return first
 
     def _opens_s(self, number: int, share: int, start_s: float, seconds: float, least_bytes: int) -> float:

@@ -203,12 +203,16 @@ class Desk:
             if pool is not None:
                 pool.occupy(part.node, part.devices, end_s)
 
-    def promise(self, reservations: Iterable[Reservation]) -> None:
-        """Nothing may stand in the way of these."""
+    def promise(self, reservations: Iterable[Reservation], *, closely: bool = False) -> None:
+        """Nothing may stand in the way of these.
+
+        Others may be promised devices that all are idle before; `closely` also those that are while others of them are
+        not: decisions find these when they come free, and have no time to look for them.
+        """
         for one in reservations:
             parts = [(pool, part) for part in one.placement if (pool := self._pool_of.get(part.node)) is not None]
-            free_s = (pool.free_from_s(part.node, part.devices) for pool, part in parts)
-            is_later = max(free_s, default=-inf) < one.start_s > self.state.at_s
+            free_s = [each for pool, part in parts for each in pool.free_from_s(part.node, part.devices)]
+            is_later = one.start_s > max(self.state.at_s, (min if closely else max)(free_s, default=-inf))
             for pool, part in parts:
                 pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 

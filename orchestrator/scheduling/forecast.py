@@ -121,7 +121,7 @@ def _placed(desk: Desk, hurried: Collection[str]) -> dict[str, Expected]:
         reservation = expected(desk, waiting, wanted, from_s=from_s, by_s=by_s)
         if reservation is None:
             return
-        desk.promise((reservation,))
+        desk.promise((reservation,), closely=True)
         devices = sum(len(part.devices) for part in reservation.placement)
         found[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
         arrays.take(job, reservation.end_s)
