@@ -99,8 +99,8 @@ def _of_one_micro_batch(
         own_saved, summed = _backward(passage, mode)
         cast_bytes = passage.segment.cast_bytes if casts else 0
         found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
-    deepest = max(range(len(segments)), key=lambda place: segments[place].count)
-    found.append(Activations(*up_to(deepest, segments[deepest].count - 1)))
+    last_layers = max(range(len(segments)), key=lambda place: (segments[place].is_unit, place))
+    found.append(Activations(*up_to(last_layers, segments[last_layers].count - 1)))
     return (*found, NONE)
 
 

@@ -144,7 +144,8 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         gathered += flat + (0 if keeps else segment.parameters)
         if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
-    elif not passage.backward and not alone:  # the root goes on, and has the last one's flat buffer until it is done
+    elif not alone and not (passage.backward and keeps):
+        # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
         gathered += next((each.parameters for each in earlier if each.is_unit), 0)
     whole = compute * (passage.ends_done + passage.own + named) + FP32_BYTES * reducing

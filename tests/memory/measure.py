@@ -21,6 +21,7 @@ from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
 from tests.ranks import Rank, start_ranks
 
 STEPS = 2  # DDP rebuilds its buckets in the second
+TEXT, PAIRS, TOKENIZER = "text.txt", "pairs.jsonl", "tokenizer"
 START_TIMEOUT_S, RUN_TIMEOUT_S = 120, 20
 UNLIMITED_BYTES = 2**50
 
@@ -47,11 +48,10 @@ def measured(runs: Sequence[Run], folder: Path) -> list[int]:
     """
     (world_size,) = {run.plan.world_size for run in runs}
     folder.mkdir(parents=True, exist_ok=True)
-    text = folder / "text.txt"
-    text.write_text("All work and no play makes a dull corpus.\n" * 4000)
-    (folder / "request.json").write_text(
-        json.dumps({"text": str(text), "runs": [dataclasses.asdict(run) for run in runs]})
-    )
+    (folder / TEXT).write_text("All work and no play makes a dull corpus.\n" * 4000)
+    if any(map(_is_encoder_decoder, (run.model for run in runs))):
+        _write_pairs(folder)
+    (folder / "request.json").write_text(json.dumps([dataclasses.asdict(run) for run in runs]))
     ranks = start_ranks("tests.memory.measure", [str(folder)], world_size)
     try:
         codes = _exit_codes(ranks, START_TIMEOUT_S + RUN_TIMEOUT_S * len(runs))
@@ -63,6 +63,27 @@ def measured(runs: Sequence[Run], folder: Path) -> list[int]:
     assert codes == [0] * world_size, "\n".join(logs)
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
     return [max(each) for each in zip(*found, strict=True)]
+
+
+def _is_encoder_decoder(model: ModelSpec) -> bool:
+    return isinstance(model.hf, dict) and model.hf["model_type"] in ("t5", "bart")
+
+
+def _write_pairs(folder: Path) -> None:
+    """Inputs and targets, of which every other is shorter than a sample, and the tokenizer for them."""
+    from tests.training import tiny_hf  # only here: importing transformers takes seconds
+
+    words = (("user", "work " * 100), ("assistant", "play " * 100)), (("user", "work"), ("assistant", "play"))
+    talks = ([{"role": role, "content": content} for role, content in words[number % 2]] for number in range(400))
+    (folder / PAIRS).write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    tiny_hf.tokenizer().save_pretrained(folder / TOKENIZER)
+
+
+def _data(run: Run, folder: Path) -> DataSpec:
+    if _is_encoder_decoder(run.model):
+        chat, tokenizer = (str(folder / PAIRS),), str(folder / TOKENIZER)
+        return DataSpec(chat=chat, tokenizer=tokenizer, sequence_length=run.sequence_length)
+    return DataSpec(text=(str(folder / TEXT),), sequence_length=run.sequence_length)
 
 
 def _exit_codes(ranks: Sequence[Rank], timeout_s: float) -> list[int | None]:
@@ -87,10 +108,10 @@ def main(folder: Path, rank: int) -> None:
         os.dup2(log, standard)
     dist.init_process_group("gloo")
     found = []
-    for said in request["runs"]:
+    for said in request:
         run = Run(**{**said, "model": model_from_json(said["model"]), "plan": plan_from_json(said["plan"])})
         try:
-            found.append(_peak_bytes(run, request["text"]))
+            found.append(_peak_bytes(run, folder))
         except torch.OutOfMemoryError as error:
             print(error, run, flush=True)
             os._exit(OOM_EXIT_CODE)
@@ -98,7 +119,7 @@ def main(folder: Path, rank: int) -> None:
     os._exit(0)  # gloo may abort on its way out
 
 
-def _peak_bytes(asked: Run, text: str) -> int:
+def _peak_bytes(asked: Run, folder: Path) -> int:
     import torch
     import torch.distributed as dist
 
@@ -109,10 +130,10 @@ def _peak_bytes(asked: Run, text: str) -> int:
     plan = asked.plan
     run = TrainingRun(
         model=asked.model,
-        data=DataSpec(text=(text,), sequence_length=asked.sequence_length),
+        data=_data(asked, folder),
         training=TrainingSpec(max_steps=STEPS, optimizer=plan.optimizer, batch_norm_samples=plan.micro_batch_size),
         plan=plan,
-        job_folder="",
+        job_folder=str(folder),  # pairs are tokenised once for all runs
         attempt_folder="",
         epoch=1,
         device="cpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,7 @@ from tests.memory.matrix import (
 )
 from tests.memory.measure import Run
 from tests.memory.measure import measured as measured_peaks
+from tests.memory.models import T5
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
@@ -82,10 +84,21 @@ def _turns(mode: ActivationCheckpointing) -> Plan:
 
 
 FEW_WORDS = dataclasses.replace(ADAPTED, hf={**ADAPTED.hf, "vocab_size": 256})  # its layers need more than its loss
+PAIRS: dict[str, Any] = {  # its loss needs more than its layers
+    **T5,
+    "vocab_size": 3072,
+    "d_model": 128,
+    "d_ff": 512,
+    "num_layers": 2,
+    "feed_forward_proj": "gated-gelu",
+}
 DEEPER, WIDER = ModelSpec(decoder=DEEP), ModelSpec(decoder=WIDE)
 MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "the last layer to gather another ahead": [(DEEPER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
     "a layer's last gradient beside its reduction": [(DEEPER, _once(Engine.TORCH, 3, FULL, Precision.BF16, 2))],
+    "a layer gathered ahead of the root's backward pass": [
+        (ModelSpec(hf=PAIRS), _once(Engine.TORCH, 3, NONE, Precision.FP32, 2))
+    ],
     "the root's reduction without its weights": [(WIDER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
     "one rank without flat buffers": [(WIDER, _once(Engine.TORCH, stage, FULL, Precision.FP32, 1)) for stage in (2, 3)],
     "casts of what adapters are given": [(FEW_WORDS, _turns(mode)) for mode in ActivationCheckpointing],

@@ -23,39 +23,12 @@ from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Preci
 from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE
+from tests.memory.models import BART, T5
 from tests.memory.test_traced import plan
 
 MEAN_ERROR_MAX, LOWEST_ERROR = 0.02, -0.05  # of the closed form, and of its plan furthest below the trace
 FP32, BF16 = Precision.FP32, Precision.BF16
-T5: dict[str, Any] = {
-    "model_type": "t5",
-    "vocab_size": 320,
-    "d_model": 96,
-    "d_kv": 24,
-    "d_ff": 224,
-    "num_layers": 3,
-    "num_decoder_layers": 2,
-    "num_heads": 3,
-    "dropout_rate": 0.1,
-    "pad_token_id": 2,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 2,
-}
 GATED = {**T5, "feed_forward_proj": "gated-gelu", "num_layers": 2, "num_decoder_layers": 4, "d_model": 160, "d_ff": 96}
-
-BART: dict[str, Any] = {
-    "model_type": "bart",
-    "vocab_size": 320,
-    "max_position_embeddings": 96,
-    "d_model": 96,
-    "encoder_layers": 2,
-    "encoder_ffn_dim": 160,
-    "encoder_attention_heads": 3,
-    "decoder_layers": 3,
-    "decoder_ffn_dim": 288,
-    "decoder_attention_heads": 4,
-    "pad_token_id": 2,
-}
 
 
 def job(config: dict[str, Any], length: int, lora: LoraSpec | None = None, **training: Any) -> JobSpec:
@@ -198,6 +171,14 @@ def test_the_bars_hold_over_ragged_barts(number: int) -> None:
     tried = [arithmetic for name, arithmetic in ARITHMETICS.items() if name != "cast to fp16"]
     found = errors(config, 32 * chosen.randint(1, 3), *tried)
     assert bars_hold(found), (config, found)
+
+
+def test_the_last_layer_is_gathered_beside_all_that_the_encoder_has_saved() -> None:
+    known = closed(T5, 64)
+    one = replace(plan(Engine.TORCH, 2, 2, 3, 1), sequence_length=64)
+    (gathering,) = (each for each in estimate(known, one, DEVICE).moments if each.name == "gathering of last layer")
+    encoder = known.segments[1]
+    assert gathering.activation_bytes > 3 * encoder.count * encoder.saved_bytes
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
