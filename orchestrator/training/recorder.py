@@ -87,9 +87,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a whole step: parameters and buffers are live, gradients are not."""
-        self.phases = []
+    def step(self, samples: int) -> Iterator[None]:
+        """Around a whole step of so many samples: parameters and buffers are live, gradients are not."""
+        self.phases, self._samples = [], samples
         self._live_bytes, self._storages = 0, {}
         for parameter in self._parameters:
             self._count(parameter)
@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Which parameters are read here, and how much is computed."""
-        place = self.places[self.phases[-1].place]
+        place, samples = self.places[self.phases[-1].place], self._samples
 
         def parameter_of(leaf: Any) -> nn.Parameter | None:
             return self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
@@ -298,15 +298,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet is aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, value, _, causal, *_ = (*args, 0.0, False)[: max(len(args), 5)]
             flops = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-            place.flops += flops / 2 if causal else flops
+            place.flops += (flops / 2 if causal else flops) / samples
             self.attention = "memory-efficient" if kwargs.get("attn_mask") is not None else "flash"
         elif op.name() in GROUPED_PRODUCTS:
-            rows, inner, columns = product = (*args[0].shape, args[1].shape[-1])
-            place.flops += 2 * rows * inner * columns
-            place.matmuls += (product,)
+            (rows, inner), columns = args[0].shape, args[1].shape[-1]
+            place.flops += 2 * rows * inner * columns / samples
+            place.matmuls += ((-(-rows // samples), inner, columns),)
         elif packet in flop_registry:
-            place.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-            place.matmuls += _products(packet, args, out)
+            place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
+            products = _products(packet, args, out)
+            place.matmuls += tuple((-(-rows // samples), inner, columns) for rows, inner, columns in products)
         elif packet is aten._softmax and out.dim() == 4:
             self.attention = self.attention or "eager"
 

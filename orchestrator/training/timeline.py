@@ -286,7 +286,8 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
 
     At the start of a layer a sharding engine holds more than later, so that is one. Of all others nothing else that
     happens to the same part, later than its forward pass, has as many bytes of both kinds and as many gradients, nor is
-    of a leaf in its backward pass, of which ZeRO-3 holds more then.
+    of a leaf in its backward pass, of which ZeRO-3 holds more then. Passes of what is no layer are not compared: where
+    weights stay gathered, FSDP2 has a flat buffer in the forward pass only.
     """
     by_part: dict[object, list[TracedMoment]] = {}
     kept = []
@@ -297,7 +298,8 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
         moments.sort(key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True)
         worst = [start] if place.is_layer else []
         for moment in moments:
-            beaten = by_part.setdefault((*_kind(start)[:-1], start.position, moment.own < place.leaf_until), [])
+            passes = None if place.is_layer else start.backward
+            beaten = by_part.setdefault((*_kind(start)[:-1], passes, start.position, moment.own < place.leaf_until), [])
             if not any(
                 one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in beaten
             ):

@@ -46,7 +46,7 @@ from orchestrator.training.recompute import recompute
 from orchestrator.training.recorder import Recorder
 from orchestrator.training.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
 
-SAMPLES = (1, 2)  # micro-batches: beyond them everything is linear
+SAMPLES = (2, 3)  # micro-batches: from there on everything is linear; of one sample some copies are not made
 DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
 BAD_JOB_EXIT_CODE = 2
 LAST_STEP = 2**62  # when all has thawed that ever will
@@ -156,7 +156,7 @@ class _Traced:
         """
         real = self._recipes[0].dataset.batch(range(samples))
         training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
-        with _forwards_put_back(norms), self._fake, self._recorder.step():
+        with _forwards_put_back(norms), self._fake, self._recorder.step(samples):
             prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
             for turn, recipe in enumerate(self._recipes):
                 still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
