@@ -22,10 +22,6 @@ class Activations(NamedTuple):
         line_bytes = self.per_sample_bytes * micro_batch_size + self.fixed_bytes
         return line_bytes if self.chunks is None else line_bytes + self.chunks.peak_bytes(micro_batch_size)
 
-    def beside(self, counted_bytes: int) -> Activations:
-        """These and so many bytes more at any micro-batch."""
-        return Activations(self.per_sample_bytes, self.fixed_bytes + counted_bytes, self.chunks)
-
 
 NONE = Activations(0)
 

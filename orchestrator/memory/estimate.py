@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from orchestrator.memory import deepspeed, torch_engines
-from orchestrator.memory.activations import Activations, activations, highest_places
+from orchestrator.memory.activations import activations, highest_places
 from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank
-from orchestrator.memory.pipeline import fills, ranks
+from orchestrator.memory.pipeline import in_flight, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
@@ -56,20 +56,17 @@ class DeviceBytes:
 
     def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
         self._profile, self._plan, self._device = profile, plan, device
-        self._turns: dict[int, int] = {}
+        self._is_ddp = plan.layout.pp == 1 and plan.layout.dp > 1 and plan.zero_stage is ZeroStage.NONE
+        self._in_flight = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
         self._outside: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
-        self._lines: dict[object, list[tuple[Rank, list[Activations]]]] = {}
-        self._moments: dict[object, list[tuple[Rank, list[Moment]]]] = {}  # of what was estimated
+        self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
 
     def turns(self, gradient_accumulation_steps: int) -> int:
         """What the number of micro-batches changes: whether all are in flight; under DDP whether there are two."""
-        if gradient_accumulation_steps not in self._turns:
-            plan, found = self._plan, min(gradient_accumulation_steps, 3)
-            if plan.layout.pp > 1 or plan.layout.dp == 1 or plan.zero_stage is not ZeroStage.NONE:
-                found = int(fills(plan.layout.pp, plan.pipeline_stages_per_rank, gradient_accumulation_steps))
-            self._turns[gradient_accumulation_steps] = found
-        return self._turns[gradient_accumulation_steps]
+        if self._is_ddp:
+            return min(gradient_accumulation_steps, 3)
+        return int(gradient_accumulation_steps * self._plan.pipeline_stages_per_rank == self._in_flight)
 
     def without_activations(self, plan: Plan) -> int:
         """What the plan's `device_bytes` are at least, whatever its micro-batch is and, on CUDA, what it recomputes."""
@@ -82,30 +79,22 @@ class DeviceBytes:
         Of the moments that can be the worst it knows those that are none of the model's passages, and the passages at
         which the most activations are live: straight lines over the micro-batch, with which nothing else changes.
         """
-        key = (self.turns(plan.gradient_accumulation_steps), plan.activation_checkpointing)
-        if key not in self._lines:
-            self._lines[key] = self._lines_of(plan)
-        micro, allocated = plan.micro_batch_size, 0
-        for rank, lines in self._lines[key]:
-            bytes_of = [slope * micro + fixed + (bent.peak_bytes(micro) if bent else 0) for slope, fixed, bent in lines]
-            allocated = max(allocated, max(bytes_of) + rank.buffer_bytes(plan))
+        mode, micro, casts = plan.activation_checkpointing, plan.micro_batch_size, autocasts(plan)
+        allocated = 0
+        for rank, beside in self._counted_of(plan):
+            live = activations(rank, mode, casts=casts)
+            most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
+            allocated = max(allocated, most + rank.buffer_bytes(plan))
         return _reserved_bytes(allocated, self._device) + self._outside_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The plan's `estimate`."""
         micro, found = plan.micro_batch_size, []
-        key = self._key(plan)
-        if key not in self._moments:
-            self._moments[key] = [
-                (rank, _moments(rank, plan, self._device, range(len(rank.passages))))
-                for rank in _ranks(self._profile, plan)
-            ]
-        for rank, moments in self._moments[key]:
+        for rank, moments in self._moments_of(plan):
             live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
             buffer_bytes = rank.buffer_bytes(plan)
-            for moment in moments:
-                counted = moment.counted_bytes + buffer_bytes
-                found.append((rank, moment, counted, live[moment.activations].bytes_of(micro)))
+            for moment, counted in moments:
+                found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
         rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
         causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
         reserved = _reserved_bytes(counted + activation, self._device)
@@ -129,12 +118,14 @@ class DeviceBytes:
             self._outside[copies] = _outside_bytes(plan, self._device)
         return self._outside[copies]
 
-    def _lines_of(self, plan: Plan) -> list[tuple[Rank, list[Activations]]]:
-        found = []
-        for rank, beside in self._counted_of(plan):
-            live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
-            found.append((rank, [live[at].beside(counted) for at, counted in beside.items()]))
-        return found
+    def _moments_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[Moment, int]]]]:
+        key = self._key(plan)
+        if key not in self._moments:
+            self._moments[key] = []
+            for rank in _ranks(self._profile, plan):
+                moments = _moments(rank, plan, self._device, range(len(rank.passages)))
+                self._moments[key].append((rank, [(moment, moment.counted_bytes) for moment in moments]))
+        return self._moments[key]
 
     def _counted_of(self, plan: Plan) -> list[tuple[Rank, dict[int, int]]]:
         """Of every rank, the most bytes that are counted beside some places of its activations.

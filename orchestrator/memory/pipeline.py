@@ -24,12 +24,8 @@ def ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
 
 def all_in_flight(plan: Plan) -> bool:
     """Whether a step has as many micro-batches as wait on the first rank: one more, and any number is like it."""
-    return fills(plan.layout.pp, plan.pipeline_stages_per_rank, plan.gradient_accumulation_steps)
-
-
-def fills(pp: int, per_rank: int, micro_batches: int) -> bool:
-    """`all_in_flight`, of every plan with such a pipeline."""
-    return micro_batches * per_rank == in_flight(0, pp, per_rank)
+    waiting = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
+    return plan.gradient_accumulation_steps * plan.pipeline_stages_per_rank == waiting
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from math import gcd, inf
+from math import gcd, inf, prod
 
 from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -24,6 +24,7 @@ from orchestrator.specs.plan import (
     Degradation,
     Plan,
     Precision,
+    why_pipeline_stalls,
 )
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, Segment, Source
 
@@ -268,48 +269,38 @@ def _timed(hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float
 class _Family:
     """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
 
-    spec: JobSpec
-    strategy: Strategy
-    variant: _Variant
     example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
     modes: tuple[ActivationCheckpointing, ...]
-    cuts: tuple[tuple[int, int], ...]
+    cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
 
     def __iter__(self) -> Iterator[Plan]:
         return chain.from_iterable(self.of_cut(micro, accumulation) for micro, accumulation in self.cuts)
 
     def of_cut(self, micro: int, accumulation: int) -> Iterator[Plan]:
-        """Those of a cut, made one by one; none where they would be illegal, whatever is recomputed."""
-        try:
-            first = _plan(self.spec, self.strategy, self.modes[0], self.variant, micro, accumulation)
-        except IllegalPlan:  # too few micro-batches for the pipeline
-            return
-        yield first
-        for mode in self.modes[1:]:
-            yield changed.replace(first, activation_checkpointing=mode)
+        """Those of a cut, made one by one."""
+        for mode in self.modes:
+            yield changed.replace(
+                self.example,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=accumulation,
+                activation_checkpointing=mode,
+            )
 
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[_Family]:
     for layout in layouts(spec, hardware):
         cuts = batch_cuts(spec, layout.dp)
         for strategy in strategies(spec, hardware, layout) if cuts else ():
-            accumulation = strategy.layout.pp * strategy.pipeline_stages_per_rank
+            pipeline = layout.pp, strategy.pipeline_stages_per_rank
             try:  # which combinations are legal is said once, in specs.plan
-                example = _plan(spec, strategy, ActivationCheckpointing.NONE, variant, 1, accumulation)
+                example = _plan(spec, strategy, variant, prod(pipeline))
             except IllegalPlan:
                 continue
-            modes = checkpointing(spec, strategy)
-            yield _Family(spec=spec, strategy=strategy, variant=variant, example=example, modes=modes, cuts=cuts)
+            at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
+            yield _Family(example=example, modes=checkpointing(spec, strategy), cuts=at_work)
 
 
-def _plan(
-    spec: JobSpec,
-    strategy: Strategy,
-    recompute: ActivationCheckpointing,
-    variant: _Variant,
-    micro: int,
-    accumulation: int,
-) -> Plan:
+def _plan(spec: JobSpec, strategy: Strategy, variant: _Variant, micro_batches: int) -> Plan:
     return Plan(
         engine=strategy.engine,
         layout=strategy.layout,
@@ -318,9 +309,8 @@ def _plan(
         zero_stage=strategy.zero_stage,
         offload=strategy.offload,
         offload_target=strategy.offload_target,
-        micro_batch_size=micro,
-        gradient_accumulation_steps=accumulation,
-        activation_checkpointing=recompute,
+        micro_batch_size=1,
+        gradient_accumulation_steps=micro_batches,
         precision=variant.precision,
         optimizer=spec.training.optimizer,
         sequence_length=variant.sequence_length,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -147,7 +146,7 @@ class Plan:
         return reason
 
     def _why_layout_is_illegal(self) -> str | None:
-        layout, stages = self.layout, self.layout.pp * self.pipeline_stages_per_rank
+        layout = self.layout
         if self.dp_replicate > 1:
             if self.zero_stage < ZeroStage.GRADIENTS or self.engine is not Engine.TORCH:
                 return "dp_replicate > 1 is hybrid sharding: engine=torch with zero_stage 2 or 3"
@@ -161,13 +160,7 @@ class Plan:
                     "zero_stage=3 with pp > 1 would gather every layer again for every micro-batch in flight; "
                     "zero_stage=2 keeps what it gathers"
                 )
-            if self.gradient_accumulation_steps < stages:
-                return (
-                    f"{self.gradient_accumulation_steps} micro-batches cannot fill {stages} pipeline stages: "
-                    "gradient_accumulation_steps >= pp x pipeline_stages_per_rank"
-                )
-            if self.pipeline_stages_per_rank > 1 and self.gradient_accumulation_steps % layout.pp:
-                return "interleaved pipeline stages need gradient_accumulation_steps divisible by pp"
+            return why_pipeline_stalls(layout.pp, self.pipeline_stages_per_rank, self.gradient_accumulation_steps)
         return None
 
     def _why_illegal_for_torch(self) -> str | None:
@@ -222,6 +215,19 @@ class Plan:
         return self.layout.world_size
 
 
+def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> str | None:
+    """Why a step of so many micro-batches cannot keep every stage at work, as a sentence; None where it can."""
+    stages = pp * stages_per_rank
+    if micro_batches < stages:
+        return (
+            f"{micro_batches} micro-batches cannot fill {stages} pipeline stages: "
+            "gradient_accumulation_steps >= pp x pipeline_stages_per_rank"
+        )
+    if stages_per_rank > 1 and micro_batches % pp:
+        return "interleaved pipeline stages need gradient_accumulation_steps divisible by pp"
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One setting that differs between two plans, as people read it."""
@@ -237,8 +243,10 @@ class Change:
 def settings(plan: Plan) -> dict[str, str]:
     """The plan flattened to `setting: value` text, in the order in which people read it."""
     flat: dict[str, str] = {"engine": plan.engine, "gpus": str(plan.world_size)}
-    flat |= {axis: str(degree) for axis, degree in dataclasses.asdict(plan.layout).items()}
     flat |= {
+        "dp": str(plan.layout.dp),
+        "tp": str(plan.layout.tp),
+        "pp": str(plan.layout.pp),
         "dp_replicate": str(plan.dp_replicate),
         "pipeline_stages_per_rank": str(plan.pipeline_stages_per_rank),
         "zero_stage": str(int(plan.zero_stage)),

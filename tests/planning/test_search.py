@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import example, given, settings
@@ -102,6 +103,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     except SpecError:
         return
     assert len(set(tried)) == len(tried)
+    assert [replace(one) for one in tried] == tried  # made again as the first of their family was: all are legal
     costs = [cost(spec, here, one) for one in tried]
     kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
     classes = {one[0] for one in kept}
