@@ -34,6 +34,8 @@ class Loss(StrEnum):
     PLAIN = "plain"  # fp32 logits of all tokens
     IN_PLACE = "in place"  # low-precision logits of all tokens, whose gradient takes their place
     CHUNKED = "chunked"  # low-precision logits of all tokens, fp32 of a chunk
+    COMPILED = "compiled"  # low-precision logits and gradients of all tokens
+    LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
     FUSED = "fused"  # logits of a chunk
 
 
@@ -81,6 +83,8 @@ class Training:
     keeps_quantised_inputs: bool = False  # a product with a quantised matrix keeps its input
     base_bytes: float | None = None  # per element of the frozen matrices; None: as wide as the weights
     ends_fp32: bool = False  # the frozen embedding and head were cast up
+    quantises_head: bool = False  # as the other matrices
+    joint_projection: bool = False  # q, k and v are cut out of one product
     foreach: bool = False  # torch.optim's default on CUDA: one temporary of everything that is trained
     lengths_vary: bool = False  # samples are not padded or packed to one length
     first_step: bool = False  # measured after the first step: what one leaves for the next is not there yet
@@ -93,6 +97,7 @@ class Training:
     offload_activations: bool = False
     ends_apart: bool = False  # FSDP: embedding and head are units of their own
     frozen_gradients: bool = False  # FSDP: adapters share units with frozen weights, whose gradients exist with theirs
+    holds_boundaries: bool = False  # FSDP1: frozen units hold what went into them, and its gradient, to the end
     unsynced: bool = False  # FSDP: gradients are whole until the last micro-batch of a step
     alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
@@ -167,6 +172,8 @@ def ends_held(training: Training, *, first: bool = True, last: bool = True) -> H
     if not training.lora_rank:
         return Held(trained=elements, frozen_bytes=0)
     frozen_bytes = (4 if training.ends_fp32 else training.weight_bytes) * elements
+    if training.quantises_head and training.base_bytes is not None and last and shape.causal:
+        frozen_bytes -= round((training.weight_bytes - training.base_bytes) * shape.table)
     if not training.trains_ends:
         return Held(trained=0, frozen_bytes=frozen_bytes)
     copies = training.weight_bytes * elements  # have the type of the weights, adapters perhaps a wider one
@@ -214,6 +221,8 @@ def saved_bytes(training: Training) -> int:
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole
+    if training.joint_projection:
+        per_token += _joint_bytes(training)
     if training.lora_rank:
         per_token += _adapted_bytes(training)
     if training.fused and shape.gated:
@@ -221,6 +230,18 @@ def saved_bytes(training: Training) -> int:
         per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
         per_token -= training.width * shape.ffn // cut
     return t * per_token + score_bytes(training)
+
+
+def _joint_bytes(training: Training) -> int:
+    """Per token: what is kept of the product that q, k and v are cut out of (litgpt/model.py, CausalSelfAttention).
+
+    v is a view of it and holds all of it, though q and k were rotated into new tensors; keys and values of groups are
+    copied for every head instead.
+    """
+    shape = training.shape
+    if shape.key_value == shape.query:
+        return training.width * (shape.query + shape.key_value)
+    return training.width * 2 * (shape.query - shape.key_value)
 
 
 def _adapted_bytes(training: Training) -> int:
@@ -364,13 +385,17 @@ def head_bytes(training: Training) -> int:
     alone. Megatron (core/tensor_parallel/cross_entropy.py): logits, their fp32 copy, its exponential, which becomes the
     gradient. Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states.
     Chunked (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the
-    plain loss has but the fp32 logits.
+    plain loss has but the fp32 logits. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed
+    (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A
+    head in 4 bits is dequantised to fp16, then cast.
     """
     shape, t = training.shape, training.tokens
     cut = training.tp
     states = t * (training.stream + 4) * shape.hidden
     if not shape.causal:
         return states
+    if training.quantises_head and training.base_bytes is not None:
+        states += 4 * shape.table
     logits = t * shape.vocab // cut
     if training.framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
         return states + (training.width + 8) * logits
@@ -381,25 +406,8 @@ def head_bytes(training: Training) -> int:
         return states + training.width * logits + (8 + training.width) * logits // training.loss_chunks
     if training.loss is Loss.IN_PLACE:
         return states + training.width * logits
+    if training.loss is Loss.COMPILED:
+        return states + 2 * training.width * logits
+    if training.loss is Loss.LISTED:
+        return states + 8 * logits + 8 * logits // training.loss_chunks
     return states + 12 * logits
-
-
-# ----------------------------------------------------------------------------------------------------- the allocator
-
-
-# Reserved over allocated bytes of what comes and goes in a step, by replaying 60 steps of a checkpointed decoder with
-# the plain loss on a model of the caching allocator (best fit, splits, no merging of segments), 2026-11: logits and
-# their copies differ in size by a row or by their type, so they cannot share blocks. Samples of one length and a
-# vocabulary of 151,936 gave 1.45; lengths spread below the limit 2.05 to 6.2 (vocabularies of 32,000 to 151,936, limits
-# of 512 to 8,192, four orders each), of which this is the median. tests/memory/test_allocator_replay.py does it again.
-POOL_RATIO = 1.45
-POOL_RATIO_VARYING = 2.9
-POOL_RATIO_EXPANDABLE = 1.05  # segments grow and are cut page by page
-
-
-def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int, pooled_bytes: int) -> int:
-    """What the allocator holds while nothing presses: states lie where they were put, activations move."""
-    ratio = POOL_RATIO_VARYING if training.lengths_vary else POOL_RATIO
-    if training.expandable_segments:
-        ratio = POOL_RATIO_EXPANDABLE
-    return allocated_bytes + round((ratio - 1) * activation_bytes) + pooled_bytes

@@ -68,6 +68,7 @@ class _Reader:
         self.is_lower_bound = False
         self.said = " ".join(value for name, value in row.items() if name != "note").lower()
         self.other = self._other()
+        self.is_litgpt = re.search("lit-?gpt", self.said) is not None
 
     def read(self) -> Described:
         row = self.row
@@ -92,6 +93,7 @@ class _Reader:
             is_old=self.is_old(framework),
             expandable_segments=re.search("expandable|titan", self.said) is not None,
             alternate_products="titan" in self.said,
+            joint_projection=self.is_litgpt,
             stage=self.stage(),
             lengths_vary=row["seq_len"].startswith("max"),
             first_step=bool(re.search(r"after iteration 1\b", row["note"])),
@@ -116,8 +118,8 @@ class _Reader:
         if found is None:
             assert by_name is not None
             self.inferred.append(f"architecture of {row['model']} from its published configuration")
-            apart = re.search("lit-?gpt", self.said) is not None  # litgpt/scripts/convert_hf_checkpoint.py copies it
-            return replace(by_name, tied=by_name.tied and not apart)
+            # litgpt/scripts/convert_hf_checkpoint.py stores a shared matrix twice
+            return replace(by_name, tied=by_name.tied and not self.is_litgpt)
         shape, inferred = found
         self.inferred += inferred
         if by_name is not None:
@@ -285,7 +287,7 @@ class _Reader:
     def adapters(self, training: Training) -> Training:
         said = " ".join((self.row["peft"], self.row["model"], self.row["compile_or_other"])).lower()
         quantised = self._bits(said)
-        if "lora" not in said:
+        if "lora" not in (self.row["peft"].lower() or said):
             return training
         rank = re.search(r"\br(?:ank)?[= ]?(\d+)\b", said) or re.search(r"lora rank=(\d+)", said)
         if rank is None:
@@ -296,7 +298,7 @@ class _Reader:
         everywhere = re.search(r"\ball\b", said) is not None or "fsdp_qlora" in self.said
         # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
         prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(
-            "torchtune|unsloth|lit-?gpt", self.said
+            "torchtune|unsloth|lit-?gpt|no preparation", self.said
         )
         ends_fp32 = bool(quantised) and prepared and "gptq" not in said and "fsdp_qlora" not in self.said
         if ends_fp32:
@@ -310,7 +312,11 @@ class _Reader:
             trains_ends=re.search(r"modules_to_save|\(emb\)|embedding.*head", self.row["peft"]) is not None,
             base_bytes=base_bytes_of(quantised, double="nf4" not in said or "dq" in said) if quantised else None,
             keeps_quantised_inputs=quantised == 4 and KEEPS_QUANTISED_INPUTS.search(self.said) is not None,
-            frozen_gradients=training.framework is Framework.FSDP1 and re.search("lit-?gpt", self.said) is not None,
+            quantises_head=self.is_litgpt,  # lightning/fabric/plugins/precision/bitsandbytes.py: every nn.Linear
+            frozen_gradients=training.framework is Framework.FSDP1 and self.is_litgpt,
+            holds_boundaries=self._is_hf_fsdp(training.framework)
+            and training.checkpointing is ActivationCheckpointing.FULL
+            and "non-reentrant" not in self.said,
             ends_fp32=ends_fp32,
         )
 
@@ -367,15 +373,20 @@ class _Reader:
             low_states=low and not autocasts and (full or not training.lora_fp32) and not megatron,
             step_in_backward="opt-in-bwd" in optimizer or "opt in bwd" in optimizer,
             paged="paged" in optimizer,
-            foreach=framework in (Framework.PLAIN, Framework.DEVICE_MAP)
+            foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._is_hf_fsdp(framework))
             and rule is not Rule.ADAM_8BIT
             and "fused" not in optimizer
             and "torchtune" not in self.said,  # whose configurations say fused=True
             loss=self._loss(),
+            loss_chunks=max(1, training.sequence_length // 128) if self.is_litgpt else training.loss_chunks,
             offload_parameters=everything or "param=y" in offload,
             offload_optimizer=everything or only_optimizer,
             offload_activations="activation" in offload or "activation offload" in self.other or self._old_zero_3(),
         )
+
+    def _is_hf_fsdp(self, framework: Framework) -> bool:
+        """transformers' Trainer: torch.optim steps over FSDP's shards, reentrant checkpointing wraps FSDP's units."""
+        return framework is Framework.FSDP1 and re.search("hf trainer|transformers", self.said) is not None
 
     def _old_zero_3(self) -> bool:
         """DeepSpeedExamples/Megatron-LM-v1.1.5-ZeRO3 ran with --partition-activations --checkpoint-in-cpu."""
@@ -398,5 +409,9 @@ class _Reader:
             return Loss.FUSED
         if "composer" in self.row["framework"].lower():
             return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
-        chunked = re.search("torchtune default config|lit-?gpt", self.said) or "chunk" in self.other
+        if self.is_litgpt:
+            return Loss.LISTED
+        if "titan" in self.said and "compile" in self.other and re.search(r"\b202[5-9]", self.said):
+            return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
+        chunked = "torchtune default config" in self.said or "chunk" in self.other
         return Loss.CHUNKED if chunked else Loss.PLAIN

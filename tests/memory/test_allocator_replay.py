@@ -11,7 +11,7 @@ import statistics
 
 import pytest
 
-from orchestrator.memory.foreign import POOL_RATIO, POOL_RATIO_VARYING
+from orchestrator.memory.foreign_engines import POOL_RATIO, POOL_RATIO_VARYING
 
 MIB = 2**20
 HIDDEN, FFN, LAYERS = 4096, 11008, 16

@@ -285,6 +285,40 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_whole_on_every_rank(ra
     assert by_cause(read(**row, precision="bf16-true", grad_accum="1")).get("gradients", 0) < frozen
 
 
+def test_frozen_units_under_reentrant_checkpointing_hold_every_boundary_and_its_gradient() -> None:
+    row = {"framework": "HF Trainer", "sharding": "FULL_SHARD", "n_gpus": "2", "peft": "LoRA r8", "seq_len": "8192"}
+    freed = read(**row, compile_or_other="non-reentrant")
+    held = read(**row)
+    name = "saved activations"
+    assert by_cause(held)[name] == 2 * by_cause(freed)[name] == 2 * freed.shape.layers * kept_bytes(freed)
+
+
+def test_what_peft_says_decides_whether_there_are_adapters() -> None:
+    assert read(peft="Full", compile_or_other="fused kernels (RoPE, LoRA)").lora_rank == 0
+    assert read(peft="", model="Llama-2 7B LoRA").lora_rank > 0
+
+
+def test_the_trainer_steps_over_all_shards_at_once() -> None:
+    row = {"framework": "HF Trainer", "sharding": "FULL_SHARD", "n_gpus": "2", "peft": "Full", "precision": "bf16 pure"}
+    assert by_cause(read(**row, seq_len="256"))["optimizer temporaries"] == read(**row).shape.parameters
+
+
+def test_v_as_a_view_holds_the_product_and_groups_are_copied_for_all_heads() -> None:
+    joint = replace(PLAIN, joint_projection=True)
+    assert saved_bytes(joint) - saved_bytes(PLAIN) == PLAIN.tokens * 2 * 2 * PLAIN.shape.hidden
+    grouped = replace(PLAIN, shape=KNOWN["mistral-7b"])
+    copied = saved_bytes(replace(grouped, joint_projection=True)) - saved_bytes(grouped)
+    assert copied == PLAIN.tokens * 2 * 2 * (4096 - 1024)
+
+
+def test_a_quantised_head_weighs_less_and_is_dequantised_at_the_loss() -> None:
+    row = {"framework": "LitGPT", "peft": "QLoRA r8 q v, nf4", "precision": "bf16-true", "act_ckpt": "no"}
+    quantised = read(**row)
+    whole = replace(quantised, quantises_head=False)
+    assert by_cause(whole)["parameters"] - by_cause(quantised)["parameters"] == round((2 - 0.5625) * whole.shape.table)
+    assert head_bytes(quantised) - head_bytes(whole) == 4 * whole.shape.table
+
+
 def test_every_second_product_is_less_than_all_and_more_than_none() -> None:
     kept = [
         kept_bytes(read(framework="torchtitan", n_gpus="8", peft="Full", act_ckpt=said))
@@ -320,9 +354,10 @@ def test_a_quantised_base_weighs_half_a_byte_per_element_and_its_ends_four() -> 
     assert by_cause(training)["parameters"] == matrices // 2 + 4 * (rest - norms) + 2 * norms + 4 * adapters
 
 
-@pytest.mark.parametrize("loss", [Loss.CHUNKED, Loss.IN_PLACE, Loss.FUSED])
+@pytest.mark.parametrize("loss", [Loss.CHUNKED, Loss.IN_PLACE, Loss.FUSED, Loss.COMPILED])
 def test_every_other_loss_holds_less_than_the_plain_one(loss: Loss) -> None:
     assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(PLAIN) / 2
+    assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(replace(PLAIN, loss=Loss.LISTED)) < head_bytes(PLAIN)
 
 
 @settings(deadline=None)
