@@ -236,10 +236,16 @@ def logs(
 
 
 @app.command()
-def cancel(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """End a job: its ranks get a SIGTERM and ten seconds."""
-    _client(home).cancel(job_id)
-    _answer({"cancelled": job_id}, as_json, f"{job_id} is being cancelled.")
+def cancel(
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.")],
+    whole_arrays: Annotated[bool, typer.Option("--array", help="And all others of their arrays.")] = False,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """End jobs, all of them or, where one cannot be, none: their ranks get a SIGTERM and ten seconds."""
+    cancelled = _client(home).cancel(job_ids, whole_arrays=whole_arrays)
+    are = "is" if len(cancelled) == 1 else "are"
+    _answer({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
 
 
 @app.command()

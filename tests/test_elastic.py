@@ -80,7 +80,7 @@ def test_a_job_that_grows_and_makes_way_trains_as_if_nobody_had_moved_it(night: 
     night.trains(blocking, 1)
     moving = night.submit("moving", "{min: 1, max: 2}", STEPS)
     night.trains(moving, 1)
-    night.client.cancel(blocking)
+    night.client.cancel([blocking], whole_arrays=False)
     night.trains(moving, 2)
     short = night.submit("short", "1", 5)
     assert night.ends(short)["status"] == "succeeded"

@@ -72,6 +72,14 @@ class SubmitRequest(BaseModel):
     fault: FaultRequest | None = None
 
 
+class CancelRequest(BaseModel):
+    """Jobs that shall end, or the arrays that they are of."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: list[str] = Field(min_length=1)
+    whole_arrays: bool = False
+
+
 class BatchRequest(BaseModel):
     """Jobs that are kept together, or not at all."""
 
@@ -151,11 +159,11 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
     def explanation(job_id: str) -> dict[str, Any]:
         return dict(explanation_view(controller.state, _job(service, job_id)))
 
-    @app.post("/jobs/{job_id}/cancel")
-    def cancel(job_id: str) -> dict[str, Any]:
-        _job(service, job_id)
-        controller.cancel(job_id)
-        return {}
+    @app.post("/jobs/cancel")
+    def cancel(request: CancelRequest) -> dict[str, Any]:
+        for job_id in request.jobs:
+            _job(service, job_id)
+        return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs")
     def log(

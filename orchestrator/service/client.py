@@ -70,9 +70,9 @@ class Client:
             self._json("POST", "/observations", {"observations": observations_view(part)})["kept"] for part in parts
         )
 
-    def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job; returns when the request is on disk."""
-        self._json("POST", f"/jobs/{job_id}/cancel", {})
+    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
+        """Ask for the end of jobs, or of the arrays that they are of; who is asked, once that is on disk."""
+        return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
 
     def drain(self, node: str, *, undo: bool) -> None:
         """Let a node take nothing new, or again what comes; returns when the request is on disk."""

@@ -159,15 +159,31 @@ class Controller:
             f"the journal did not answer within {ANSWER_S:.0f} s: the job may be kept or not; `orc queue` will tell"
         )
 
-    def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job. Raises ServiceError where there is no such job or where it has ended."""
+    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
+        """Ask for the end of these jobs, or of what has not ended of their arrays; who is asked, or nobody on an error.
+
+        Raises ServiceError where there is no such job, where one has ended, and where one is of no array.
+        """
         with self._changed:
-            job = self.job(job_id)
-            if job is None:
-                raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
+            asked = [one for job_id in job_ids for one in self._to_cancel(job_id, whole_array=whole_arrays)]
+            at_s = self._clock()
+            self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(asked)])
+            return [*dict.fromkeys(asked)]
+
+    def _to_cancel(self, job_id: str, *, whole_array: bool) -> list[str]:
+        job = self.job(job_id)
+        if job is None:
+            raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
+        if not whole_array:
             if job.status.ended:
                 raise ServiceError(f"job {job_id} has ended already: {job.status}")
-            self._apply([CancelRequested(job_id=job_id, at_s=self._clock())])
+            return [job_id]
+        if job.array is None:
+            raise ServiceError(f"job {job_id} is of no array: cancel it without --array")
+        others = [one.id for one in self._state.jobs.values() if one.array == job.array and not one.status.ended]
+        if not others:
+            raise ServiceError(f"all jobs of the array {job.array} have ended already")
+        return others
 
     def drain(self, node: str, *, undo: bool) -> None:
         """Let a node take nothing new, or again what comes. Raises ServiceError where there is no such node."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.forecast import forecast
-from orchestrator.specs.errors import SpecError
+from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job import JobSpec, Member
 from orchestrator.specs.state import Event, Submitted
 from tests.scheduling.factories import node
@@ -60,3 +60,17 @@ def test_one_wrong_job_refuses_the_whole_array() -> None:
     with pytest.raises(SpecError):
         service.submit_all([(spec, None) for spec in (*good, wrong)])
     assert service.state.submitted == 0
+
+
+def test_jobs_and_whole_arrays_are_cancelled_together_or_not_at_all() -> None:
+    service = controller()
+    first, second, third, alone = service.submit_all([(spec, None) for spec in (*sweep(3, 1), script({1: 10.0}))])
+    with pytest.raises(ServiceError, match="no job 'nobody'"):
+        service.cancel([alone, "nobody"])
+    with pytest.raises(ServiceError, match=f"job {alone} is of no array"):
+        service.cancel([first, alone], whole_arrays=True)
+    assert not any(job.status.ended for job in service.state.jobs.values())
+    assert service.cancel([second]) == [second]
+    assert service.cancel([second], whole_arrays=True) == [first, third], "what has ended is left alone"
+    asked = [one for one in (first, second, third, alone) if (job := service.job(one)).cancelling or job.status.ended]
+    assert asked == [first, second, third]

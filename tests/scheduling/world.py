@@ -456,7 +456,7 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
             alone = [(one.model_copy(update={"after": ()}), fault) for one, fault in asked]
             assert controller.submit_all(alone)[0] == job_id
     elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
-        controller.cancel(job_id)
+        controller.cancel([job_id])
 
 
 def whole(state: State, archived: Mapping[str, Job]) -> State:

@@ -93,7 +93,7 @@ ROUTES = [
     ("POST", "/jobs/batch"),
     ("GET", "/jobs/lm-1"),
     ("GET", "/jobs/lm-1/explanation"),
-    ("POST", "/jobs/lm-1/cancel"),
+    ("POST", "/jobs/cancel"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
     ("GET", "/cluster"),
     ("GET", "/teams"),
@@ -331,7 +331,7 @@ def test_the_service_does_not_end_over_running_jobs_unless_forced(world: World) 
 def test_an_ended_job_cannot_be_cancelled(world: World) -> None:
     job_id = world.submit()
     world.turn_until("succeeded")
-    assert world.client.post(f"/jobs/{job_id}/cancel").status_code == 409
+    assert world.client.post("/jobs/cancel", json={"jobs": [job_id]}).status_code == 409
 
 
 def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them(world: World) -> None:

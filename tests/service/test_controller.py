@@ -139,12 +139,12 @@ def test_cancelling_names_what_cannot_be_cancelled(journal: Journal) -> None:
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
     with pytest.raises(ServiceError, match="no job 'lm-1'"):
-        controller.cancel("lm-1")
+        controller.cancel(["lm-1"])
     job_id = controller.submit(script("lm"))
-    controller.cancel(job_id)
+    controller.cancel([job_id])
     assert controller.job(job_id).status is JobStatus.CANCELLED
     with pytest.raises(ServiceError, match="lm-1 has ended already: cancelled"):
-        controller.cancel(job_id)
+        controller.cancel([job_id])
 
 
 def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal) -> None:
@@ -152,7 +152,7 @@ def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal)
     controller = Controller(journal, backend, backend.now)
     job_id = controller.submit(script("lm"))
     turn_until(controller, lambda: bool(backend.asked))
-    controller.cancel(job_id)
+    controller.cancel([job_id])
     turn_until(controller, lambda: settled(controller.state))
     assert backend.asked[-1] == "stop lm-1-1"
     assert controller.job(job_id).status is JobStatus.CANCELLED
@@ -170,7 +170,7 @@ def test_a_new_service_takes_up_every_attempt_that_holds_devices(journal: Journa
             == [AttemptStatus.RUNNING] * 2
         ),
     )
-    controller.cancel(stopped)
+    controller.cancel([stopped])
     before = controller.state
     backend.close()
     backend.asked.clear()
