@@ -293,7 +293,15 @@ def plan(
 
 @app.command()
 def estimate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML), or published trainings (CSV).")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Job file (YAML); or trainings by other frameworks (CSV), a row each: id, model or arch, framework, "
+            "micro_batch, seq_len, precision; and where they matter n_gpus, sharding, tp, pp, cp, grad_accum, "
+            "act_ckpt, optimizer, peft, offload, compile_or_other, gpu_mem_GB.",
+        ),
+    ],
     settings: Settings = None,
     cluster: Cluster = None,
     home: Home = DEFAULT_HOME,

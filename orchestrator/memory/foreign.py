@@ -34,6 +34,7 @@ class Loss(StrEnum):
     PLAIN = "plain"  # fp32 logits of all tokens
     IN_PLACE = "in place"  # low-precision logits of all tokens, whose gradient takes their place
     CHUNKED = "chunked"  # low-precision logits of all tokens, fp32 of a chunk
+    SHIFTED = "shifted"  # fp32 logits, and their copy without the last token, whose gradient takes its place
     COMPILED = "compiled"  # low-precision logits and gradients of all tokens
     LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
     FUSED = "fused"  # logits of a chunk
@@ -385,7 +386,8 @@ def head_bytes(training: Training) -> int:
     alone. Megatron (core/tensor_parallel/cross_entropy.py): logits, their fp32 copy, its exponential, which becomes the
     gradient. Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states.
     Chunked (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the
-    plain loss has but the fp32 logits. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed
+    plain loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48
+    copies the logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed
     (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A
     head in 4 bits is dequantised to fp16, then cast.
     """
@@ -408,6 +410,8 @@ def head_bytes(training: Training) -> int:
         return states + training.width * logits
     if training.loss is Loss.COMPILED:
         return states + 2 * training.width * logits
+    if training.loss is Loss.SHIFTED:
+        return states + 8 * logits
     if training.loss is Loss.LISTED:
         return states + 8 * logits + 8 * logits // training.loss_chunks
     return states + 12 * logits

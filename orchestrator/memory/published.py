@@ -375,7 +375,8 @@ class _Reader:
             paged="paged" in optimizer,
             foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._is_hf_fsdp(framework))
             and rule is not Rule.ADAM_8BIT
-            and "fused" not in optimizer
+            and not re.search(r"fused adam|fused optim", optimizer)
+            and "fused" not in row["optimizer"].lower()
             and "torchtune" not in self.said,  # whose configurations say fused=True
             loss=self._loss(),
             loss_chunks=max(1, training.sequence_length // 128) if self.is_litgpt else training.loss_chunks,
@@ -413,5 +414,7 @@ class _Reader:
             return Loss.LISTED
         if "titan" in self.said and "compile" in self.other and re.search(r"\b202[5-9]", self.said):
             return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
+        if re.search(r"fused[^;]*cross.?entropy", self.other) and "linear" not in self.other:
+            return Loss.SHIFTED
         chunked = "torchtune default config" in self.said or "chunk" in self.other
         return Loss.CHUNKED if chunked else Loss.PLAIN

@@ -1,9 +1,14 @@
-"""What a published row that ran out of memory is set beside."""
+"""What a published row that ran out of memory is set beside, and rows that were explained once stay explained."""
 
 from __future__ import annotations
 
+import csv
+import statistics
+
+import pytest
+
 from orchestrator.memory.published import COLUMNS
-from tests.bench.published import SETTINGS, beside_what_ran
+from tests.bench.published import COLLECTED, SETTINGS, beside_what_ran, compared_rows
 
 
 def row(name: str, layers: int, fits: str, used: str = "", **more: str) -> dict[str, str]:
@@ -39,3 +44,12 @@ def test_it_is_the_nearest_that_ran_under_the_same_settings() -> None:
 
 def test_nothing_is_told_where_nothing_ran_so() -> None:
     assert "nothing ran" in beside_what_ran("short", [row("short", 32, "OOM"), row("other", 32, "OK", "50", tp="4")])
+
+
+@pytest.mark.parametrize(("source", "percent"), [("fms-acceleration", 4), ("litgpt", 5), ("torchtitan", 8)])
+def test_rows_that_were_explained_stay_explained(source: str, percent: float) -> None:
+    with COLLECTED.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if source in row["source_repo"] and row["quality"] == "A"]
+    errors = [abs(one.error) for one in compared_rows(rows)[0]]
+    assert len(errors) > 10
+    assert 100 * statistics.mean(errors) < percent

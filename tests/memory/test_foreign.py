@@ -303,6 +303,14 @@ def test_the_trainer_steps_over_all_shards_at_once() -> None:
     assert by_cause(read(**row, seq_len="256"))["optimizer temporaries"] == read(**row).shape.parameters
 
 
+def test_a_fused_kernel_beside_the_optimizer_does_not_fuse_its_step() -> None:
+    kernels = read(framework="HF Trainer", peft="Full", compile_or_other="fused kernels (cross-entropy)")
+    assert (kernels.foreach, kernels.loss) == (True, Loss.SHIFTED)
+    assert not read(framework="HF Trainer", peft="Full", optimizer="AdamW (fused)").foreach
+    linear = read(framework="HF Trainer", peft="Full", compile_or_other="liger fused linear cross-entropy")
+    assert linear.loss is Loss.FUSED
+
+
 def test_v_as_a_view_holds_the_product_and_groups_are_copied_for_all_heads() -> None:
     joint = replace(PLAIN, joint_projection=True)
     assert saved_bytes(joint) - saved_bytes(PLAIN) == PLAIN.tokens * 2 * 2 * PLAIN.shape.hidden
@@ -357,7 +365,8 @@ def test_a_quantised_base_weighs_half_a_byte_per_element_and_its_ends_four() -> 
 @pytest.mark.parametrize("loss", [Loss.CHUNKED, Loss.IN_PLACE, Loss.FUSED, Loss.COMPILED])
 def test_every_other_loss_holds_less_than_the_plain_one(loss: Loss) -> None:
     assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(PLAIN) / 2
-    assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(replace(PLAIN, loss=Loss.LISTED)) < head_bytes(PLAIN)
+    for wide in (Loss.LISTED, Loss.SHIFTED):
+        assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(replace(PLAIN, loss=wide)) < head_bytes(PLAIN)
 
 
 @settings(deadline=None)
