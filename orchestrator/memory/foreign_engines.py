@@ -127,7 +127,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     trained = held.trained
     zero = training.zero_stage > 0
     shards = training.dp if zero else 1
-    states = (4 if training.masters else 0) + state_bytes(training)
+    states = 0 if training.offload_optimizer else (4 if training.masters else 0) + state_bytes(training)
     fixed: Causes = (
         ("parameters", trained_width(training) * trained + held.frozen_bytes),
         ("optimizer states", round(states * trained / shards)),
@@ -160,7 +160,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
         (WORKING, working),
     )
     reduction = (*earlier, ("gradients", gradients), ("flat gradients", flat))
-    temporaries = 0 if copies or training.fp32_gradients else 4 * trained // shards
+    temporaries = 0 if copies or training.fp32_gradients or training.offload_optimizer else 4 * trained // shards
     if training.framework is Framework.MEGATRON_DEEPSPEED and not training.fp32_gradients:
         # an fp32 copy of the gradients; ZeRO-1 averages its share into a list before, and flattens that
         # (deepspeed/runtime/fp16/fused_optimizer.py, deepspeed/runtime/zero/stage_1_and_2.py)

@@ -370,7 +370,11 @@ class _Reader:
             ends_apart="torchtune" in self.said,
             reduces_fp32="mixed=default" in precision,
             rule=rule,
-            low_states=low and not autocasts and (full or not training.lora_fp32) and not megatron,
+            low_states=low
+            and not autocasts
+            and (full or not training.lora_fp32)
+            # megatron/core/optimizer: --use-precision-aware-optimizer with --exp-avg-dtype bf16
+            and (not megatron or "bf16 states" in optimizer),
             step_in_backward="opt-in-bwd" in optimizer or "opt in bwd" in optimizer,
             paged="paged" in optimizer,
             foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._is_hf_fsdp(framework))

@@ -223,6 +223,13 @@ def test_zero_1_cuts_masters_and_moments_over_data_parallel_ranks() -> None:
     assert cut == pytest.approx(states / 8, abs=1)
 
 
+def test_megatron_holds_the_states_that_it_is_told_to_and_where() -> None:
+    row = {"framework": "Megatron-LM", "tp": "4", "n_gpus": "4", "peft": "Full"}
+    wide, low = read(**row), read(**row, optimizer="Adam (bf16 states)")
+    assert by_cause(low)["optimizer states"] == by_cause(wide)["optimizer states"] * 8 // 12
+    assert "optimizer states" not in by_cause(read(**row, offload="optimizer to CPU"))
+
+
 def test_gradients_added_up_in_fp32_lie_beside_those_of_the_backward_pass() -> None:
     training = replace(MEGATRON, framework=Framework.MEGATRON_DEEPSPEED, dp=64, zero_stage=1)
     more = by_cause(replace(training, fp32_gradients=True))["gradients"] - by_cause(training)["gradients"]
