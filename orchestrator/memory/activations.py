@@ -85,14 +85,18 @@ def _of_one_micro_batch(
     for passage in passages(stage, has_loss, gathers=gathers):
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
-            found.append(_forward_end(segments, passage.segment, *kept_then, recast=recast))
+            waiting_bytes = gradient_bytes * _waiting(passage, segments[-1])
+            found.append(_forward_end(segments, passage.segment, *kept_then, waiting_bytes, recast=recast))
             continue
         parts = passage.segment.count - passage.position
+        waiting = _waiting(passage, segments[-1])
         if passage.point is Point.START:
-            found.append(Activations(*up_to(passage.place, parts)))
+            saved_before, copied_before = up_to(passage.place, parts)
+            found.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
             continue
         saved_before, copied_before = up_to(passage.place, parts - 1)
         own_saved, summed = _backward(passage, mode)
+        summed += waiting
         cast_bytes = passage.segment.cast_bytes if casts else 0
         found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
     last_layers = max(range(len(segments)), key=lambda place: (segments[place].is_unit, place))
@@ -111,14 +115,27 @@ def _kept(segment: Segment, mode: ActivationCheckpointing, casts: bool) -> tuple
 
 
 def _forward_end(
-    segments: tuple[Segment, ...], last: Segment, saved_bytes: int, copied_bytes: int, *, recast: bool
+    segments: tuple[Segment, ...],
+    last: Segment,
+    saved_bytes: int,
+    copied_bytes: int,
+    waiting_bytes: int,
+    *,
+    recast: bool,
 ) -> Activations:
     """The last layer goes forward, or the loss has just been computed; autocast keeps every weight that it has cast."""
     transient = last.forward_transient_bytes
     if last is segments[-1] and last.chunks is None:
         transient += -(-last.transient_bytes // 2)
     cast = sum(segment.count * segment.cast_bytes for segment in segments) if recast else 0
-    return Activations(saved_bytes + transient, copied_bytes + cast, last.chunks)
+    return Activations(saved_bytes + transient, copied_bytes + waiting_bytes + cast, last.chunks)
+
+
+def _waiting(passage: Passage, loss: Segment) -> int:
+    """Elements of a shared weight's gradient that are there: one in chunks makes it in the forward pass already."""
+    if passage.segment is loss and loss.chunks is None:
+        return loss.waiting_gradients if passage.point in (Point.GRADIENT, Point.END) else 0
+    return passage.segment.waiting_gradients if passage.backward or passage.segment is loss else 0
 
 
 def _backward(passage: Passage, mode: ActivationCheckpointing) -> tuple[int, int]:

@@ -118,6 +118,7 @@ def bart_profile(
         (h, h, positions, table),
         rows + v + 4 * h,
         table=table,
+        looked_up=positions + table,
         saved_bytes=s * (2 * stream + 32 - numbers),
     )
     between = embedding(
@@ -125,6 +126,7 @@ def bart_profile(
         (h, h, positions),
         rows + 3 * h,
         table=table,
+        looked_up=positions,
         saved_bytes=given - (s * stream if autocast else 0),
         kept_bytes=given + s * s,
     )
@@ -195,7 +197,7 @@ def _layers(name: str, side: Side, h: int, s: int, table: int, *, low: bool, aut
         forward_flops=2.0 * s * matrices + attentions * 4.0 * s * s * h,
         cast_bytes=2 * matrices if autocast else 0,
         largest_parameter=max(wide, h * h),
-        summed_gradients=table,
+        waiting_gradients=table,
         factored=2 * (h + f) + attentions * 8 * h + sum(tensors) - matrices,
         tensors=tensors,
         matmuls=(*((s, h, h),) * (4 * attentions), (s, h, f), (s, f, h)),

@@ -160,15 +160,29 @@ def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pass
         return 0
     segment = passage.segment
     recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
-    at_once = segment.largest_parameter
+    is_made = passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.own > 0
+    at_once = segment.largest_parameter if is_made else 0  # a loss of whole logits comes before its head
     if recomputed and passage.backward:
         at_once += segment.parameters - max(passage.own, at_once)
+    if passage.backward and passage.point is not Point.START:
+        at_once = max(at_once, segment.looked_up)
     leaf_ended = 0 < segment.leaf_until <= passage.own
     side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
     if leaf_ended and not in_leaf:
         side_by_side = 0
-    gathered = min(profile.parameters, buckets.live) or max(min(segment.parameters, at_once), side_by_side)
+    at_once = min(at_once, max(segment.parameters, segment.largest_parameter))  # which a head may share
+    gathered = min(profile.parameters, buckets.live) or max(at_once, side_by_side)
+    if passage.backward and not buckets.live:
+        gathered += _looked_up(profile, passage.place)
     return gathered if recomputed else gathered + _held_by_views(profile, passage, leaf_ended=leaf_ended)
+
+
+def _looked_up(profile: ModelProfile, place: int) -> int:
+    """Elements of tables behind the place: let go when a module's inputs have gradients, which a lookup's never have.
+
+    (`_post_backward_module_hook` in deepspeed/runtime/zero/parameter_offload.py.)
+    """
+    return sum(segment.count * segment.looked_up for segment in profile.segments[place + 1 :])
 
 
 def _held_by_views(profile: ModelProfile, passage: Passage, *, leaf_ended: bool) -> int:
@@ -198,7 +212,12 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
         return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     shard = -(-profile.trained_parameters // dp)
-    return (("gradients", width * shard), ("gradient buckets", width * (bucket + buckets.copies * rest)))
+    looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
+    return (
+        ("gradients", width * shard),
+        ("gradient buckets", width * (bucket + buckets.copies * rest)),
+        ("gathered parameters", width * looked_up),
+    )
 
 
 def _copied(reduced: int, trained: int, dp: int) -> int:
@@ -222,10 +241,15 @@ def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
     found = filling(profile, buckets.reduce, leaves=plan.zero_stage is ZeroStage.PARAMETERS)
     part = passage.place, passage.position
-    own = passage.own if passage.segment.is_unit else passage.segment.trained_parameters
+    peaked = passage.segment.is_unit or passage.peak is not None
+    own = passage.own if peaked else passage.segment.trained_parameters
     if profile.moments and passage.segment.is_unit and own < _seen_last(profile, part, plan.activation_checkpointing):
         own -= 1
-    return found.at(part, own), found.has_begun(part, own)
+    if not passage.segment.peaks:
+        return found.at(part, own), found.has_begun(part, own)
+    earlier = max((peak.own for peak in passage.segment.peaks if peak.own < own), default=0)
+    reduced = [one for one in found.at(part, own - 1) if one.own >= earlier]  # each peak meets those of its gradients
+    return reduced, found.has_begun(part, own - 1)
 
 
 @lru_cache(maxsize=4096)

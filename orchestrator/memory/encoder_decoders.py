@@ -6,12 +6,20 @@ from orchestrator.specs.profile import BackwardPeak, Segment
 
 
 def embedding(
-    name: str, tensors: tuple[int, ...], factored: int, *, table: int, saved_bytes: int, kept_bytes: int | None = None
+    name: str,
+    tensors: tuple[int, ...],
+    factored: int,
+    *,
+    table: int,
+    looked_up: int,
+    saved_bytes: int,
+    kept_bytes: int | None = None,
 ) -> Segment:
     """What runs before the encoder, or between it and the decoder. The gradients of the table's uses meet there.
 
     `saved_bytes`: per sample; `kept_bytes`: the same where layers are recomputed, if it is another.
     """
+    waiting = 0 if table in tensors else table
     kept = saved_bytes if kept_bytes is None else kept_bytes
     return Segment(
         name=name,
@@ -23,7 +31,9 @@ def embedding(
         transient_bytes=0,
         forward_flops=0.0,
         largest_parameter=max(tensors),
-        summed_gradients=3 * table,  # of head and embeddings, and their sum
+        summed_gradients=3 * table - waiting,  # of head and embeddings, and their sum
+        waiting_gradients=waiting,
+        looked_up=looked_up,
         factored=factored,
         tensors=tensors,
         peaks=(BackwardPeak(0, 0, 0),),
@@ -56,6 +66,7 @@ def head(
         transient_bytes=2 * forward_bytes,  # of which half is there in the forward pass
         forward_flops=2.0 * rows * table,
         cast_bytes=2 * table if casts else 0,
+        largest_parameter=table,
         factored=sum(norms),
         tensors=norms,
         matmuls=(logits,),

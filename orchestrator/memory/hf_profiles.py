@@ -154,17 +154,27 @@ def _adapted(
     inputs = sequence_length * _inputs_bytes(adapted, lora, shape, width=width, autocast=autocast)
     forward = sequence_length * _forward_bytes(adapted, shape) if autocast else 0
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
+    own_table = 0 if shape.tie_word_embeddings else table
     head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
     cast_head = 2 * table if autocast and head_width == 4 else 0
     return (
         replace(
-            embedding, trained=0, frozen_bytes=4 * embedding.parameters, summed_gradients=0, factored=0, tensors=()
+            embedding,
+            trained=0,
+            frozen_bytes=4 * embedding.parameters,
+            summed_gradients=0,
+            waiting_gradients=0,
+            looked_up=0,
+            factored=0,
+            tensors=(),
+            peaks=(),
         ),
         replace(
             layer,
             parameters=layer.parameters + trained,
             trained=trained,
             frozen_bytes=frozen_layer,
+            waiting_gradients=0,
             saved_bytes=layer.saved_bytes + between + inputs - base_inputs - 2 * normed,
             forward_transient_bytes=forward,
             selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
@@ -179,7 +189,8 @@ def _adapted(
             head,
             trained=0,
             saved_bytes=head.saved_bytes - normed,
-            frozen_bytes=head_width * table + 4 * (head.parameters - table),
+            frozen_bytes=head_width * own_table + 4 * (head.parameters - own_table),
+            waiting_gradients=0,
             factored=0,
             tensors=(),
             chunks=None if head.chunks is None else _frozen_loss(head.chunks, cast_head),

@@ -81,11 +81,22 @@ def _part(profile: ModelProfile, layers: int, *, first: bool, last: bool) -> Mod
     repeated = _repeated(profile)
     at = profile.segments.index(repeated)
     before = tuple(_with_shared(segment) for segment in profile.segments[:at]) if first else ()
-    behind = profile.segments[at + 1 :] if last else ()
-    return replace(profile, segments=(*before, replace(repeated, count=layers), *behind))
+    behind = tuple(_with_shared(segment) for segment in profile.segments[at + 1 :]) if last else ()
+    return replace(profile, segments=(*before, replace(repeated, count=layers, waiting_gradients=0), *behind))
 
 
 def _with_shared(segment: Segment) -> Segment:
-    if not segment.summed_gradients:
+    """The embedding or head with a weight of its own, whose gradient waits for no other."""
+    if segment.summed_gradients:
+        return replace(segment, summed_gradients=0, waiting_gradients=0)
+    if not segment.waiting_gradients:
         return segment
-    return replace(segment, parameters=segment.largest_parameter, summed_gradients=0)
+    shared, rows, hidden = segment.waiting_gradients, *segment.matmuls[0][::-1][:2]
+    return replace(
+        segment,
+        parameters=segment.parameters + shared,
+        waiting_gradients=0,
+        factored=(segment.factored or 0) + rows + hidden,
+        tensors=(shared, *segment.tensors),
+        chunks=segment.chunks and replace(segment.chunks, gradients=shared),
+    )

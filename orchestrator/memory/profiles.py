@@ -11,7 +11,7 @@ from orchestrator.memory.t5 import t5_profile, t5_shape
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec, ModelSpec
 from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
-from orchestrator.specs.profile import LossChunks, ModelProfile, Segment, Source, TracedProfile
+from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
@@ -178,10 +178,11 @@ def decoder_profile(
         saved += 2 * width * h  # masks in the type of the input on CPU; one byte each on CUDA
     embedded = stream * h + 16  # and tokens and labels
     tied = spec.tie_word_embeddings
+    shared = v * h if tied else 0
     embedding = Segment(
         name="embedding",
         count=1,
-        parameters=0 if tied else v * h,
+        parameters=v * h,
         saved_bytes=s * embedded,
         checkpointed_bytes=s * embedded,
         selective_bytes=s * embedded,
@@ -189,9 +190,11 @@ def decoder_profile(
         transient_bytes=s * stream * h,
         forward_flops=0.0,
         largest_parameter=v * h,
-        summed_gradients=3 * v * h if tied else 0,  # of head and embedding, and their sum
-        factored=0 if tied else v + h,
-        tensors=() if tied else (v * h,),
+        summed_gradients=3 * shared,  # of head and embedding, and their sum
+        looked_up=v * h,
+        factored=v + h,
+        tensors=(v * h,),
+        peaks=(BackwardPeak(0, 0, s * stream * h),) if tied else (),
     )
     recomputed = 2 * width * f
     layer = Segment(
@@ -206,6 +209,7 @@ def decoder_profile(
         forward_flops=s * (2.0 * matrices + 2.0 * s * q),  # causal attention: half of 4 s^2 q
         cast_bytes=(2 * matrices + 8 * s * d) if low and autocast else 0,
         largest_parameter=h * max(f, q),
+        waiting_gradients=shared,
         factored=2 * (q + h) + 2 * (kv + h) + 3 * (f + h) + 2 * h,
         matmuls=((s, h, q), (s, h, kv), (s, h, kv), (s, q, h), (s, h, f), (s, h, f), (s, f, h)),
         tensors=(h * f, h * f, h * f, h, h * q, h * kv, h * kv, h * q, h),
@@ -214,7 +218,7 @@ def decoder_profile(
         family=family,
         precision=precision,
         source=Source.CLOSED_FORM,
-        segments=(embedding, layer, _head(s, h, v, low=low, stream=stream)),
+        segments=(embedding, layer, _head(s, h, v, low=low, stream=stream, tied=tied)),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
         updated_before_largest=_updated_before_largest(h * f, h * v),
@@ -243,10 +247,11 @@ def _updated_before_largest(feed_forward: int, table: int) -> int:
     return max(2 * table, 3 * feed_forward) - 2 * max(table, feed_forward)
 
 
-def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
+def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool) -> Segment:
     """Norm and chunked loss, measured as slopes like a layer.
 
-    The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. In low precision
+    The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. That of a weight
+    which it shares is the embedding's, and waits for the other one's. In low precision
     the loss has logits twice for a moment, and the product that is added to the gradient beside it.
     """
     saved = (10 if stream == 2 else 8) * h + 4
@@ -256,10 +261,11 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
         peaks = ((6 * v + 2 * h + 8, 2 * v * h), (2 * v + 2 * h, 4 * v * h))
     else:
         peaks = ((6 * v + 8, 2 * v * h), (2 * v, 4 * v * h))
+    own = 0 if tied else v * h
     return Segment(
         name="head",
         count=1,
-        parameters=h + v * h,  # a shared weight has its gradient from here on
+        parameters=h + own,
         saved_bytes=s * saved,
         checkpointed_bytes=s * saved,
         selective_bytes=s * saved,
@@ -267,14 +273,15 @@ def _head(s: int, h: int, v: int, *, low: bool, stream: int) -> Segment:
         transient_bytes=s * (14 if stream == 2 else 12) * h,
         forward_flops=2.0 * s * v * h,
         largest_parameter=v * h,
-        factored=v + 2 * h,
-        tensors=(v * h, h),
+        waiting_gradients=v * h - own,
+        factored=h if tied else v + 2 * h,
+        tensors=(h,) if tied else (v * h, h),
         matmuls=((s, h, v),),
         chunks=LossChunks(
             chunk_tokens=CHUNK_TOKENS,
             sample_tokens=s,
             per_sample_bytes=s * stream * h,
             peaks=peaks,
-            gradients=v * h,
+            gradients=own,
         ),
     )

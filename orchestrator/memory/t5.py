@@ -195,7 +195,7 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
         forward_flops=2.0 * s * all_matrices + attentions * 4.0 * s * s * q,
         cast_bytes=2 * all_matrices if autocast else 0,
         largest_parameter=max(largest, h * q),
-        summed_gradients=shape.table + 2 * attentions * shape.heads * s * s,
+        waiting_gradients=shape.table + 2 * attentions * shape.heads * s * s,
         factored=len(matrices) * (h + f) + attentions * 4 * (h + q) + (1 + attentions) * h,
         tensors=(*matrices, h, *((*projections, h) * attentions)),
         matmuls=(*(attending * attentions), *(((s, h, f),) * (len(matrices) - 1)), (s, f, h)),
@@ -217,12 +217,20 @@ def _ends(shape: T5Shape, s: int, *, low: bool, autocast: bool) -> tuple[Segment
     positions = shape.buckets + shape.heads
     weight_made = 2 * h - 4 * v if autocast else stream - (2 * v if low else 0)
     return (
-        embedding("embedding", (biases, table), v + h + positions, table=table, saved_bytes=s * (stream + s + 16)),
+        embedding(
+            "embedding",
+            (biases, table),
+            v + h + positions,
+            table=table,
+            looked_up=biases + table,
+            saved_bytes=s * (stream + s + 16),
+        ),
         embedding(
             "between encoder and decoder",
             (biases, h),
             h + positions,
             table=table,
+            looked_up=biases,
             saved_bytes=passed - (s * stream if autocast else 0),
             kept_bytes=passed,
         ),

@@ -50,7 +50,9 @@ class Segment:
     forward_transient_bytes: int = 0  # above what is saved, while the part goes forward, per sample
     cast_bytes: int = 0  # low-precision copies of its weights that autocast keeps from forward to backward
     largest_parameter: int = 0  # elements of its largest tensor
-    summed_gradients: int = 0  # elements of a shared weight's gradients that meet in its backward pass
+    summed_gradients: int = 0  # elements of a shared weight's gradients that come up in its backward pass
+    waiting_gradients: int = 0  # elements of a shared weight's gradient that waits for those of its earlier uses
+    looked_up: int = 0  # elements of trained tables that ZeRO-3 lets go of when all has gone backward, as no input asks
     trained: int | None = None  # of `parameters`, those that have gradients and optimizer states; None: all
     frozen_bytes: int = 0  # held for the parameters that are not trained, instead of 4 bytes each
     selective_bytes: int | None = None  # kept per sample under selective checkpointing; None: it cannot be had

@@ -72,6 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers that went before)
         self._layer_at: dict[int, int] = {}  # place -> layer
         self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
+        self._looked_up: set[int] = set()
         self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
         self._arrived: dict[int, Tensor] = {}  # in the order in which they had their first gradient
         self._home: dict[int, Place] = {}  # of a parameter
@@ -292,6 +293,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter is not None and id(parameter) in self._unread:
                 self._settle(parameter, self._between())
         packet = op._overloadpacket
+        table = parameter_of(args[0]) if packet is aten.embedding else None
+        if table is not None and id(table) in self._trained - self._looked_up:
+            self._looked_up.add(id(table))
+            self._home[id(table)].looked_up += table.numel()
         if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
             place.viewed += args[0].numel()  # tensors of experts: what multiplies them saves the view
             place.side_by_side = max(place.side_by_side, place.viewed)

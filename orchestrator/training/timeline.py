@@ -48,6 +48,7 @@ class Place:
     leaf: tuple[int, ...] = ()
     leaf_until: int = 0
     side_by_side: int = 0
+    looked_up: int = 0
 
     def is_like(self, other: Place) -> bool:
         """Whether both are layers that differ in nothing but their names."""
@@ -168,6 +169,7 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 leaf=place.leaf if sum(place.tensors) == place.trained else (),
                 leaf_until=place.leaf_until if sum(place.tensors) == place.trained else 0,
                 side_by_side=place.side_by_side,
+                looked_up=place.looked_up,
             )
             for at, (place, count) in enumerate(found.segments)
         ),

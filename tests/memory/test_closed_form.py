@@ -37,7 +37,7 @@ from tests.memory.matrix import (
 )
 from tests.memory.measure import Run
 from tests.memory.measure import measured as measured_peaks
-from tests.memory.models import T5
+from tests.memory.models import BART, T5
 
 MEAN_ERROR_MAX = 0.02
 MOMENT_ERROR_MAX = 0.01
@@ -83,6 +83,10 @@ def _turns(mode: ActivationCheckpointing) -> Plan:
     return plan(Engine.TORCH, 0, 4, layout={"dp": 1}, activation_checkpointing=mode, precision=Precision.BF16)
 
 
+def _several(engine: Engine, stage: int, mode: ActivationCheckpointing, precision: Precision) -> Plan:
+    return plan(engine, stage, 1, layout={"dp": 2}, activation_checkpointing=mode, precision=precision)
+
+
 FEW_WORDS = dataclasses.replace(ADAPTED, hf={**ADAPTED.hf, "vocab_size": 256})  # its layers need more than its loss
 PAIRS: dict[str, Any] = {  # its loss needs more than its layers
     **T5,
@@ -91,6 +95,17 @@ PAIRS: dict[str, Any] = {  # its loss needs more than its layers
     "d_ff": 512,
     "num_layers": 2,
     "feed_forward_proj": "gated-gelu",
+}
+MANY_WORDS = {**BART, "vocab_size": 2048, "d_model": 128, "encoder_attention_heads": 4}
+SHARED: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
 }
 DEEPER, WIDER = ModelSpec(decoder=DEEP), ModelSpec(decoder=WIDE)
 MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
@@ -108,6 +123,13 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     ],
     "experts that saved views keep gathered": [
         (MIXED, _once(Engine.DEEPSPEED, 3, mode, Precision.FP32, 2)) for mode in (NONE, FULL)
+    ],
+    "a shared table's gradient that waits for its other use": [
+        (ModelSpec(hf=MANY_WORDS), _several(Engine.TORCH, 2, FULL, Precision.BF16)),
+        (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32)),
+    ],
+    "a table that no input's gradient lets go of": [
+        (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 3, FULL, Precision.FP32))
     ],
     "one rank that gathers nothing": [(ADAPTED, _once(Engine.DEEPSPEED, 3, FULL, Precision.FP32, 1))],
 }
