@@ -60,9 +60,9 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
     if not alike or config.get("output_router_logits") or config.get("router_jitter_noise"):
         return None
     if config["model_type"] == "mixtral":
-        return Experts(
-            count=config["num_local_experts"], chosen=config["num_experts_per_tok"], width=config["intermediate_size"]
-        )
+        if not isinstance(width := config.get("intermediate_size"), int):
+            return None
+        return Experts(count=config["num_local_experts"], chosen=config["num_experts_per_tok"], width=width)
     return Experts(
         count=config["num_experts"],
         chosen=config["num_experts_per_tok"],

@@ -64,21 +64,20 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
         return None
     config = {**(mixtures.DEFAULTS if mixed else DEFAULTS)[family], **said}
-    if "moe_intermediate_size" in config:
-        config["intermediate_size"] = 0  # of layers without experts
-    if any(not isinstance(config.get(name), int) for name in NEEDED):
+    experts = mixtures.experts_of(config) if mixed else None
+    if mixed and experts is None:
+        return None
+    sizes: dict[str, Any] = {name: config.get(name) for name in NEEDED}
+    if mixed:
+        sizes["intermediate_size"] = 0  # experts stand where a feed-forward part would
+    if any(not isinstance(size, int) for size in sizes.values()):
         return None
     windowed = family in ("mistral", "mixtral") or config.get("use_sliding_window")
     if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
         return None  # attention through a mask
-    experts = mixtures.experts_of(config) if mixed else None
-    if mixed and experts is None:
-        return None
-    if mixed:
-        config["intermediate_size"] = 0
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     return DecoderShape(
-        **{name: config[name] for name in NEEDED},
+        **sizes,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),

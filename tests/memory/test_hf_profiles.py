@@ -170,7 +170,11 @@ def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
     assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 3
     assert decoder_shape(ModelSpec(hf={**unknown[2], "sliding_window": None}), LENGTHS[0]) is not None
     mixture = MIXTURES["qwen3_moe"]
+    without_width = {name: size for name, size in mixture.items() if name != "intermediate_size"}
+    assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == decoder_shape(ModelSpec(hf=without_width), LENGTHS[0])
     assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) is not None
+    without_width = {name: size for name, size in MIXTURES["mixtral"].items() if name != "intermediate_size"}
+    assert decoder_shape(ModelSpec(hf=without_width), LENGTHS[0]) is None
     for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"output_router_logits": True}):
         assert decoder_shape(ModelSpec(hf=mixture | change), LENGTHS[0]) is None
     assert decoder_shape(ModelSpec(hf=mixture, lora=LoraSpec(rank=4)), LENGTHS[0]) is None
