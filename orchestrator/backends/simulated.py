@@ -15,7 +15,8 @@ from orchestrator.backends.simulated_nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated_process import Process, evidence_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
-from orchestrator.specs.state import Event, FaultKind, Finished, Job, Launch, NodesSeen, Paced, Released, Started, Stop
+from orchestrator.specs.fault import FaultKind
+from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, Paced, Released, Started, Stop
 
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)

@@ -16,8 +16,9 @@ from orchestrator.specs.attempt import (
     Pace,
     RankEnd,
 )
+from orchestrator.specs.fault import Fault
 from orchestrator.specs.run import OOM_EXIT_CODE
-from orchestrator.specs.state import Fault, Finished, Job, Paced, Released, Started
+from orchestrator.specs.state import Finished, Job, Paced, Released, Started
 
 SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
 OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."

@@ -15,6 +15,7 @@ from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import ServiceError, SpecError, closest
+from orchestrator.specs.fault import Fault
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import (
     Action,
@@ -22,7 +23,6 @@ from orchestrator.specs.state import (
     CancelRequested,
     DrainRequested,
     Event,
-    Fault,
     Finished,
     Job,
     Launch,

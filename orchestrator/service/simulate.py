@@ -22,8 +22,9 @@ from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Action, Event, Fault, FaultKind, Job, State
+from orchestrator.specs.state import Action, Event, Job, State
 
 FOREVER_S = 1e9
 TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug

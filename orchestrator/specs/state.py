@@ -10,30 +10,12 @@ from pydantic import InstanceOf
 
 from orchestrator.specs.attempt import Attempt, Evidence, Pace, Placement, attempt_name
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.fault import Fault
 from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MomentBytes
-
-
-class FaultKind(StrEnum):
-    """What `orc rehearse` can make happen."""
-
-    OOM = "oom"
-    KILL = "kill"
-    NODE = "node"
-    PREEMPT = "preempt"
-    HANG = "hang"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A failure to raise for real in the first attempt: at this rank, before this optimizer step completes."""
-
-    kind: FaultKind
-    rank: int
-    step: int
 
 
 class JobStatus(StrEnum):

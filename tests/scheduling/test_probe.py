@@ -19,12 +19,11 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.profile import MeasuredLine, Source
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import (
-    Fault,
-    FaultKind,
     Finished,
     Job,
     JobStatus,

@@ -19,13 +19,12 @@ from orchestrator.service import controller as service
 from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.state import (
     Archive,
     CancelRequested,
     DrainRequested,
     Event,
-    Fault,
-    FaultKind,
     Finished,
     Job,
     JobStatus,

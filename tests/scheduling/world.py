@@ -14,14 +14,13 @@ from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job import JobSpec, Member
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import (
     Action,
     Archive,
     Event,
-    Fault,
-    FaultKind,
     Job,
     Launch,
     Record,
