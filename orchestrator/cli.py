@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.service.terminal import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
-from orchestrator.specs.state import Fault, FaultKind
+from orchestrator.specs.fault import Fault, FaultKind
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
     from orchestrator.service.client import Client
-    from orchestrator.specs.cluster import Node
-    from orchestrator.specs.job import JobSpec
-    from orchestrator.specs.state import Observation
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +32,6 @@ app = typer.Typer(
 )
 
 DEFAULT_HOME = Path("~/.orc")
-PLAIN_WIDTH = 160  # columns where the output is no terminal
 
 Home = Annotated[Path, typer.Option("--home", envvar="ORC_HOME", help="Folder of the service: queue, logs, records.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
@@ -63,10 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     try:
         app(args=arguments)
-    except (SpecError, IllegalPlan) as error:
-        sys.exit(_told(error, 2))
     except OrchestratorError as error:
-        sys.exit(_told(error, 1))
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, SpecError | IllegalPlan) else 1)
 
 
 # ------------------------------------------------------------------------------------------------------- the service
@@ -87,10 +81,11 @@ def up(
     home = home.expanduser()
     read_cluster(cluster)
     started = start(home, cluster, ray)
-    answer = {"started": started, **service_file(home), **_cluster_of(home)}
+    with closing(_client(home)) as client:
+        answer = {"started": started, **service_file(home), **client.cluster()}
     words = "is up" if started else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
-    _answer(
+    tell(
         answer,
         as_json,
         f"The service {words}: {answer['name']}, {nodes} devices. MLflow: {answer['tracking_uri']}. Home: {home}",
@@ -109,7 +104,7 @@ def down(
     from orchestrator.service.lifecycle import stop
 
     stop(home.expanduser(), force)
-    _answer({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
+    tell({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
 
 
 @app.command()
@@ -120,7 +115,7 @@ def doctor(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     from orchestrator.service.doctor import BAD, findings, findings_table
 
     found = findings(home.expanduser())
-    _answer({"findings": [asdict(finding) for finding in found]}, as_json, findings_table(found))
+    tell({"findings": [asdict(finding) for finding in found]}, as_json, findings_table(found))
     raise typer.Exit(any(finding.verdict == BAD for finding in found))
 
 
@@ -141,7 +136,7 @@ def submit(
     specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
     client = _client(home)
     ids, late = client.submit_all([spec.model_dump(mode="json") for spec in specs])
-    _answer({"ids": ids, "late": late}, as_json, "\n".join(ids))
+    tell({"ids": ids, "late": late}, as_json, "\n".join(ids))
     for job_id, words in late.items():
         print(f"{job_id} {words}", file=sys.stderr)
 
@@ -149,7 +144,11 @@ def submit(
 @app.command()
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Submit a job, follow it to its end, and exit with its result; starts the service where it is not up."""
-    _run(_read_job(file, settings, home), None, home, as_json)
+    from orchestrator.service.follow import run_to_end
+    from orchestrator.service.intake import read_job, read_overrides
+
+    spec = read_job(file, read_overrides(settings or []), home)
+    raise typer.Exit(run_to_end(spec, None, home.expanduser(), as_json))
 
 
 @app.command()
@@ -163,14 +162,17 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Let a job fail in its first attempt, and watch it recover on the ordinary path."""
-    spec = _read_job(file, settings, home)
+    from orchestrator.service.follow import run_to_end
+    from orchestrator.service.intake import read_job, read_overrides
+
+    spec = read_job(file, read_overrides(settings or []), home)
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
     if not spec.is_script and step > spec.training.max_steps:
         allowed = f"1 to training.max_steps={spec.training.max_steps}"
         raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
-    _run(spec, Fault(kind=fail, rank=rank, step=step), home, as_json)
+    raise typer.Exit(run_to_end(spec, Fault(kind=fail, rank=rank, step=step), home.expanduser(), as_json))
 
 
 @app.command()
@@ -183,7 +185,7 @@ def queue(
     from orchestrator.service.tables import queue_table
 
     jobs = _client(home).jobs(ended)
-    _answer({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
+    tell({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
 
 
 @app.command()
@@ -193,7 +195,7 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
     shared = _client(home).teams()
     words = "Nothing is shared: the cluster file has no `policy`."
-    _answer({"teams": shared}, as_json, teams_table(shared) if shared else words)
+    tell({"teams": shared}, as_json, teams_table(shared) if shared else words)
 
 
 @app.command()
@@ -202,7 +204,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
     from orchestrator.service.tables import job_panel
 
     job, _ = _client(home).job(job_id)
-    _answer(dict(job), as_json, job_panel(job))
+    tell(dict(job), as_json, job_panel(job))
 
 
 @app.command()
@@ -211,7 +213,7 @@ def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -
     from orchestrator.service.tables import explanation_panel
 
     explanation = _client(home).explanation(job_id)
-    _answer(dict(explanation), as_json, explanation_panel(explanation))
+    tell(dict(explanation), as_json, explanation_panel(explanation))
 
 
 @app.command()
@@ -245,7 +247,7 @@ def cancel(
     """End jobs, all of them or, where one cannot be, none: their ranks get a SIGTERM and ten seconds."""
     cancelled = _client(home).cancel(job_ids, whole_arrays=whole_arrays)
     are = "is" if len(cancelled) == 1 else "are"
-    _answer({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
+    tell({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
 
 
 @app.command()
@@ -265,7 +267,7 @@ def drain(
         raise SpecError("say which node shall take again what comes", path="NODE")
     live = client.cluster()
     answer = {name: live[name] for name in ("nodes", "drained")}
-    _answer(answer, as_json, nodes_table(live["nodes"], live["drained"]))
+    tell(answer, as_json, nodes_table(live["nodes"], live["drained"]))
 
 
 # -------------------------------------------------------------------------------------------------------- looking ahead
@@ -281,13 +283,15 @@ def plan(
 ) -> None:
     """Show which plan a job would get, what it costs, and why not a faster one. Starts nothing."""
     from orchestrator.service.forecast import forecast
+    from orchestrator.service.hardware import hardware_of
+    from orchestrator.service.intake import read_job, read_overrides
     from orchestrator.service.tables import forecast_panel
 
-    spec = _read_job(file, settings, home, to_run=False)
-    nodes, observations = _hardware(home, cluster)
+    spec = read_job(file, read_overrides(settings or []), home, to_run=False)
+    nodes, observations = hardware_of(home.expanduser(), cluster)
     gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
     answer = forecast(spec, nodes, observations)
-    _answer(dict(answer), as_json, forecast_panel(answer))
+    tell(dict(answer), as_json, forecast_panel(answer))
     raise typer.Exit(answer["chosen"] is None)
 
 
@@ -314,17 +318,18 @@ def estimate(
         if settings or cluster:
             raise SpecError("the rows of a CSV file say everything themselves", path="--set, --cluster")
         rows = [estimated_row(row) for row in read_rows(file)]
-        _answer({"rows": rows}, as_json, rows_table(rows))
+        tell({"rows": rows}, as_json, rows_table(rows))
         return
     from orchestrator.service.forecast import forecast_of
-    from orchestrator.service.intake import read_overrides
+    from orchestrator.service.hardware import hardware_of
+    from orchestrator.service.intake import read_job, read_overrides
     from orchestrator.service.tables import candidate_panel
 
-    spec = _read_job(file, None, home, to_run=False)
+    spec = read_job(file, (), home, to_run=False)
     given = read_overrides(settings or [])
-    nodes, observations = _hardware(home, cluster)
+    nodes, observations = hardware_of(home.expanduser(), cluster)
     answer = forecast_of(spec, given, nodes, observations)
-    _answer(dict(answer), as_json, candidate_panel(answer))
+    tell(dict(answer), as_json, candidate_panel(answer))
 
 
 @app.command()
@@ -385,7 +390,7 @@ def simulate(
     else:
         played, unknown = from_queue(kept_state(journal_url(home)))
         if unknown:
-            _console(to_stderr=True).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
+            console_on(sys.stderr).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
     kept = home / "cluster.yaml"
     hardware = read_cluster(cluster or (kept if queue and kept.exists() else None))
     if launch_cost is not None:
@@ -397,7 +402,7 @@ def simulate(
     if as_json:
         print(json.dumps(run.report, indent=2))
         return
-    console = _console(to_stderr=False)
+    console = console_on(sys.stdout)
     console.print(simulated_table(run))
     console.print(drawing.picture(run.outcomes, hardware), highlight=False, markup=False)
 
@@ -413,7 +418,7 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
     home = home.expanduser()
     expected = expected_jobs(kept_state(journal_url(home)), time.time())
-    _answer({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
+    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
 
 
 @app.command()
@@ -431,7 +436,7 @@ def replay(
     from orchestrator.service.replay import replay as decide_again
 
     decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
-    _answer({"decisions": decided}, as_json, replay_table(decided))
+    tell({"decisions": decided}, as_json, replay_table(decided))
     raise typer.Exit(not all(decision["same"] for decision in decided))
 
 
@@ -448,7 +453,7 @@ def calibrate(
     client = _client(home)
     found = read_outcomes(tracking_uri, experiment)
     kept = client.observe(found)
-    _answer({"found": len(found), "new": kept}, as_json, f"{len(found)} outcomes found, {kept} of them new.")
+    tell({"found": len(found), "new": kept}, as_json, f"{len(found)} outcomes found, {kept} of them new.")
 
 
 @app.command()
@@ -460,93 +465,10 @@ def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
     print(json.dumps(job_json_schema() if noun is Noun.JOB else cluster_json_schema(), indent=2))
 
 
-# -------------------------------------------------------------------------------------------------------------- parts
-
-
-def _read_job(file: Path, settings: Sequence[str] | None, home: Path, *, to_run: bool = True) -> JobSpec:
-    from orchestrator.service.intake import read_job, read_overrides
-
-    return read_job(file, read_overrides(settings or []), home, to_run=to_run)
-
-
 def _client(home: Path) -> Client:
     from orchestrator.service.client import Client
 
     return Client(home.expanduser())
-
-
-def _is_up(home: Path) -> bool:
-    if not (home / "service.json").exists():
-        return False
-    from orchestrator.service.client import is_up
-
-    return is_up(home)
-
-
-def _cluster_of(home: Path) -> dict[str, Any]:
-    client = _client(home)
-    try:
-        return client.cluster()
-    finally:
-        client.close()
-
-
-def _hardware(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
-    """The given cluster with all memory free, else the live one with what it has learned, else the one of `orc up`."""
-    from orchestrator.service.intake import read_cluster
-    from orchestrator.specs.cluster import idle_nodes
-
-    home = home.expanduser()
-    if cluster is not None or not _is_up(home):
-        from orchestrator.service.rates import known
-
-        kept = home / "cluster.yaml"
-        return idle_nodes(known(read_cluster(cluster or (kept if kept.exists() else None)), home)), ()
-    from orchestrator.service.views import node_from_view, observations_from_view
-
-    live = _cluster_of(home)
-    return [node_from_view(node) for node in live["nodes"]], observations_from_view(live["observations"])
-
-
-def _run(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> None:
-    from orchestrator.service.follow import follow
-    from orchestrator.service.lifecycle import start
-    from orchestrator.service.tables import attempts_table
-
-    home = home.expanduser()
-    start(home, None, None)
-    client = _client(home)
-    asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
-    job_id = client.submit(spec.model_dump(mode="json"), asked)
-    try:
-        job = follow(client, job_id, _console(to_stderr=as_json))
-    except KeyboardInterrupt:
-        raise typer.Exit(_told(f"{job_id} goes on; `orc show {job_id}` tells how it stands", 130)) from None
-    _answer(dict(job), as_json, attempts_table([job]))
-    excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
-    if job["status"] == "failed" and excerpt and not as_json:
-        print(excerpt.rstrip(), file=sys.stderr)
-    raise typer.Exit(job["status"] != "succeeded")
-
-
-def _answer(answer: dict[str, Any], as_json: bool, words: RenderableType) -> None:
-    if as_json:
-        print(json.dumps(answer, indent=2))
-    else:
-        _console(to_stderr=False).print(words, highlight=False, markup=False)
-
-
-def _console(*, to_stderr: bool) -> Console:
-    from rich.console import Console
-
-    stream = sys.stderr if to_stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
-    return Console(stderr=to_stderr, width=width)
-
-
-def _told(message: object, exit_code: int) -> int:
-    print(message, file=sys.stderr)
-    return exit_code
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
-def test_plan_for_70b_on_512_gpus_calls_at_most_1_6_million_functions_with_its_start(desk: Desk) -> None:
+def test_plan_for_70b_on_512_gpus_calls_at_most_1_5_million_functions_with_its_start(desk: Desk) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     What they take on this machine is a figure of `make bench`.
@@ -240,7 +240,7 @@ def test_plan_for_70b_on_512_gpus_calls_at_most_1_6_million_functions_with_its_s
         timeout=120,
     )
     recorded: Any = pstats.Stats(str(desk.folder / "calls"))
-    assert recorded.total_calls < 1_600_000
+    assert recorded.total_calls < 1_500_000
 
 
 def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
@@ -254,6 +254,16 @@ def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=desk.folder, env=env, capture_output=True, text=True, timeout=60
     )
+    assert ended.stderr.strip() == "set()"
+
+
+def test_help_loads_nothing_that_only_commands_need() -> None:
+    program = (
+        "import sys; from orchestrator.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print({'pydantic', 'yaml', 'httpx'} & set(sys.modules), file=sys.stderr)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert ended.stderr.strip() == "set()"
 
 

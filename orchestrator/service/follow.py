@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import codecs
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
 from orchestrator.service.client import Client
-from orchestrator.service.tables import progress_line
+from orchestrator.service.lifecycle import start
+from orchestrator.service.tables import attempts_table, progress_line
+from orchestrator.service.terminal import console_on, tell
 from orchestrator.service.views import AttemptView, JobView
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job import JobSpec
 
 ENDS = ("succeeded", "failed", "refused", "cancelled")
 PLAIN_EVERY_S = 5.0  # between two lines of progress where there is no terminal
 LOG_POLL_S = 0.5
+
+
+def run_to_end(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> int:
+    """Start the service where it is not up, submit the job, tell what happens to it; the exit code of the command."""
+    start(home, None, None)
+    client = Client(home)
+    asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
+    job_id = client.submit(spec.model_dump(mode="json"), asked)
+    try:
+        job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout))
+    except KeyboardInterrupt:
+        print(f"{job_id} goes on; `orc show {job_id}` tells how it stands", file=sys.stderr)
+        return 130
+    tell(dict(job), as_json, attempts_table([job]))
+    excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+    if job["status"] == "failed" and excerpt and not as_json:
+        print(excerpt.rstrip(), file=sys.stderr)
+    return 0 if job["status"] == "succeeded" else 1
 
 
 def follow(client: Client, job_id: str, console: Console) -> JobView:
