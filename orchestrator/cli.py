@@ -346,7 +346,7 @@ def init(
 def simulate(
     trace: Annotated[
         Path | None,
-        typer.Argument(metavar="TRACE", help="What is submitted when: a published trace (CSV), or a list (YAML)."),
+        typer.Argument(metavar="TRACE", help="What is submitted when: a published trace (CSV), a list of jobs (YAML)."),
     ] = None,
     queue: Annotated[
         QueueTime | None, typer.Option("--queue", help="Instead of a trace: what the service has to do, from now on.")
@@ -371,11 +371,13 @@ def simulate(
 ) -> None:
     """Play a trace on a cluster, with the decisions of the service, in simulated time.
 
+    A list says `jobs: [{at: 10min, file: job.yaml}, ...]`, and `begins: 2026-11-23T18:00` where hours or deadlines are.
     `--queue now` asks what would become of the live queue; jobs that run go on from their newest checkpoint.
     """
     from orchestrator.backends.traces import misjudged, read_trace
     from orchestrator.service import gantt as drawing
-    from orchestrator.service.intake import read_cluster, read_job
+    from orchestrator.service.intake import read_cluster
+    from orchestrator.service.job_list import read_list
     from orchestrator.service.lifecycle import journal_url
     from orchestrator.service.played_tables import simulated_table
     from orchestrator.service.replay import kept_state
@@ -386,7 +388,7 @@ def simulate(
     if (trace is None) == (queue is None):
         raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
     if trace is not None:
-        played = read_trace(trace, lambda file: read_job(file, (), home))
+        played = read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
     else:
         played, unknown = from_queue(kept_state(journal_url(home)))
         if unknown:

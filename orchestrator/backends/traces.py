@@ -1,4 +1,4 @@
-"""What was submitted when, in traces that others published and in our own lists: every format becomes one Trace."""
+"""What was submitted when, in traces that others published: every format becomes one Trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from decimal import Decimal
 from functools import cache
 from math import isfinite, lcm
 from pathlib import Path
-from typing import Any
 
 from orchestrator.backends.simulated_nature import stream
 from orchestrator.scheduling.menu import steps_left
@@ -49,13 +48,11 @@ class Trace:
     arrivals: tuple[Arrival, ...]
 
 
-def read_trace(path: Path, read_job: Callable[[Path], JobSpec]) -> Trace:
-    """The trace in a file; its format is known by its columns. `read_job` reads the files that our own lists name.
+def read_trace(path: Path) -> Trace:
+    """The trace in a file that others published; its format is known by its columns.
 
     Raises SpecError where no format has these columns, or where a row says something impossible.
     """
-    if path.suffix in (".yaml", ".yml"):
-        return _sorted(path.stem, list(_own_list(path, read_job)))
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
@@ -66,7 +63,7 @@ def read_trace(path: Path, read_job: Callable[[Path], JobSpec]) -> Trace:
                 raise SpecError(
                     "no known trace has these columns", source=str(path), got=", ".join(sorted(columns)), allowed=known
                 )
-            return _sorted(path.stem, list(read(path, _numbered(path, rows))))
+            return trace_of(path.stem, list(read(path, _numbered(path, rows))))
     except FileNotFoundError:
         raise SpecError("the file does not exist", source=str(path)) from None
     except UnicodeDecodeError:
@@ -100,7 +97,7 @@ def shaken(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace
         spec = one.spec.model_copy(update={"steps": steps})
         deadline_s = None if one.deadline_s is None else one.deadline_s + by_s
         moved.append(replace(one, at_s=one.at_s + by_s, spec=spec, deadline_s=deadline_s))
-    return _sorted(trace.name, moved)
+    return trace_of(trace.name, moved)
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
@@ -212,31 +209,6 @@ FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], It
 )
 
 
-def _own_list(path: Path, read_job: Callable[[Path], JobSpec]) -> Iterator[Arrival]:
-    """`jobs: [{at: 10min, file: job.yaml}, ...]`: files relative to the list."""
-    from orchestrator.specs.parse import read_document
-    from orchestrator.specs.units import parse_seconds
-
-    try:
-        said: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), str(path)).data
-    except FileNotFoundError:
-        raise SpecError("the file does not exist", source=str(path)) from None
-    entries = said.get("jobs")
-    if set(said) != {"jobs"} or not isinstance(entries, list) or not entries:
-        raise SpecError(
-            "not a list of jobs", source=str(path), got=", ".join(said), allowed="jobs: [{at: 10min, file: job.yaml}]"
-        )
-    for index, entry in enumerate(entries):
-        where = f"jobs.{index}"
-        if not isinstance(entry, dict) or set(entry) != {"at", "file"}:
-            raise SpecError("an entry says `at` and `file`", source=str(path), path=where, got=entry)
-        try:
-            at_s = parse_seconds(entry["at"])
-        except ValueError as error:
-            raise SpecError(str(error), source=str(path), path=f"{where}.at", got=entry["at"]) from None
-        yield Arrival(at_s=at_s, spec=_of_known_length(read_job(path.parent / str(entry["file"])), f"{path}: {where}"))
-
-
 def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
 
@@ -249,7 +221,7 @@ def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
         got = ", ".join(unknown[:3])
         raise SpecError("nobody says how long a job of the queue runs", path="steps", got=got, hint="say `steps`")
     arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, steps_left(job) or 1)) for job in known]
-    return _sorted("queue", arrivals), unknown
+    return trace_of("queue", arrivals), unknown
 
 
 def _cut(spec: JobSpec, steps: int) -> JobSpec:
@@ -257,12 +229,6 @@ def _cut(spec: JobSpec, steps: int) -> JobSpec:
     if spec.is_script:
         return spec.model_copy(update={"steps": steps})
     return spec.model_copy(update={"training": replace(spec.training, max_steps=steps)})
-
-
-def _of_known_length(spec: JobSpec, where: str) -> JobSpec:
-    if spec.optimizer_steps is None:
-        raise SpecError("nobody says how long the job runs", source=where, path="steps", hint="say `steps`")
-    return spec
 
 
 # -------------------------------------------------------------------------------------------------------------- parts
@@ -284,7 +250,7 @@ def told(name: str, step_s: Mapping[int, float], steps: int, family: str | None 
     )
 
 
-def _sorted(name: str, arrivals: list[Arrival]) -> Trace:
+def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
     """The arrivals by time, counted from the first."""
     if not arrivals:
         raise SpecError("the trace has no job", source=name)

@@ -11,7 +11,6 @@ import pytest
 
 from orchestrator.backends.traces import SCALING, Arrival, Trace, _measured, misjudged, read_trace, shaken
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
 PHILLY = """\
@@ -46,14 +45,10 @@ ga,8,0,0
 """
 
 
-def no_files(path: Path) -> JobSpec:
-    raise AssertionError(f"{path} was read")
-
-
 def read(path: Path, text: str) -> Trace:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    return read_trace(path, no_files)
+    return read_trace(path)
 
 
 def test_philly_jobs_take_what_they_took_on_the_devices_that_they_had(tmp_path: Path) -> None:
@@ -93,20 +88,6 @@ def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_dev
     assert (job.at_s, job.deadline_s, job.spec.steps, job.rigid_devices) == (0.0, 3719996 - 3715485, 2011, 1)
 
 
-def test_a_list_names_job_files_and_their_times(tmp_path: Path) -> None:
-    night = tmp_path / "night.yaml"
-    night.write_text("jobs:\n  - {at: 10min, file: b.yaml}\n  - {at: 0s, file: jobs/a.yaml}\n")
-    asked: list[Path] = []
-
-    def read_job(path: Path) -> JobSpec:
-        asked.append(path)
-        return JobSpec(name=path.stem, command="python x.py", global_batch_size=1, steps=5)
-
-    trace = read_trace(night, read_job)
-    assert [(one.at_s, one.spec.name) for one in trace.arrivals] == [(0.0, "a"), (600.0, "b")]
-    assert asked == [tmp_path / "b.yaml", tmp_path / "jobs" / "a.yaml"]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -116,9 +97,6 @@ def test_a_list_names_job_files_and_their_times(tmp_path: Path) -> None:
         ("a.csv", PHILLY.replace("2017-10-09 07", "Monday"), "timestamp: not a time"),
         ("a.csv", "timestamp,duration,num_gpus\n", "the trace has no job"),
         ("a.csv", PLANS, "nobody measured this application"),
-        ("a.yaml", "jobs: []\n", "not a list of jobs"),
-        ("a.yaml", "jobs: [{at: 3, file: x}]\n", "expected a duration"),
-        ("a.yaml", "jobs: [{file: x}]\n", "an entry says `at` and `file`"),
     ],
 )
 def test_a_bad_trace_is_one_clear_error(tmp_path: Path, name: str, text: str, said: str) -> None:
@@ -168,7 +146,7 @@ def test_scaling_is_the_median_of_what_was_measured_in_one_node() -> None:
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published traces are not on this machine")
 def test_the_published_traces_are_read_whole() -> None:
-    base = read_trace(SHARED / "plans" / "workloads" / "base.csv", no_files)
+    base = read_trace(SHARED / "plans" / "workloads" / "base.csv")
     assert len(base.arrivals) == 406
     assert all(one.rigid_devices in dict(one.spec.speeds) for one in base.arrivals)
-    assert len(read_trace(SHARED / "deadlines" / "cluster01.csv", no_files).arrivals) == 1595
+    assert len(read_trace(SHARED / "deadlines" / "cluster01.csv").arrivals) == 1595

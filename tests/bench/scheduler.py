@@ -20,7 +20,6 @@ from rich.console import Console
 from orchestrator.backends.traces import Arrival, Trace, misjudged, read_trace, shaken
 from orchestrator.service.simulate import Simulated, alone_s, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.job import JobSpec
 from tests.bench import peers
 from tests.bench.decisions import decision_figures
 from tests.bench.figure import Figure, at_least, at_most, informs, say
@@ -80,10 +79,7 @@ def cluster_of(nodes: int, launch_s: float, devices: int = 8) -> ClusterSpec:
 
 
 def published(*parts: str) -> Trace:
-    def no_files(path: Path) -> JobSpec:
-        raise AssertionError(path)
-
-    return read_trace(TRACES.joinpath(*parts), no_files)
+    return read_trace(TRACES.joinpath(*parts))
 
 
 def ours(cluster: ClusterSpec, sigma: float = 0.0) -> Play:

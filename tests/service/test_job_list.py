@@ -1,0 +1,62 @@
+"""A night written down is the night that would be submitted: same jobs, same hours, same deadlines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from orchestrator.service.job_list import read_list
+from orchestrator.service.simulate import simulate
+from orchestrator.specs.errors import SpecError
+from tests.bench.scheduler import cluster_of
+
+HOUR_S = 3600.0
+JOB = "name: {name}\ncommand: python x.py\nworkdir: .\ngpus: 1\nglobal_batch_size: 4\nsteps: 360\nspeeds: {{1: 10s}}\n"
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> Path:
+    (tmp_path / "x.py").write_text("")
+    sweep = JOB.replace("x.py", "x.py --seed {{seed}}") + "array: {{seed: [0, 1]}}\nafter: [prepare]\n"
+    late, due = JOB + "between: 22:00-06:00 Europe/Berlin\n", JOB + "by: 21:30 Europe/Berlin\n"
+    for name, text in {"prepare": JOB, "sweep": sweep, "late": late, "due": due}.items():
+        (tmp_path / f"{name}.yaml").write_text(text.format(name=name))
+    return tmp_path
+
+
+def listed(folder: Path, text: str) -> Path:
+    (folder / "night.yaml").write_text(text)
+    return folder / "night.yaml"
+
+
+def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Path) -> None:
+    """It begins at 18:00 in Berlin, and what comes first at 19:00; an hour of work for each."""
+    text = (
+        "begins: 2026-07-01T18:00 Europe/Berlin\n"
+        "jobs: [{at: 1h, file: prepare.yaml}, {at: 1h, file: sweep.yaml}, {at: 1h, file: late.yaml},"
+        " {at: 2h, file: due.yaml}]\n"
+    )
+    run = simulate(read_list(listed(night, text), night), cluster_of(1, 0.0, 4), seed=0)
+    starts_h = [(one.name, (one.started_at_s or 0.0) / HOUR_S) for one in run.outcomes]
+    assert starts_h == [("prepare", 0.0), ("sweep", 1.0), ("sweep", 1.0), ("late", 3.0), ("due", 1.0)]
+    assert (run.report["deadlines"], run.report["deadlines_met"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("jobs: []\n", "not a list of jobs"),
+        ("when: 1\njobs: [{file: prepare.yaml}]\n", "not a list of jobs"),
+        ("jobs: [{at: 3, file: prepare.yaml}]\n", "expected a duration"),
+        ("jobs: [{at: 3s}]\n", "an entry says `file`, and may say `at`"),
+        ("jobs: [{file: late.yaml}]\n", "nobody says at which time of the day the list begins"),
+        ("begins: 18:00\njobs: [{file: late.yaml}]\n", "not a day and a time"),
+        ("begins: tonight\njobs: [{file: late.yaml}]\n", "not a day and a time"),
+        ("jobs: [{file: nobody.yaml}]\n", "nobody.yaml: the file does not exist"),
+    ],
+)
+def test_a_bad_list_is_one_clear_error(night: Path, text: str, said: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(said)):
+        read_list(listed(night, text), night)
