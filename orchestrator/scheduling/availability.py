@@ -295,6 +295,14 @@ class Pool:
             placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
         return tuple(placement)
 
+    def closed_before(self, end_s: float) -> list[tuple[str, float, int]]:
+        """Nodes with idle devices that close before then, from when on (minus infinity: now), and how many are idle."""
+        return [
+            (self.names[number], windows[0][0], self._idle[number])
+            for number, windows in self._closed.items()
+            if self._idle[number] and windows[0][0] < end_s
+        ]
+
     def held_until_s(self, devices: float) -> float:
         """From when on at most so many devices are still held, by what holds them now."""
         others = len(self._ends_s) - max(0, int(devices))

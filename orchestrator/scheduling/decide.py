@@ -18,8 +18,10 @@ from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measur
 from orchestrator.scheduling.moves import is_elastic
 from orchestrator.scheduling.windows import hours_of, why_closed
 from orchestrator.specs.attempt import Placement
+from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import Job, Reservation, State
 
+NAMED_MAX = 3  # nodes in a reason
 RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break
 # Seconds that a job would wait to save a device-second, for each other job per device of the cluster. At 1 a job would
 # count what it delays all that are there now; as many come while it runs, so that 2 is better on nearly all shaken
@@ -124,7 +126,7 @@ def decide(
     opening = _opening(desk, waiting, offers, state.at_s, by_s)
     now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
     if later is not None and (now is None or later.cost_s < now.cost_s):
-        return _reserved(waiting.job, later) if may_reserve else None
+        return _reserved(waiting.job, later, state.at_s) if may_reserve else None
     return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
 
 
@@ -137,14 +139,14 @@ def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s:
     opening = _opening(desk, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _soonest(offers, opening, from_s)
-        return None if later is None else _reserved(waiting.job, later).reservation
+        return None if later is None else _reserved(waiting.job, later, now_s).reservation
     now, later = _best(offers, opening, now_s, may_reserve=True)
     if now is not None and (later is None or now.cost_s <= later.cost_s):
         end_s = now_s + now.entry.seconds
         placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
         assert placement is not None, waiting.job.id
         return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
-    return None if later is None else _reserved(waiting.job, later).reservation
+    return None if later is None else _reserved(waiting.job, later, now_s).reservation
 
 
 def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
@@ -156,7 +158,7 @@ def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
     spec, now_s = waiting.job.spec, state.at_s
     start_s = hours_of(spec, (one.seconds for _, one in offers), now_s).start_s(now_s, entry.seconds)
-    return Wait(reason=_waits_for(pool, entry) if start_s == now_s else why_closed(spec, start_s))
+    return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
 def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> list[_Offer]:
@@ -234,7 +236,7 @@ def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _Late
     return found
 
 
-def _reserved(job: Job, later: _Later) -> Wait:
+def _reserved(job: Job, later: _Later, now_s: float) -> Wait:
     pool, entry = later.offer.pool, later.offer.entry
     reservation = Reservation(
         job_id=job.id,
@@ -243,15 +245,24 @@ def _reserved(job: Job, later: _Later) -> Wait:
         placement=pool.devices_of(later.slot, entry.least_bytes),
     )
     if later.slot.start_s == later.free_s:
-        return Wait(reason=_waits_for(pool, entry), reservation=reservation)
+        return Wait(reason=_waits_for(pool, entry, job.spec, now_s), reservation=reservation)
     if job.spec.between is not None:
         return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
     reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
     return Wait(reason=reason, reservation=reservation, look_at_s=later.slot.start_s)
 
 
-def _waits_for(pool: Pool, entry: Entry) -> str:
-    return f"waits for {_wanted(pool, entry)}"
+def _waits_for(pool: Pool, entry: Entry, spec: JobSpec, now_s: float) -> str:
+    """With that, if all would be there but for nodes that are closed, or will be before the job could end."""
+    waits = f"waits for {_wanted(pool, entry)}"
+    closed = pool.closed_before(now_s + entry.seconds)
+    if not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
+        return waits
+    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
+    if all(closes_s <= now_s for _, closes_s, _ in closed):
+        return f"{waits}: {names} {'takes' if len(closed) == 1 else 'take'} nothing new"
+    supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
+    return f"{waits}: it would not end before the maintenance of {names}{supposed}"
 
 
 def _wanted(pool: Pool, entry: Entry) -> str:

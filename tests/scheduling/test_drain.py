@@ -79,6 +79,21 @@ def test_what_does_not_end_before_a_maintenance_waits_and_the_gap_before_is_used
     assert launches["job-1"].launched_at_s == ends_s
 
 
+def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
+    """A node that takes nothing new, and one whose maintenance comes before the job would have ended."""
+    state, _ = played(seen(node("a", devices=2)), drain("a"), submitted(1, script({2: 100.0}), 2.0))
+    assert state.jobs["job-1"].reason == "waits for 2 free virtual-256mib: a takes nothing new"
+    away = maintained("a", (1000.0, 5000.0))
+    state, _ = played(seen(away), submitted(1, script({1: 2000.0})))
+    assert state.jobs["job-1"].reason == (
+        "waits for 1 free virtual-256mib: it would not end before the maintenance of a"
+    )
+    state, _ = played(seen(away), submitted(1, script({1: 2000.0}, steps=None)))
+    assert state.jobs["job-1"].reason.endswith("maintenance of a (without `steps` a day is supposed)")
+    state, _ = played(seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0))
+    assert state.jobs["job-2"].reason == "waits for 1 free virtual-256mib", "somebody holds it"
+
+
 def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:
     """`a` is away first, `b` later: there is no time for two nodes together before both are back."""
     a, b = maintained("a", (200.0, 1000.0)), maintained("b", (1300.0, 2000.0))
