@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ SOURCES = (
     "batch_norm",
     "freezing",
 )
-PROFILES = TypeAdapter[tuple[ModelProfile, ...]](tuple[ModelProfile, ...])
 HINT = (
     "say what it costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
     f"the trace alone: python -m {PROGRAM}"
@@ -106,7 +106,7 @@ def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
 
 def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
     try:
-        return PROFILES.validate_json(kept.read_bytes())
+        return _profiles().validate_json(kept.read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -140,7 +140,7 @@ def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None
     temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
     temporary.write_bytes(child.stdout)
     temporary.replace(kept)
-    return PROFILES.validate_json(child.stdout)
+    return _profiles().validate_json(child.stdout)
 
 
 def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:
@@ -148,3 +148,8 @@ def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:
     lines = [line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (raised or lines or [f"exit code {child.returncode}"])[-1]
+
+
+@cache
+def _profiles() -> TypeAdapter[tuple[ModelProfile, ...]]:
+    return TypeAdapter(tuple[ModelProfile, ...])
