@@ -99,7 +99,7 @@ class Desk:
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
         self._entries: dict[str, tuple[int, int, Sequence[Entry]]] = {}  # of running jobs: attempts, version, entries
         self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
-        self._closed: dict[str, tuple[Window, ...]] = {}  # by node
+        self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self.close(state)
         for job in state.jobs.values():
             self.learn(None, job)
@@ -173,8 +173,8 @@ class Desk:
         self.maintained = maintained(state)
         self._next_change_s = next_change_s(state.nodes, state.at_s)
         closed = closures(state)
-        if closed != self._closed:
-            self._closed = closed
+        if closed != self.closed:
+            self.closed = closed
             for pool in self.pools:
                 pool.close(closed)
             self.is_stale = True

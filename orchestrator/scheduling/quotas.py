@@ -51,7 +51,7 @@ class Turns:
 
         Until no device is idle. Who must wait is decided upon only once somebody behind need not: what it is promised
         matters to nobody else. Where guarantees count it is at once, as a promise counts against them; and the first
-        LOOKED_AT_MAX are where somebody that runs could make way for them.
+        LOOKED_AT_MAX are where somebody that runs could make way for them, or closed nodes are idle: they are told so.
         """
         ahead: list[tuple[Waiting, float, int | None]] = []
         idle = self._desk.idle
@@ -66,6 +66,8 @@ class Turns:
                         yield one
                 ahead.clear()
                 idle = self._desk.idle  # without what was given to them
+        if self._desk.closed and idle:
+            yield from [one for one in ahead[:LOOKED_AT_MAX] if one[0].job.id not in self._heard]
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         for waiting, by_s in self._unheard() if self._without else ():

@@ -92,6 +92,10 @@ def test_who_waits_beside_idle_devices_is_told_what_keeps_them() -> None:
     assert state.jobs["job-1"].reason.endswith("maintenance of a (without `steps` a day is supposed)")
     state, _ = played(seen(away), submitted(1, script({1: 500.0})), submitted(2, script({1: 600.0}), 2.0))
     assert state.jobs["job-2"].reason == "waits for 1 free virtual-256mib", "somebody holds it"
+    events = [seen(maintained("a", (1100.0, 5000.0))), submitted(1, script({1: 500.0}))]
+    events.append(submitted(2, script({1: 600.0}), 2.0))
+    state, _ = played(*events, *gone(1, 560.0))
+    assert state.jobs["job-2"].reason.endswith("before the maintenance of a"), "it is free again, too late"
 
 
 def test_a_gang_of_two_nodes_starts_when_both_are_open_long_enough() -> None:
