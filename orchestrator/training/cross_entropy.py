@@ -55,12 +55,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_N[rows] - first, group)
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
-                if hidden_grad is not None:
-                    hidden_grad[rows] = grad_CV @ cast_VD
-                if weight_grad is not None and dtype is torch.float32:
-                    weight_grad.addmm_(grad_CV.T, chunk_CD)
-                elif weight_grad is not None:
-                    weight_grad += grad_CV.T @ chunk_CD
+                add_gradients(
+                    grad_CV, chunk_CD, cast_VD, None if hidden_grad is None else hidden_grad[rows], weight_grad
+                )
                 del grad_CV
             if hidden_grad is not None and group is not None:
                 dist.all_reduce(hidden_grad, group=group)
@@ -77,6 +74,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if each is not None:
                 each.mul_(grad)
         return hidden_grad, weight_grad, None, None, None
+
+
+def add_gradients(
+    grad_CV: Tensor, chunk_CD: Tensor, weight_VD: Tensor, hidden_grad_CD: Tensor | None, weight_grad_VD: Tensor | None
+) -> None:
+    """What a chunk's gradient for the logits says of its hidden states, and more of the weight's; both in place."""
+    if hidden_grad_CD is not None:
+        hidden_grad_CD.copy_(grad_CV @ weight_VD)
+    if weight_grad_VD is not None and grad_CV.dtype is torch.float32:
+        weight_grad_VD.addmm_(grad_CV.T, chunk_CD)
+    elif weight_grad_VD is not None:
+        weight_grad_VD += grad_CV.T @ chunk_CD
 
 
 def _loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if f"{type(module).__module__}.{type(module).__qualname__}" in LEAF_MODULES
             for parameter in module.parameters()
         }
-        self._is_first_step = True
+        self._is_first_step, self._is_ahead = True, False
         self._live_bytes = self._resident_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -135,6 +135,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_forward = False
         self._enter(self._between(), backward=True)
 
+    def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The function, which makes gradients in the forward pass: their products count as the backward pass's."""
+
+        def called(*args: Any) -> None:
+            self._is_ahead = True
+            try:
+                function(*args)
+            finally:
+                self._is_ahead = False
+
+        return called
+
     def named_places(self) -> list[Place]:
         """The places, in the order in which they were come to, with all parameters and with names."""
         for parameter in self._parameters:
@@ -179,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = AS_REAL.get(op, op)(*args, **(kwargs or {}))
         if op is prim.device.default:  # what fake tensors are asked all the time
             return out
-        if self._is_forward and self._is_first_step:
+        if self._is_forward and self._is_first_step and not self._is_ahead:
             self._learn(op, args, kwargs or {}, out)
         before = self._live_bytes
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):

@@ -35,6 +35,7 @@ from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec, model_fr
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.run import TrainingRun
+from orchestrator.training import cross_entropy
 from orchestrator.training.batch_norm import batch_norms
 from orchestrator.training.batch_norm import prepare as prepare_batch_norms
 from orchestrator.training.cuda_autocast import as_on_cuda
@@ -122,7 +123,8 @@ class _Traced:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
         self._recorder = Recorder(self._recipes)
-        with _as_with_values(), as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
+        gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
+        with _as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
             cases = [(mode, False) for mode in ActivationCheckpointing]
             if recipe.then and self._autocast is None:
                 cases += [(mode, True) for mode in ActivationCheckpointing]

@@ -73,5 +73,13 @@ def test_experts_are_products_of_their_rows_as_in_closed_form(mixtures: tuple[Mo
     assert sorted(traced.matmuls) == sorted(closed.matmuls)
 
 
+def test_gradients_that_a_loss_makes_ahead_are_no_products_of_the_forward_pass(
+    mixtures: tuple[ModelProfile, ModelProfile],
+) -> None:
+    heads = [each.segments[-1] for each in mixtures]
+    assert [head.matmuls for head in heads] == [((16, 128, 512),)] * 2
+    assert [head.forward_flops for head in heads] == [2 * 16 * 128 * 512] * 2
+
+
 def test_leaves_are_what_deepspeed_takes_for_them() -> None:
     assert set(LEAF_MODULES) == set(DEFAULT_LEAF_MODULE_CLASSES)
