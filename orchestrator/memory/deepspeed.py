@@ -107,8 +107,8 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
 
     A tensor that no bucket holds is there until it is reduced. Stage 2 makes the buffer of its share when it has
-    reduced for the first time, and what it copied for that, which is no larger, has gone (`copy_grads_in_partition`
-    behind `average_tensor` in deepspeed/runtime/zero/stage_1_and_2.py).
+    reduced for the first time, and what it copied for that has gone (`copy_grads_in_partition` behind `average_tensor`
+    in deepspeed/runtime/zero/stage_1_and_2.py).
     """
     width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
@@ -121,15 +121,16 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         return (("gradients", width * gradients), ("gradient buckets", width * bucket))
     reductions, has_reduced = _reductions(profile, plan, buckets, passage)
     if stage is ZeroStage.GRADIENTS:
-        partitions = _partition(profile, dp) * (int(accumulates) + int(has_reduced))
+        partition = _partition(profile, dp)
+        partitions = partition * (int(accumulates) + int(has_reduced))
         bucket = buckets.reduce if begun else 0
         meets = bool(profile.moments) or passage.own == passage.segment.trained_parameters
         alone = copied = 0
         for one in reductions:
             if alone < one.elements > buckets.reduce:
                 alone = one.elements
-            if meets and not one.is_first:
-                copied = max(copied, _copied(one.elements, count, dp))
+            if meets:
+                copied = max(copied, _copied(one.elements, dp) - (partition if one.is_first else 0))
         return (("gradients", width * (partitions + own + alone)), ("gradient buckets", width * (bucket + copied)))
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     waiting = passage.own if passage.own < passage.segment.leaf_until else 0
@@ -200,7 +201,7 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     """Behind the backward pass stages 2 and 3 reduce what their bucket still has: all, where it fits in.
 
     (`independent_gradient_partition_epilogue` in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.) Stage 2 copies
-    what goes to one rank at a time (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
+    it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
     deepspeed/runtime/comm/coalesced_collectives.py).
     """
     width, dp = _width(plan), plan.layout.dp
@@ -208,7 +209,7 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
     if plan.zero_stage is ZeroStage.GRADIENTS:
         held = _partition(profile, dp) * (2 if plan.gradient_accumulation_steps > 1 else 1)
-        copied = _copied(rest, at_once, dp)
+        copied = _copied(rest, dp)
         return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     shard = -(-profile.trained_parameters // dp)
@@ -220,12 +221,13 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     )
 
 
-def _copied(reduced: int, trained: int, dp: int) -> int:
-    """Elements of what stage 2 reduces that lie beside it for one rank: none where a lone rank has all in one piece.
+def _copied(reduced: int, dp: int) -> int:
+    """Elements of what stage 2 reduces at a time that lie beside it: none where a lone rank has all in one piece.
 
-    (`flatten` of `allreduce_bucket` gives a single tensor back as it is: torch/csrc/utils/tensor_flatten.h.)
+    (What goes to several ranks is put together in `allreduce_bucket`, whose `flatten` gives a single tensor back as it
+    is: deepspeed/runtime/zero/stage_1_and_2.py, torch/csrc/utils/tensor_flatten.h.)
     """
-    return min(reduced, -(-trained // dp)) if dp > 1 else 0
+    return reduced if dp > 1 else 0
 
 
 def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[list[Reduction], bool]:

@@ -34,6 +34,7 @@ def profile_of(
     precision: Precision,
     sequence_length: int | None,
     tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
     autocast: bool = False,
     cuda: bool = False,
 ) -> ModelProfile | None:
@@ -42,7 +43,8 @@ def profile_of(
     The declared profile where there is one, else the closed form of a decoder or of a transformers family that has
     one, else what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
-    whether it runs there, which the closed form of a decoder need not know.
+    whether it runs there, which the closed form of a decoder need not know. Closed forms take all of a model to be
+    trained: one that is frozen in part is traced, but where ranks hold parts of it, so that those need no more.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -51,6 +53,10 @@ def profile_of(
         share = LOW_SHARE if lower else 1.0
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
     model, length = spec.known_model, sequence_length or spec.data.sequence_length
+    if freezes(spec) and tensor_parallel == pipeline_parallel == 1:
+        known = _traced(spec.traced, precision, length, autocast, cuda)
+        if known is not None:
+            return known
     if model is not None and model.decoder is not None:
         ours = decoder_profile(model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
         return with_all_logits(ours, model.decoder.vocab_size, length) if spec.is_script else ours
@@ -81,9 +87,15 @@ def _encoder_decoder(
     return None
 
 
+def freezes(spec: JobSpec) -> bool:
+    """Whether some of the job's model is never trained, and it declares no profile that knows."""
+    never = any(entry.until_step is None for entry in spec.training.freeze)
+    return never and spec.model is not None and spec.profile is None
+
+
 def is_known(spec: JobSpec) -> bool:
     """Whether the memory of the job's model is known without a trace."""
-    return profile_of(spec, precision=spec.precision, sequence_length=None) is not None
+    return not freezes(spec) and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
 
 
 def _traced(

@@ -147,6 +147,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         tensor_parallel=plan.layout.tp,
+        pipeline_parallel=plan.layout.pp,
         autocast=autocasts(plan),
         cuda=hardware.device.kind is DeviceKind.CUDA,
     )

@@ -9,7 +9,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,13 +51,14 @@ AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.defaul
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
 
-    def __init__(self, recipes: Sequence[Recipe]) -> None:
+    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, int]) -> None:
+        """`held_bytes`: by id of a parameter, of one of its elements where it is held, whatever computes with it."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
         self.places: list[Place] = []
         self.attention = ""  # the kernel that was seen
         self.buffer_bytes = 0
-        self._recipes = recipes
+        self._recipes, self._held_bytes = recipes, held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
         self._parameters = list(
             {id(parameter): parameter for recipe in recipes for parameter in recipe.module.parameters()}.values()
@@ -341,7 +342,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.trained += count
             place.factored += _factored(parameter.shape)
         else:
-            place.frozen_bytes += count * parameter.element_size()
+            place.frozen_bytes += count * self._held_bytes[id(parameter)]
 
 
 def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int], ...]:

@@ -97,7 +97,8 @@ def profiles(request: Request) -> list[ModelProfile]:
 
 def _profile(request: Request, arithmetic: Arithmetic) -> ModelProfile:
     config = _config(request.model) if request.model.hf is not None else None
-    layers = _equal_layers(config)
+    by_number = any(set(frozen.parameters) & set("0123456789?[") for frozen in request.training.freeze)
+    layers = 0 if by_number else _equal_layers(config)
     if layers > DEPTHS[1]:
         with contextlib.suppress(Unlike):
             few, many = (_Traced(request, arithmetic, _cut(config, depth)) for depth in DEPTHS)
@@ -117,12 +118,13 @@ class _Traced:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         low = LOW_PRECISION.get(arithmetic.precision)
         self._autocast = low if arithmetic.autocast else None
+        held_bytes: dict[int, int] = {}
         for each in self._recipes:
-            _without_memory(each.module, self._fake, None if arithmetic.autocast else low)
+            held_bytes |= _without_memory(each.module, self._fake, None if arithmetic.autocast else low)
             if low and not arithmetic.autocast:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
-        self._recorder = Recorder(self._recipes)
+        self._recorder = Recorder(self._recipes, held_bytes)
         gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
         with _as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
             cases = [(mode, False) for mode in ActivationCheckpointing]
@@ -279,21 +281,27 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Let parameters and buffers be fake tensors on the CPU, in place; `dtype`: of floating parameters, if another."""
+def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> dict[int, int]:
+    """Let parameters and buffers be fake tensors on the CPU, in place; `dtype`: of floating parameters, if another.
+
+    Returns by id of a parameter the bytes that an element of it had.
+    """
     made: dict[int, nn.Parameter] = {}
+    held_bytes: dict[int, int] = {}
     with fake:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) not in made:
                     kept = dtype if dtype and parameter.is_floating_point() else parameter.dtype
                     values = torch.empty(parameter.shape, dtype=kept, device="cpu")
-                    made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    new = made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    held_bytes[id(new)] = parameter.element_size()
                 if parameter is not None:
                     part._parameters[name] = made[id(parameter)]
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+    return held_bytes
 
 
 def _rounding(low: torch.dtype) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec, model_from_json
+from orchestrator.specs.model import DataSpec, Freeze, ModelSpec, TrainingSpec, model_from_json
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
 from tests.ranks import Rank, start_ranks
@@ -34,6 +34,7 @@ class Run:
     plan: Plan
     sequence_length: int
     capacity_bytes: int = UNLIMITED_BYTES
+    frozen: tuple[str, ...] = ()  # names of parameters, as patterns
 
 
 def peaks(model: ModelSpec, sequence_length: int, plans: Sequence[Plan], folder: Path) -> list[int]:
@@ -131,7 +132,12 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
     run = TrainingRun(
         model=asked.model,
         data=_data(asked, folder),
-        training=TrainingSpec(max_steps=STEPS, optimizer=plan.optimizer, batch_norm_samples=plan.micro_batch_size),
+        training=TrainingSpec(
+            max_steps=STEPS,
+            optimizer=plan.optimizer,
+            batch_norm_samples=plan.micro_batch_size,
+            freeze=tuple(Freeze(parameters=names) for names in asked.frozen),
+        ),
         plan=plan,
         job_folder=str(folder),  # pairs are tokenised once for all runs
         attempt_folder="",

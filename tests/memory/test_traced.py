@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.specs.model import ModelSpec, TrainingSpec
+from orchestrator.memory.profiles import autocasts, is_known, profile_of
+from orchestrator.specs.model import Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -19,10 +20,10 @@ from orchestrator.specs.plan import (
     Precision,
     ZeroStage,
 )
-from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
-from tests.memory.measure import peaks
+from tests.memory.measure import Run, measured, peaks
 from tests.memory.models import DECODER, MODELS, WIDE
 
 MEAN_ERROR_MAX, WORST_ERROR_MAX = 0.01, 0.03
@@ -30,11 +31,17 @@ NONE, SELECTIVE, FULL = ActivationCheckpointing
 BF16 = Precision.BF16
 
 
-def traced(model: ModelSpec, *arithmetics: tuple[Precision, bool]) -> dict[tuple[Precision, bool], ModelProfile]:
+def traced(
+    model: ModelSpec, *arithmetics: tuple[Precision, bool], training: TrainingSpec | None = None
+) -> dict[tuple[Precision, bool], ModelProfile]:
     """Profiles by precision and whether autocast computes in it."""
     asked = tuple(Arithmetic(precision=precision, autocast=autocast) for precision, autocast in arithmetics)
     request = Request(
-        model=model, training=TrainingSpec(), family="model", sequence_length=SEQUENCE_LENGTH, arithmetics=asked
+        model=model,
+        training=training or TrainingSpec(),
+        family="model",
+        sequence_length=SEQUENCE_LENGTH,
+        arithmetics=asked,
     )
     return dict(zip(arithmetics, profiles(request), strict=True))
 
@@ -146,6 +153,77 @@ def test_what_is_reduced_while_a_leaf_waits_is_known(name: str, tmp_path: Path) 
         for each, one in zip(tried, measured, strict=True)
     ]
     assert bars_hold(found), table(found)
+
+
+FROZEN: dict[str, tuple[str, ...]] = {
+    "what comes first": ("model.embed_tokens.*", "model.layers.[01].*"),
+    "attention": ("*.self_attn.*",),
+    "words": ("lm_head*", "model.embed_tokens.*"),
+}
+LLAMA = ModelSpec(
+    hf={
+        "model_type": "llama",
+        "vocab_size": 1024,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+)
+FROZEN_PAIRS = [
+    plan(Engine.TORCH, 0, 2, 1, 2, activation_checkpointing=FULL),
+    plan(Engine.TORCH, 3, 2, 4, 1, precision=BF16),
+    plan(Engine.DEEPSPEED, 2, 2, 1, 2),
+    plan(Engine.DEEPSPEED, 3, 2, 1, 2, activation_checkpointing=FULL),
+]
+
+
+def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> list[Row]:
+    training = TrainingSpec(freeze=tuple(Freeze(parameters=each) for each in names))
+    known = traced(LLAMA, *dict.fromkeys((each.precision, autocasts(each)) for each in tried), training=training)
+    runs = [Run(model=LLAMA, plan=each, sequence_length=SEQUENCE_LENGTH, frozen=names) for each in tried]
+    return [
+        Row(
+            plan=each,
+            predicted_bytes=estimate(known[each.precision, autocasts(each)], each, DEVICE).allocated_bytes,
+            measured_bytes=peak,
+        )
+        for each, peak in zip(tried, measured(runs, folder), strict=True)
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_what_is_frozen_has_neither_gradients_nor_states_nor_saves_what_they_would_need(tmp_path: Path) -> None:
+    found = frozen_rows(FROZEN["what comes first"], FROZEN_PAIRS, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("which", FROZEN)
+def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Path) -> None:
+    found = frozen_rows(FROZEN[which], PAIRS, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_of_it() -> None:
+    spec = job(LLAMA)
+    assert is_known(spec)
+    for_some_steps = TrainingSpec(freeze=(Freeze(parameters="model.layers.*", until_step=10),))
+    assert is_known(spec.model_copy(update={"training": for_some_steps}))
+    frozen = spec.model_copy(update={"training": TrainingSpec(freeze=(Freeze(parameters="model.layers.*"),))})
+    assert not is_known(frozen)
+    known = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+    assert known is not None
+    less = dataclasses.replace(known, source=Source.TRACED)
+    one = TracedProfile(sequence_length=SEQUENCE_LENGTH, autocast=False, profile=less)
+    frozen = frozen.model_copy(update={"traced": (one,)})
+    assert profile_of(frozen, precision=Precision.FP32, sequence_length=None) == less
+    for cut in ({"pipeline_parallel": 2}, {"tensor_parallel": 2}):
+        whole = profile_of(frozen, precision=Precision.FP32, sequence_length=None, **cut)
+        assert whole is not None
+        assert whole.source is Source.CLOSED_FORM
 
 
 @pytest.mark.timeout(600)
