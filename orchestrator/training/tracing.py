@@ -318,11 +318,12 @@ def _rounding(low: torch.dtype) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _as_with_values() -> Iterator[None]:
-    """Within, transformers 5.23 does with fake tensors what it does with real ones.
+    """Within, transformers 5.23 does with fake tensors what it does with real ones, all of which are finite.
 
     It cannot look into positions, takes several samples to be packed into one, and makes masks that no training of ours
     has (masking_utils.py). Products grouped by experts are said to be bf16 only, which holds on no device
-    (torch/_meta_registrations.py, 2.13.0): its own way to do them knows their sizes (integrations/moe.py).
+    (torch/_meta_registrations.py, 2.13.0): its own way to do them knows their sizes (integrations/moe.py). Some
+    families look in fp16 for what has overflowed, to clamp it (models/bart/modeling_bart.py).
     """
     instead: dict[str, tuple[str, Callable[..., Any]]] = {
         "transformers.masking_utils": ("find_packed_sequence_indices", lambda _positions: None),
@@ -332,7 +333,19 @@ def _as_with_values() -> Iterator[None]:
         for module, (name, function) in instead.items():
             if module in sys.modules:
                 stack.enter_context(patch(f"{module}.{name}", function))
+        for name, answer in (("isfinite", True), ("isinf", False), ("isnan", False)):
+            stack.enter_context(patch.object(torch, name, _answered(getattr(torch, name), answer=answer)))
         yield
+
+
+def _answered(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
+    """The question of values, with all that it makes, and an answer that a fake tensor has: a constant."""
+
+    def asked(values: Tensor) -> Tensor:
+        question(values)
+        return torch.tensor(answer)
+
+    return asked
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ ARITHMETICS = {
 @pytest.mark.timeout(600)  # 3 s each on an idle core, many times that on a busy one
 @pytest.mark.parametrize(
     ("config", "length", "arithmetic"),
-    [(T5, 48, "fp32"), (GATED, 64, "cast"), (BART, 64, "fp32")],
+    [(T5, 48, "fp32"), (GATED, 64, "cast"), (BART, 64, "cast to fp16")],
     ids=("T5", "gated T5", "BART"),
 )
 def test_the_closed_form_has_the_saved_bytes_of_traces_and_is_within_2_percent_of_their_peaks(
@@ -154,7 +154,6 @@ def test_the_bars_hold_over_ragged_t5s_in_every_arithmetic(number: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(4))
 def test_the_bars_hold_over_ragged_barts(number: int) -> None:
-    """In fp16 without autocast it looks at values, which a trace has none of."""
     chosen = random.Random(number)
     heads = chosen.randint(1, 4)
     config = {
@@ -168,8 +167,7 @@ def test_the_bars_hold_over_ragged_barts(number: int) -> None:
         "encoder_layers": chosen.randint(2, 5),
         "decoder_layers": chosen.randint(2, 5),
     }
-    tried = [arithmetic for name, arithmetic in ARITHMETICS.items() if name != "cast to fp16"]
-    found = errors(config, 32 * chosen.randint(1, 3), *tried)
+    found = errors(config, 32 * chosen.randint(1, 3), *ARITHMETICS.values())
     assert bars_hold(found), (config, found)
 
 
