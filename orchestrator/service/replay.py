@@ -141,5 +141,6 @@ def _why(state: State, actions: Iterable[Action]) -> str:
         if isinstance(action, Launch | Record):
             reasons[action.job.id] = action.job.reason
         elif isinstance(action, Stop):
-            reasons[action.job_id] = state.jobs[action.job_id].reason
+            job = state.jobs[action.job_id]
+            reasons[job.id] = "is being cancelled" if job.cancelling else job.reason
     return "\n".join(f"{job_id}: {reason}" for job_id, reason in reasons.items())

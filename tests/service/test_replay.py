@@ -17,7 +17,8 @@ from orchestrator.service.controller import Controller
 from orchestrator.service.replay import kept_events, replay
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.state import Woke
+from orchestrator.specs.state import CancelRequested, Woke
+from tests.scheduling.factories import node
 from tests.scheduling.test_drain import maintained
 from tests.scheduling.test_queue import script, seen, submitted
 from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario, settled
@@ -74,6 +75,9 @@ def test_whoever_is_asked_to_leave_is_told_why() -> None:
     *_, asked = replay((event, None) for event in events)
     assert asked["now"].startswith("stop job-1"), asked
     assert asked["why"] == "job-1: stopped for the maintenance of a"
+    events = (seen(node("a")), submitted(1, script({1: 500.0})), CancelRequested(job_id="job-1", at_s=2.0))
+    *_, asked = replay((event, None) for event in events)
+    assert asked["why"] == "job-1: is being cancelled"
 
 
 def test_the_live_queue_is_played_from_now_on_another_cluster(
