@@ -18,6 +18,7 @@ from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job import JobSpec
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import (
     Action,
     CancelRequested,
@@ -160,8 +161,41 @@ def test_nobody_who_comes_after_a_job_was_due_goes_before_it() -> None:
     assert state.at_s <= due_s + 2 * 40.0
 
 
+DUE_S = 1.0 + PATIENCE * (LAUNCH_S + 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "at_s", "first"),
+    [
+        pytest.param((1000.0, 1900.0), 50.0, "job-4", id="the larger, so that both end together"),
+        pytest.param((300.0, 1000.0, 1900.0), 50.0, "job-3", id="a small one before both"),
+        pytest.param((1000.0, 2200.0), 50.0, "job-3", id="the smaller where it is less than half as large"),
+        pytest.param((1000.0, 1900.0, *[1000.0] * 6), 50.0, "job-3", id="the smaller where others will end later"),
+        pytest.param((1000.0, 1900.0), DUE_S, "job-3", id="who is due"),
+    ],
+)
+def test_of_the_largest_that_wait_the_larger_goes_first_until_another_is_due(
+    waiting: tuple[float, ...], at_s: float, first: str
+) -> None:
+    jobs = [script({1: seconds}) for seconds in (90_000.0, 10.0, *waiting)]
+    come = [submitted(number, spec) for number, spec in enumerate(jobs, 1)]
+    _, launches = played(seen(node(devices=2)), *come, *gone(2, at_s))
+    assert list(launches) == ["job-1", "job-2", first]
+
+
+def test_where_no_two_can_run_side_by_side_or_the_cluster_is_shared_the_smaller_goes_first() -> None:
+    jobs = [script({1: seconds}, user="ada") for seconds in (90_000.0, 10.0, 1000.0, 1900.0)]
+    first, *come = [submitted(number, spec) for number, spec in enumerate(jobs, 1)]
+    _, launches = played(seen(node(devices=1)), *come, *gone(2, 50.0))
+    assert list(launches) == ["job-2", "job-3"]
+    here, policy = (node(devices=2),), PolicySpec(teams=[{"name": "all", "users": ["ada"]}])
+    shared = NodesSeen(nodes=here, declared=here, policy=policy, at_s=0.0)
+    _, launches = played(shared, first, *come, *gone(2, 50.0))
+    assert list(launches) == ["job-1", "job-2", "job-3"]
+
+
 def test_a_short_job_fills_the_gap_before_a_promise_and_a_longer_one_does_not() -> None:
-    wide, gap, longer = script({2: 100.0}), script({1: 20.0}), script({1: 400.0})
+    wide, gap, longer = script({2: 100.0}), script({1: 20.0}), script({1: 600.0})
     events = [
         seen(node(devices=2)),
         submitted(1, script({1: 100.0})),
