@@ -443,12 +443,7 @@ class Desk:
         job = self.waiting[job_id].job
         if by_size[-2][0] < LAST * device_s or 2 * job.spec.gpus.min > self.devices:
             return False
-        left_s = self.devices * self.size_of(job)[1] / LAST
-        for one_s, _ in reversed(by_size):
-            left_s -= one_s
-            if left_s < 0:
-                return False
-        return True
+        return LAST * sum([one_s for one_s, _ in by_size]) <= self.devices * self.size_of(job)[1]
 
     def _stands(self, waiting: Waiting) -> bool:
         line = self._lines.get(self._line_of(waiting.job), [])
