@@ -12,8 +12,9 @@ from orchestrator.memory.calibration import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.availability import Pool, Slot
 from orchestrator.scheduling.demand import room_from_s
-from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.groups import groups_of
+from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measured_peaks, menu
 from orchestrator.scheduling.moves import is_elastic
 from orchestrator.scheduling.windows import hours_of, why_closed

@@ -5,11 +5,11 @@ A desk could be made anew from every state; it is carried along because that wou
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush, merge
+from dataclasses import replace
+from heapq import heappop, heappush
 from itertools import groupby
 from math import inf, sqrt
 
@@ -21,6 +21,7 @@ from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
 from orchestrator.scheduling.fair import Place, fair_tree, nobodys, used_s
 from orchestrator.scheduling.groups import Group, groups_of
+from orchestrator.scheduling.line import Line, Standing, Waiting, merged
 from orchestrator.scheduling.menu import (
     UNKNOWN_LENGTH_S,
     Entry,
@@ -46,34 +47,8 @@ from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, S
 # traces/plans/base.csv (8 x 8 devices, 260 s launches, price 2; 2026-11): mean completion 1,564 s on average, against
 # 1,743 s by device-seconds and 1,834 s by time; 1,641 s with half the patience.
 PATIENCE = 12.0
-# Who may end last: a job of so much of the device-seconds of all that waits, and those of so much of its own. Larger
-# ones go first, so that they end together (longest first is within a third of the shortest makespan: Graham 1969,
-# SIAM Journal on Applied Mathematics 17:416). On ten shaken inputs of traces/plans/base.csv (2026-11) the makespan is
-# 61,249 s (60,038 to 61,998) and the mean completion 1,083 s, alike with a fifth to a third of all, and 0.4 to 0.6 of
-# the largest; the smaller first they are 63,159 s (61,550 to 63,701) and 1,080 s.
-LARGE = 0.25
-AS_LARGE = 0.5
-LARGEST_MAX = 10  # that change places with each other
-
-
 # Between the seconds that a job needs, and those of the whole cluster; its seconds; its device-seconds.
 Size = tuple[float, float, float]
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """A queued job, and what it could run as on each pool, as far as that was asked."""
-
-    job: Job
-    due_s: float
-    device_s: float  # as it was before any measurement
-    menus: Sequence[tuple[Pool, Menu | NeverFits]] = ()
-    version: int = -1  # of what is known of its family, when the menus were made
-
-    @property
-    def place(self) -> tuple[float, int, str]:
-        """Where it stands among jobs of its priority."""
-        return (self.due_s, self.job.order, self.job.id)
 
 
 class Desk:
@@ -95,9 +70,7 @@ class Desk:
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy = state.policy
         # by priority and, where it counts, user
-        self._lines: dict[tuple[int, str], list[tuple[float, int, str]]] = {}
-        self._by_size: dict[tuple[int, str], list[tuple[float, tuple[float, int, str]]]] = {}  # with its device-seconds
-        self._due: dict[tuple[int, str], list[tuple[float, int, str]]] = {}  # those of them with a deadline, by that
+        self._lines: dict[tuple[int, str], Line] = {}
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
@@ -282,10 +255,10 @@ class Desk:
         turns = sorted((-priority, place(user), user) for priority, user in self._lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
             keys = [(-priority, user) for _, _, user in equals]
-            for by_s, _, job_id in _merged([_still_to_come(self._due.get(key, []), self.state.at_s) for key in keys]):
+            for by_s, _, job_id in merged([line.by_deadline(self.state.at_s) for line in self._lines_of(keys)]):
                 if self._could_end_by(self.waiting[job_id], by_s):
                     yield self.waiting[job_id], by_s
-            for _, _, job_id in _merged([self._largest_first(key) for key in keys]):
+            for _, _, job_id in merged([self._ordered(line) for line in self._lines_of(keys)]):
                 yield self.waiting[job_id], inf
 
     def wake_at_s(self, at_s: float) -> float | None:
@@ -400,55 +373,28 @@ class Desk:
             heappush(self._openings, (opening_s(job.spec, after_s), job.id))
 
     def _line_up(self, waiting: Waiting) -> None:
-        job = waiting.job
-        insort(self._lines.setdefault(self._line_of(job), []), waiting.place)
-        insort(self._by_size.setdefault(self._line_of(job), []), (waiting.device_s, waiting.place))
-        if job.deadline_s is not None:
-            insort(self._due.setdefault(self._line_of(job), []), (job.deadline_s, job.order, job.id))
+        self._lines.setdefault(self._line_of(waiting.job), Line()).add(waiting)
         self.arrived.append(waiting)
 
     def _leave(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
         if self._stands(waiting):
-            line = self._lines[self._line_of(waiting.job)]
-            del line[bisect_left(line, waiting.place)]
-            by_size = self._by_size[self._line_of(waiting.job)]
-            del by_size[bisect_left(by_size, (waiting.device_s, waiting.place))]
-            job = waiting.job
-            if job.deadline_s is not None:
-                due = self._due[self._line_of(job)]
-                del due[bisect_left(due, (job.deadline_s, job.order, job.id))]
-            if not line:
-                del self._lines[self._line_of(waiting.job)]
-
-    def _largest_first(self, key: tuple[int, str]) -> Sequence[tuple[float, int, str]]:
-        """The line in which the largest have changed places, until they are due.
-
-        Only where they could end together, later than all others; and not where the cluster is shared: whose turn it is
-        counts there.
-        """
-        line, by_size = self._lines.get(key, ()), self._by_size.get(key, ())
-        if self._policy is not None or len(by_size) < 2 or not self._ends_last(by_size):
-            return tuple(line)
-        least_device_s, now_s = AS_LARGE * by_size[-1][0], self.state.at_s
-        largest = [one for one in by_size[-LARGEST_MAX:] if one[0] >= least_device_s and one[1][0] > now_s]
-        places = [place for _, place in sorted(largest, key=lambda one: (-one[0], one[1]))]
-        changed = [*line]
-        for place, other in zip(sorted(places), places, strict=True):
-            changed[bisect_left(line, place)] = other
-        return tuple(changed)
-
-    def _ends_last(self, by_size: Sequence[tuple[float, tuple[float, int, str]]]) -> bool:
-        """Whether the largest of these may end last, and another of its size could run beside it."""
-        device_s, (_, _, job_id) = by_size[-1]
-        if by_size[-2][0] < AS_LARGE * device_s or 2 * self.waiting[job_id].job.spec.gpus.min > self.devices:
-            return False
-        return LARGE * sum([one_s for one_s, _ in by_size]) <= device_s
+            key = self._line_of(waiting.job)
+            self._lines[key].remove(waiting)
+            if not self._lines[key]:
+                del self._lines[key]
 
     def _stands(self, waiting: Waiting) -> bool:
-        line = self._lines.get(self._line_of(waiting.job), [])
-        at = bisect_left(line, waiting.place)
-        return at < len(line) and line[at] == waiting.place
+        line = self._lines.get(self._line_of(waiting.job))
+        return line is not None and waiting in line
+
+    def _lines_of(self, keys: Sequence[tuple[int, str]]) -> list[Line]:
+        """Those of them that are still there: who starts leaves."""
+        return [self._lines[key] for key in keys if key in self._lines]
+
+    def _ordered(self, line: Line) -> Sequence[Standing]:
+        """Where the cluster is shared it counts whose turn it is, not who could end together."""
+        return line.in_order() if self._policy is not None else line.largest_first(self.state.at_s, self.devices)
 
     def _line_of(self, job: Job) -> tuple[int, str]:
         return job.spec.priority, "" if self._policy is None else job.user
@@ -508,14 +454,6 @@ def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE
     return launched_s + length_s
-
-
-def _still_to_come(due: list[tuple[float, int, str]], at_s: float) -> Sequence[tuple[float, int, str]]:
-    return due[bisect_right(due, (at_s, 0, "")) :]
-
-
-def _merged(lines: Sequence[Sequence[tuple[float, int, str]]]) -> Iterable[tuple[float, int, str]]:
-    return lines[0] if len(lines) == 1 else merge(*lines)
 
 
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs

@@ -16,8 +16,9 @@ from orchestrator.scheduling.decide import (
     decide,
     price_of,
 )
-from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.elastic import growth, in_time, making_way
+from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.scheduling.moves import can_move, claims_of, moved
 from orchestrator.scheduling.quotas import Turns

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.decide import price_of_idle
-from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import Entry, Menu
 from orchestrator.scheduling.moves import can_move
 from orchestrator.specs.attempt import Attempt, Placement

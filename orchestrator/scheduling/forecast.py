@@ -11,7 +11,8 @@ from statistics import NormalDist, median
 
 from orchestrator.memory.calibration import WINDOW
 from orchestrator.scheduling.decide import expected, price_of
-from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import steps_left
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd

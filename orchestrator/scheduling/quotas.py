@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from orchestrator.scheduling.decide import Chosen, Wait, must_wait
-from orchestrator.scheduling.desk import Desk, Waiting
+from orchestrator.scheduling.desk import Desk
+from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import NeverFits
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling import desk as desks
+from orchestrator.scheduling import line
 from orchestrator.scheduling.deadline import late
 from orchestrator.scheduling.step import step
 from orchestrator.specs.clock import deadline_at
@@ -67,7 +67,7 @@ def test_a_priority_goes_before_a_deadline() -> None:
 
 def test_without_the_line_of_deadlines_they_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug."""
-    monkeypatch.setattr(desks, "bisect_right", lambda line, _: len(line))
+    monkeypatch.setattr(line, "bisect_right", lambda deadlines, _: len(deadlines))
     with pytest.raises(AssertionError):
         test_the_earliest_deadline_that_can_be_met_goes_first()
 

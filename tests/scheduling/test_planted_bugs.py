@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, dispatch, drain, elastic, fair, menu, windows
+from orchestrator.scheduling import decide, desk, dispatch, drain, elastic, fair, line, menu, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
@@ -124,13 +124,15 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
 
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(desk.Waiting, "place", property(lambda waiting: (-waiting.due_s, -waiting.job.order, waiting.job.id)))
+    patch.setattr(
+        line.Waiting, "standing", property(lambda waiting: (-waiting.due_s, -waiting.job.order, waiting.job.id))
+    )
 
 
 def priority_ignored(patch: pytest.MonkeyPatch) -> None:
     true_order = Desk.in_order
     everybody = lambda self: [one for one in true_order(self) if one[1] == inf]  # noqa: E731
-    patch.setattr(Desk, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].place))
+    patch.setattr(Desk, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].standing))
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
