@@ -158,10 +158,13 @@ class Pool:
         """These devices are idle."""
         self._set(name, devices, IDLE)
 
-    def free_from_s(self, name: str, devices: Iterable[int]) -> list[float]:
-        """When each of these devices is free for good, but for what is promised for later."""
+    def free_before(self, name: str, devices: Iterable[int], at_s: float) -> int:
+        """How many of these devices are free for good before then, but for what is promised for later."""
         number = self.numbers.get(name)
-        return [] if number is None else [*map(self._free_from(number).__getitem__, devices)]
+        if number is None:
+            return 0
+        free_s = self._free_from(number)
+        return sum([free_s[device] < at_s for device in devices])
 
     def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
         """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.

@@ -257,7 +257,7 @@ def _waits_for(pool: Pool, entry: Entry, spec: JobSpec, now_s: float) -> str:
     """With that, if all would be there but for nodes that are closed, or will be before the job could end."""
     waits = f"waits for {_wanted(pool, entry)}"
     closed = pool.closed_before(now_s + entry.seconds)
-    if not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
+    if not closed or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
         return waits
     names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
     if all(closes_s <= now_s for _, closes_s, _ in closed):

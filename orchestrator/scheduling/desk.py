@@ -193,11 +193,10 @@ class Desk:
         not: decisions find these when they come free, and have no time to look for them.
         """
         for one in reservations:
-            parts = [(pool, part) for part in one.placement if (pool := self._pool_of.get(part.node)) is not None]
-            free_s = [each for pool, part in parts for each in pool.free_from_s(part.node, part.devices)]
-            is_later = one.start_s > max(self.state.at_s, (min if closely else max)(free_s, default=-inf))
-            for pool, part in parts:
-                pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
+            is_later = one.start_s > self.state.at_s and self._is_idle_before(one, closely=closely)
+            for part in one.placement:
+                if (pool := self._pool_of.get(part.node)) is not None:
+                    pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 
     def forget_promises(self) -> None:
         """All that is reserved is open again, but for what is kept for those that move."""
@@ -336,6 +335,17 @@ class Desk:
         return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
 
     # how it is kept
+
+    def _is_idle_before(self, reservation: Reservation, *, closely: bool) -> bool:
+        """Whether all of its devices are, or, asked closely, any."""
+        for part in reservation.placement:
+            if (pool := self._pool_of.get(part.node)) is not None:
+                count = pool.free_before(part.node, part.devices, reservation.start_s)
+                if closely and count:
+                    return True
+                if not closely and count < len(part.devices):
+                    return False
+        return not closely
 
     def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
         within_s = by_s - self.state.at_s

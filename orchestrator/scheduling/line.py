@@ -47,6 +47,7 @@ class Line:
         self._deadlines: list[Standing] = []  # of those that have one: that, instead of when it is due
         self._sizes: list[tuple[float, Standing]] = []  # with its device-seconds
         self._least_devices: dict[str, int] = {}
+        self._total_device_ms = 0  # of all: a sum of whole numbers is the same in any order
 
     def __len__(self) -> int:
         return len(self._standing)
@@ -61,6 +62,7 @@ class Line:
         insort(self._standing, waiting.standing)
         insort(self._sizes, (waiting.device_s, waiting.standing))
         self._least_devices[job.id] = job.spec.gpus.min
+        self._total_device_ms += round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
 
@@ -70,6 +72,7 @@ class Line:
         del self._standing[bisect_left(self._standing, waiting.standing)]
         del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.standing))]
         del self._least_devices[job.id]
+        self._total_device_ms -= round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             del self._deadlines[bisect_left(self._deadlines, (job.deadline_s, job.order, job.id))]
 
@@ -101,7 +104,7 @@ class Line:
         device_s, (_, _, job_id) = self._sizes[-1]
         if self._sizes[-2][0] < AS_LARGE * device_s or 2 * self._least_devices[job_id] > devices:
             return False
-        return LARGE * sum([one_s for one_s, _ in self._sizes]) <= device_s
+        return LARGE * self._total_device_ms <= round(1e3 * device_s)
 
 
 def merged(lines: Sequence[Sequence[Standing]]) -> Iterable[Standing]:
