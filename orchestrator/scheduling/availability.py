@@ -5,46 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from heapq import nlargest
 from itertools import islice
 from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.groups import Group
+from orchestrator.scheduling.shape import Shape
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.cluster import Node, Window
-from orchestrator.specs.plan import Engine, Plan
 
 IDLE = -inf  # the time since which a device that nobody holds is free
-SPREAD_MAX = 2  # times the fewest nodes that hold a gang: over more it would rather wait than talk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """So many devices, of which every node gives the same number: the first of `shares` that can be had."""
-
-    devices: int
-    shares: tuple[int, ...]  # devices of each node, fewest nodes first
-
-
-@lru_cache(maxsize=4096)
-def shape_of(plan: Plan, devices_per_node: int, nodes: int) -> Shape | None:
-    """How a plan's ranks may lie on the nodes of a group; None where they cannot.
-
-    Ranks form a regular mesh: every node holds equally many. Tensor-parallel ranks stay inside a node, but for those of
-    a script, which cuts its work in a way of its own.
-    """
-    devices = plan.world_size
-    inside = 1 if plan.engine is Engine.SCRIPT else plan.layout.tp
-    shares = [
-        share
-        for share in range(min(devices, devices_per_node), 0, -1)
-        if devices % share == 0 and share % inside == 0 and devices // share <= nodes
-    ]
-    fewest_nodes = -(-devices // devices_per_node)
-    tight = [share for share in shares if devices // share <= SPREAD_MAX * fewest_nodes] or shares[:1]
-    return Shape(devices=devices, shares=tuple(tight)) if tight else None
 
 
 @dataclass(slots=True, eq=False)

@@ -45,8 +45,7 @@ class Line:
     def __init__(self) -> None:
         self._standing: list[Standing] = []
         self._deadlines: list[Standing] = []  # of those that have one: that, instead of when it is due
-        self._sizes: list[tuple[float, Standing]] = []  # with its device-seconds
-        self._least_devices: dict[str, int] = {}
+        self._sizes: list[tuple[float, Standing, int]] = []  # device-seconds, itself, fewest devices
         self._total_device_ms = 0  # of all: a sum of whole numbers is the same in any order
 
     def __len__(self) -> int:
@@ -60,8 +59,7 @@ class Line:
         """It waits from now on."""
         job = waiting.job
         insort(self._standing, waiting.standing)
-        insort(self._sizes, (waiting.device_s, waiting.standing))
-        self._least_devices[job.id] = job.spec.gpus.min
+        insort(self._sizes, (waiting.device_s, waiting.standing, job.spec.gpus.min))
         self._total_device_ms += round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
@@ -70,8 +68,7 @@ class Line:
         """It waits no more."""
         job = waiting.job
         del self._standing[bisect_left(self._standing, waiting.standing)]
-        del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.standing))]
-        del self._least_devices[job.id]
+        del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.standing, 0))]
         self._total_device_ms -= round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             del self._deadlines[bisect_left(self._deadlines, (job.deadline_s, job.order, job.id))]
@@ -93,7 +90,7 @@ class Line:
             return self.in_order()
         least_device_s = AS_LARGE * self._sizes[-1][0]
         largest = [one for one in self._sizes[-LARGEST_MAX:] if one[0] >= least_device_s and one[1][0] > at_s]
-        by_size = [standing for _, standing in sorted(largest, key=lambda one: (-one[0], one[1]))]
+        by_size = [standing for _, standing, _ in sorted(largest, key=lambda one: (-one[0], one[1]))]
         changed = self._standing[:]
         for standing, other in zip(sorted(by_size), by_size, strict=True):
             changed[bisect_left(self._standing, standing)] = other
@@ -101,8 +98,8 @@ class Line:
 
     def _ends_last(self, devices: int) -> bool:
         """Whether the largest may end last, and another of its size could run beside it."""
-        device_s, (_, _, job_id) = self._sizes[-1]
-        if self._sizes[-2][0] < AS_LARGE * device_s or 2 * self._least_devices[job_id] > devices:
+        device_s, _, least_devices = self._sizes[-1]
+        if self._sizes[-2][0] < AS_LARGE * device_s or 2 * least_devices > devices:
             return False
         return LARGE * self._total_device_ms <= round(1e3 * device_s)
 

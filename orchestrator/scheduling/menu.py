@@ -12,10 +12,10 @@ from orchestrator.memory.calibration import Calibration, calibration
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.availability import Shape, shape_of
 from orchestrator.scheduling.degrade import answered_by_phase, answering
 from orchestrator.scheduling.groups import Group
 from orchestrator.scheduling.probe import measured_spec, probe_of
+from orchestrator.scheduling.shape import Shape, shape_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
