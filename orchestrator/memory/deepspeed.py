@@ -77,6 +77,12 @@ def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> lis
     return found
 
 
+def tells_recomputed_apart(profile: ModelProfile, plan: Plan) -> bool:
+    """Whether what `moments` counts on CUDA follows from what is recomputed: what views hold, and what a trace saw."""
+    viewed = plan.zero_stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
+    return viewed or (plan.zero_stage >= ZeroStage.GRADIENTS and bool(profile.moments))
+
+
 def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Host memory of one rank that offloads to files: fp32 buffers of master, gradient and moments, and of parameters.
 

@@ -58,6 +58,8 @@ class DeviceBytes:
         self._profile, self._plan, self._device = profile, plan, device
         self._is_ddp = plan.layout.pp == 1 and plan.layout.dp > 1 and plan.zero_stage is ZeroStage.NONE
         self._in_flight = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
+        tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
+        self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
         self._outside: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
@@ -69,7 +71,10 @@ class DeviceBytes:
         return int(gradient_accumulation_steps * self._plan.pipeline_stages_per_rank == self._in_flight)
 
     def without_activations(self, plan: Plan) -> int:
-        """What the plan's `device_bytes` are at least, whatever its micro-batch is and, on CUDA, what it recomputes."""
+        """What the plan's `device_bytes` are at least, whatever its micro-batch is.
+
+        And whatever it recomputes, where `counts_every_mode_alike`.
+        """
         counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
         return _reserved_bytes(counted, self._device) + self._outside_bytes(plan)
 
@@ -144,7 +149,7 @@ class DeviceBytes:
         return most
 
     def _key(self, plan: Plan) -> object:
-        mode = None if self._device.kind is DeviceKind.CUDA else plan.activation_checkpointing
+        mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
         return (self.turns(plan.gradient_accumulation_steps), mode)
 
 

@@ -247,17 +247,16 @@ class _Needs:
 def _timed(hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float) -> Iterator[Timed]:
     """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
 
-    On CUDA what counts beside activations does not depend on what is recomputed, nor on the cut of the batch but for
+    What counts beside activations most often does not depend on what is recomputed, nor on the cut of the batch but for
     its turns, so that one plan that is beyond reach by it speaks for many that are not even made.
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None
-    on_cuda = hardware.device.kind is DeviceKind.CUDA
     is_beyond: dict[int, bool] = {}
     for micro, accumulation in family.cuts:
         turns = bytes_of.turns(accumulation)
         for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation):
-            if on_cuda and turns not in is_beyond:
+            if bytes_of.counts_every_mode_alike and turns not in is_beyond:
                 is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
             if is_beyond.get(turns):
                 break

@@ -44,6 +44,7 @@ WORK: tuple[dict[str, Any], ...] = (
     {"model": {"factory": "model.py:make"}, "profile": CUT},
     SCRIPT,
     SCRIPT | {"profile": DECLARED},
+    {"model": {"hf": {"model_type": "mixtral", **SIZES, "num_local_experts": 40}}},
 )
 
 
@@ -95,6 +96,7 @@ machines = st.builds(
 @given(jobs, machines)
 @example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "16MiB", nvme=False))  # the reach cuts
 @example(job(WORK[5], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "96MiB", nvme=False))
+@example(job(WORK[8], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False))
 @settings(max_examples=30, deadline=None)
 def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(spec: JobSpec, here: Hardware) -> None:
     try:
@@ -142,6 +144,7 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 
 
 @given(jobs, machines)
+@example(job(WORK[8], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False))  # views of experts
 @settings(max_examples=15, deadline=None)
 def test_no_estimate_is_below_what_the_search_takes_for_the_least(spec: JobSpec, here: Hardware) -> None:
     asked: dict[object, DeviceBytes] = {}
