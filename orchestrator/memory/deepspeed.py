@@ -214,8 +214,10 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     at_once, leaves = max(profile.turns, default=profile.trained_parameters), plan.zero_stage is ZeroStage.PARAMETERS
     rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
     if plan.zero_stage is ZeroStage.GRADIENTS:
-        held = _partition(profile, dp) * (2 if plan.gradient_accumulation_steps > 1 else 1)
-        copied = _copied(rest, dp)
+        partition, copied = _partition(profile, dp), _copied(rest, dp)
+        if rest == at_once:  # the first reduction too
+            copied = max(0, copied - partition)
+        held = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
         return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     shard = -(-profile.trained_parameters // dp)
