@@ -66,6 +66,7 @@ class Passage(NamedTuple):
     ahead: Segment | None = None  # of a layer: the one that goes backward next, and went forward before it
     behind: Segment | None = None  # and its other neighbour
     turn: int = 0  # trained parameters of its recipe, where several train in turn
+    outside: bool = False  # see TracedMoment
     peak: BackwardPeak | None = None  # of a part that says several
 
     @property
@@ -215,6 +216,7 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
                 ahead=ahead,
                 behind=behind,
                 turn=stage.turns[moment.turn] if stage.turns else 0,
+                outside=moment.outside,
             )
         )
     return tuple(found)

@@ -134,7 +134,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         here = unit + arriving, 0, reducing
         if passage.point is Point.START:
             added = reducing * plan.dp_replicate // plan.layout.dp if rank.accumulates else 0
-            last = behind.last_gradient if behind and not alone and not rank.stage.moments else 0
+            last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
             here = max(reduction, start, key=lambda one: compute * (one[0] + one[1]) + FP32_BYTES * one[2])
@@ -144,7 +144,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         gathered += flat + (0 if keeps else segment.parameters)
         if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
             gathered += ahead.parameters
-    elif not alone and not (passage.backward and keeps):
+    elif not alone and not passage.outside and not (passage.backward and keeps):
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
         gathered += next((each.parameters for each in earlier if each.is_unit), 0)

@@ -119,6 +119,7 @@ class TracedMoment(NamedTuple):
     ends_done: int  # of `done`, those of what is no layer
     units_done: int  # parameters of layers that are through their backward pass
     sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
+    outside: bool = False  # in the loss of what the model returned, whose gradient has not come back to it
 
 
 class Source(StrEnum):

@@ -106,6 +106,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for parameter in self._parameters
             if parameter.requires_grad
         ]
+        for recipe in self._recipes:
+            handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
+            handles.append(recipe.module.register_forward_hook(self._returned))
         for at, layer in enumerate(self._layers):
             handles.append(layer.register_forward_pre_hook(self._before(at), with_kwargs=True, prepend=True))
             handles.append(layer.register_forward_hook(self._behind(at)))
@@ -120,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
         """Around the forward and backward pass of the recipe of that number; then its gradients go."""
-        self._turn, self._layers_passed, self._is_forward = number, 0, True
+        self._turn, self._layers_passed, self._is_forward, self._is_outside = number, 0, True, False
         self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
         self._gradient_bytes = 0
         self._passed_back: dict[int, int] = {}  # layer -> parameters
@@ -166,6 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 home.side_by_side = max(home.side_by_side, leaves[leaf])
                 home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
         self._arrived.clear()
+        self._find_last_parameters()
         for (turn, passed), at in self._place_of.items():
             place = self.places[at]
             if not place.name:
@@ -173,6 +177,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 word = "loss" if last else "input" if not passed else "between layers"
                 place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
         return self.places
+
+    def _find_last_parameters(self) -> None:
+        """Of every layer, and for the last place of a recipe of all that is in none: FSDP2 reduces them together."""
+        for turn, recipe in enumerate(self._recipes):
+            last = max(passed for number, passed in self._place_of if number == turn)
+            rest = self.places[self._place_of[turn, last]]
+            for parameter in _behind_those_of_parts(recipe.module):
+                if id(parameter) in self._trained:
+                    is_free = self._layer_of[id(parameter)] == NO_LAYER
+                    (rest if is_free else self._home[id(parameter)]).last_parameter = parameter.numel()
 
     @property
     def updated_before_largest(self) -> int:
@@ -225,6 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             done=total - own,
             ends_done=self._gradients[NO_LAYER],
             units_done=sum(self._passed_back.values()),
+            outside=self._is_outside,
         )
 
     def _has_gradient(self, parameter: Tensor) -> None:
@@ -285,6 +300,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return leaves
 
+    def _comes_back(self, *_: Any) -> None:
+        """To the model: it is called, or the gradient of what it returned has come."""
+        self._is_outside = False
+
+    def _returned(self, _module: nn.Module, _args: Any, out: Any) -> None:
+        self._is_outside = True
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
+
     def _when_gradient_comes(self, made: Any, place: int) -> None:
         """The backward pass of a place begins when the gradient of what it made is complete."""
         for tensor in tree_leaves(made):
@@ -343,6 +368,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.factored += _factored(parameter.shape)
         else:
             place.frozen_bytes += count * self._held_bytes[id(parameter)]
+
+
+def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters in FSDP2's order (`_get_managed_modules` in torch/distributed/fsdp/_fully_shard/_fsdp_init.py)."""
+    for part in module.children():
+        yield from _behind_those_of_parts(part)
+    yield from module.parameters(recurse=False)
 
 
 def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int], ...]:

@@ -28,6 +28,7 @@ class Event(NamedTuple):
     done: int
     ends_done: int
     units_done: int
+    outside: bool
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Place:
     leaf_until: int = 0
     side_by_side: int = 0
     looked_up: int = 0
+    last_parameter: int = 0
 
     def is_like(self, other: Place) -> bool:
         """Whether both are layers that differ in nothing but their names."""
@@ -170,6 +172,7 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 leaf_until=place.leaf_until if sum(place.tensors) == place.trained else 0,
                 side_by_side=place.side_by_side,
                 looked_up=place.looked_up,
+                last_parameter=place.last_parameter,
             )
             for at, (place, count) in enumerate(found.segments)
         ),
@@ -212,6 +215,7 @@ def _lines(steps: Steps) -> list[Stretch]:
                     ends_done=two.ends_done,
                     units_done=two.units_done,
                     sharded=steps.sharded,
+                    outside=two.outside,
                 )
             )
         found.append(tuple(stretch))
@@ -289,7 +293,8 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
     At the start of a layer a sharding engine holds more than later, so that is one. Of all others nothing else that
     happens to the same part, later than its forward pass, has as many bytes of both kinds and as many gradients, nor is
     of a leaf in its backward pass, of which ZeRO-3 holds more then. Passes of what is no layer are not compared: where
-    weights stay gathered, FSDP2 has a flat buffer in the forward pass only.
+    weights stay gathered, FSDP2 has a flat buffer in the forward pass only; nor is what is outside of the model with
+    what is inside, where FSDP2 has one.
     """
     by_part: dict[object, list[TracedMoment]] = {}
     kept = []
@@ -301,7 +306,8 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
         worst = [start] if place.is_layer else []
         for moment in moments:
             passes = None if place.is_layer else start.backward
-            beaten = by_part.setdefault((*_kind(start)[:-1], passes, start.position, moment.own < place.leaf_until), [])
+            held = passes, moment.outside, moment.own < place.leaf_until
+            beaten = by_part.setdefault((*_kind(start)[:-1], start.position, *held), [])
             if not any(
                 one.fixed_bytes >= moment.fixed_bytes and one.sample_bytes >= moment.sample_bytes for one in beaten
             ):

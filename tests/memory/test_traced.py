@@ -117,6 +117,24 @@ def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
     assert bars_hold(found), table(found)
 
 
+MOMENT_ERROR_MAX = 0.005
+MOMENTS = {
+    "a first reduction that is the last": ("conv", plan(Engine.DEEPSPEED, 2, 2, 1, 1)),
+    "nothing gathered for the loss of what was returned": ("codebooks", plan(Engine.TORCH, 3, 2, 4, 1, precision=BF16)),
+    "a gradient that a reduction still names": ("decoder", plan(Engine.TORCH, 2, 2, 1, 1, precision=BF16)),
+}
+
+
+@pytest.mark.timeout(600)
+def test_what_lives_for_a_moment_is_known(tmp_path: Path) -> None:
+    runs = [Run(model=MODELS[name], plan=one, sequence_length=SEQUENCE_LENGTH) for name, one in MOMENTS.values()]
+    peaks = dict(zip(MOMENTS, measured(runs, tmp_path), strict=True))
+    for moment, (name, one) in MOMENTS.items():
+        (known,) = traced(MODELS[name], (one.precision, autocasts(one))).values()
+        predicted = estimate(known, one, DEVICE).allocated_bytes
+        assert predicted == pytest.approx(peaks[moment], rel=MOMENT_ERROR_MAX), moment
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
