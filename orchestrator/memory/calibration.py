@@ -111,12 +111,22 @@ class Refuted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proven:
+    """A plan under which trainings came to their end: the same training took `measured_bytes` at most."""
+
+    plan: Plan
+    predicted_bytes: int  # allocated, before correction
+    measured_bytes: int  # allocated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """What outcomes say of the predictions for one family on one kind of device."""
 
     correction: float = 1.0  # on the activations; never below 1
     errors: Mapping[Engine, Errors] = field(default_factory=dict)
     refuted: tuple[Refuted, ...] = ()
+    proven: tuple[Proven, ...] = ()
     step_factors: Mapping[Engine, float] = field(default_factory=dict)  # measured / predicted seconds of a step
     line: MeasuredLine | None = None  # of a script that was probed
     is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
@@ -124,6 +134,22 @@ class Calibration:
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Those of the engine, where the profile has this source; before it was measured, what is supposed."""
         return _supposing(self.errors.get(engine, SUPPOSED), MARGINS[source])
+
+    def correction_of(self, plan: Plan, estimate: MemoryEstimate) -> float:
+        """That on the activations of this plan: of its own peak where it is proven, else of the whole family."""
+        proven = self._proof_of(plan, estimate)
+        return self.correction if proven is None else observed_correction(estimate.moments, proven.measured_bytes)
+
+    def judging(self, plan: Plan, estimate: MemoryEstimate) -> Errors:
+        """The errors by which this plan is judged: where it is proven, it varies as what was never measured may."""
+        if self._proof_of(plan, estimate) is None:
+            return self.errors_of(plan.engine, estimate.source)
+        return _supposing(SUPPOSED, MARGINS[estimate.source])
+
+    def _proof_of(self, plan: Plan, estimate: MemoryEstimate) -> Proven | None:
+        return next(
+            (one for one in self.proven if one.plan == plan and one.predicted_bytes == estimate.allocated_bytes), None
+        )
 
     def refutes(self, plan: Plan, estimate: MemoryEstimate, capacity_bytes: int) -> bool:
         """Whether this very plan, predicted to need no more than now, has burst as much memory as this."""
@@ -164,6 +190,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
             for seen in of_family
             if seen.ran_out and not seen.probe
         ),
+        proven=_proven(counted),
         step_factors={
             engine: median(ratios)
             for engine, outcomes in by_engine.items()
@@ -171,6 +198,21 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
         },
         line=_line(of_family),
         is_seen=any(seen.ran_out or not seen.probe for seen in of_family),
+    )
+
+
+def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
+    """The largest peak of each plan that ended a training and never ran out of memory."""
+    peaks: dict[tuple[Plan, int], int] = {}
+    for seen in counted:
+        key = (seen.plan, seen.predicted_bytes)
+        peaks[key] = max(peaks.get(key, 0), seen.measured_bytes)
+    ended = dict.fromkeys((seen.plan, seen.predicted_bytes) for seen in counted if seen.finished)
+    burst = {seen.plan for seen in counted if seen.ran_out}
+    return tuple(
+        Proven(plan=plan, predicted_bytes=predicted, measured_bytes=peaks[plan, predicted])
+        for plan, predicted in ended
+        if plan not in burst
     )
 
 
@@ -244,18 +286,18 @@ def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
 
 def needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
     """Free bytes that one device must have for the plan: its corrected estimate and the margin."""
-    margin = calibrated.errors_of(plan.engine, estimate.source).margin
+    margin = calibrated.judging(plan, estimate).margin
     if _has_unmeasured_overhead(estimate):
         margin = max(margin, MARGIN)
-    return math.ceil(corrected_bytes(estimate, calibrated.correction) * margin)
+    return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
 
 
 def fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int) -> float:
     """The probability that the plan runs within `capacity_bytes` of one device; 0 where the family saw it fail."""
     if calibrated.refutes(plan, estimate, capacity_bytes):
         return 0.0
-    room = capacity_bytes / max(1, corrected_bytes(estimate, calibrated.correction))
-    share = calibrated.errors_of(plan.engine, estimate.source).within(room)
+    room = capacity_bytes / max(1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate)))
+    share = calibrated.judging(plan, estimate).within(room)
     return min(share, SUPPOSED.within(room)) if _has_unmeasured_overhead(estimate) else share
 
 

@@ -169,6 +169,8 @@ def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
         said += f", margin of {engine} {' -> '.join(margins)}"
     if seen.ran_out:
         said += f"; this plan never fits less than {format_bytes(seen.measured_bytes)} again"
+    if any(one.plan == attempt.plan for one in now.proven):
+        said += "; this plan ended a training: it is judged by its own peak"
     return said
 
 

@@ -279,12 +279,13 @@ def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
     calibrated = desk.calibrated(job, device)
     judged = candidate.plan not in measured_peaks(job, device)
     capacity_bytes = min(pool.free_bytes(part.node, index) for part in placement for index in part.devices)
-    known = judged and is_known(candidate.estimate, calibrated.correction)
+    correction = calibrated.correction_of(candidate.plan, candidate.estimate)
+    known = judged and is_known(candidate.estimate, correction)
     return Chosen(
         candidate=candidate,
         placement=placement,
         device=device,
-        correction=calibrated.correction,
+        correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
         fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
         probe=entry.probe,

@@ -35,6 +35,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
         at_s=attempt.ended_at_s,
         probe=attempt.probe,
+        finished=_ran_through(attempt),
     )
 
 
@@ -57,6 +58,13 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
 def ran_out(attempt: Attempt) -> bool:
     """Whether its plan was too much for its devices."""
     return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
+
+
+def _ran_through(attempt: Attempt) -> bool:
+    """Whether it ended the training, and did at least half of it: what went before it may have needed more."""
+    if attempt.failure is not None or attempt.probe or attempt.evidence is None:
+        return False
+    return any(2 * beat.steps_done >= beat.step > 0 for beat in attempt.evidence.heartbeats)
 
 
 def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:

@@ -148,7 +148,8 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
     plan, estimate = candidate.plan, candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
     step_factor = calibrated.step_factors.get(plan.engine, 1.0)
-    known = is_known(estimate, calibrated.correction)
+    correction = calibrated.correction_of(plan, estimate)
+    known = is_known(estimate, correction)
     return CandidateView(
         plan=in_short(plan),
         settings=settings(plan),
@@ -156,7 +157,7 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
         step_s=candidate.step_s * step_factor,
         step_factor=step_factor,
         estimate=estimate_view(estimate),
-        correction=calibrated.correction,
+        correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,
         fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,

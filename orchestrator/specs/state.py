@@ -84,6 +84,7 @@ class Observation:
     step_ratio: float | None  # measured / predicted seconds of a step, where both are known
     at_s: float  # when it ended
     probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
+    finished: bool = False  # it ended the training, and did at least half of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

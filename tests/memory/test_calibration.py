@@ -144,6 +144,30 @@ def test_a_refuted_plan_never_fits_what_it_burst_whatever_else_is_seen(
     assert not learned([failed]).refutes(PLAN, lighter, burst_bytes), "a smaller model of the family is another matter"
 
 
+@given(outcomes, st.integers(1, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_a_plan_that_ended_a_training_fits_again_where_it_did_whatever_else_is_seen(
+    rows: list[tuple[float, float, bool, Plan]], measured_bytes: int
+) -> None:
+    asked, plan = estimate(), replace(PLAN, micro_batch_size=4)
+    ended = observation(job="ended", number=1, at_s=200.0, plan=plan, measured_bytes=measured_bytes, finished=True)
+    found = learned([*drawn(rows), ended])
+    took_bytes = max(measured_bytes, asked.allocated_bytes)
+    needed = needed_bytes(plan, asked, found)
+    assert took_bytes < needed <= 1.001 * MARGIN * took_bytes
+    assert fit_probability(plan, asked, found, needed) >= CONFIDENCE
+    assert corrected_bytes(asked, found.correction_of(plan, asked)) == pytest.approx(took_bytes, abs=1)
+    larger = estimate(activations=41 * MIB)
+    assert found.judging(plan, larger) == found.errors_of(plan.engine, larger.source), "another training"
+
+
+def test_a_plan_that_ended_a_training_and_ran_out_of_memory_in_another_is_judged_as_the_others() -> None:
+    ended = [observation(correction=20.0, number=at, at_s=float(at), finished=True) for at in (1, 2)]
+    assert needed_bytes(PLAN, estimate(), learned(ended)) < 910 * MIB
+    burst = observation(correction=21.0, job="burst", number=1, at_s=0.0, ran_out=True)
+    assert needed_bytes(PLAN, estimate(), learned([burst, *ended])) > 910 * MIB
+
+
 @given(
     st.lists(st.floats(1.0, 1.2), min_size=2, max_size=WINDOW - 1),
     st.floats(1.0, 1e6),

@@ -56,3 +56,17 @@ def test_a_message_without_numbers_is_more_than_the_device_leaves() -> None:
 @pytest.mark.parametrize("phase", [Phase.ENCODING, Phase.EVALUATION])
 def test_trap_15_what_evaluation_needs_teaches_nothing_of_training(phase: Phase) -> None:
     assert observe(job(script_spec()), ended(phase), 256 * MIB) is None
+
+
+@pytest.mark.parametrize(("steps_done", "is_proof"), [(5, True), (3, True), (2, False)])
+def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(steps_done: int, is_proof: bool) -> None:
+    evidence = Evidence(ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=(replace(BEAT, steps_done=steps_done),))
+    seen = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+    assert seen is not None
+    assert seen.finished is is_proof
+    broken = replace(
+        attempt(), ended_at_s=9.0, evidence=evidence, failure=Failure(kind=FailureKind.NODE_LOST, reason="")
+    )
+    stopped = observe(job(), broken, 256 * MIB)
+    assert stopped is not None
+    assert not stopped.finished

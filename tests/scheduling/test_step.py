@@ -241,6 +241,30 @@ def test_what_a_family_ran_out_of_memory_with_is_not_begun_by_another_job_of_it(
     assert attempt.plan != refuted
 
 
+def test_a_job_that_recovered_begins_the_next_night_with_the_plan_that_ended_it() -> None:
+    """However wrong its profile is: what it keeps of a sample is about twenty times what was declared."""
+    spec = script_spec(
+        profile={"parameters": "100000", "activations_per_sample": "512KiB"},
+        knobs={
+            "micro_batch_size": {"flag": "--batch-size", "default": 32},
+            "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+        },
+    )
+    state, actions = run(NODES, submitted(spec), finished(oom()))
+    assert launches(actions) == []
+    state, actions = run(released(), state=state)
+    (second,) = launches(actions)
+    assert second.plan.micro_batch_size < 32
+    took_bytes = second.estimate.allocated_bytes + 11 * second.plan.micro_batch_size * MIB
+    ended = replace(SUCCESS, heartbeats=tuple(replace(beat, peak_bytes=took_bytes) for beat in SUCCESS.heartbeats))
+    state, _ = run(finished(ended, number=2), released(number=2), state=state)
+    _, actions = run(submitted(spec, job_id="lm-2", at_s=90.0), state=state)
+    (attempt,) = launches(actions)
+    assert attempt.plan == second.plan
+    assert attempt.needed_bytes is not None
+    assert took_bytes < attempt.needed_bytes <= 256 * MIB
+
+
 def test_a_job_that_ran_out_is_held_to_what_it_needed_itself() -> None:
     kind = tuple(observation(number=number, at_s=float(number)) for number in range(10))
     state, _ = run(NODES, Observed(observations=kind, at_s=0.5), submitted(), finished(oom()))
