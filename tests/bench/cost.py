@@ -31,6 +31,11 @@ COMPARED_MIN = 3  # plans of a group whose order says something
 LOSS_BYTES_PER_LOGIT = 12  # logits in 16 bits, their fp32 copy, its gradient, and the gradient in 16 bits
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # how far apart residuals are shown
 RECOMPUTED = {"True": ActivationCheckpointing.FULL, "False": ActivationCheckpointing.NONE}
+# Of the A100 nodes of Jean Zay, with four links of 100 Gbit/s: all 32 devices of four of them reduced 4 GB in 1.53 s, a
+# bus bandwidth of 40.5 Gbit/s (bigscience-workshop/bigscience experiments/bandwidth/all_reduce_bench-a100-n4.txt,
+# 2022-01; its README: NCCL does not use all that Omni-Path has). Said as the nominal bandwidth of which LINK_EFFICIENCY
+# is that.
+JEAN_ZAY_NETWORK = "6.5GB/s"
 SHARDED = {"FULL_SHARD": ZeroStage.PARAMETERS, "SHARD_GRAD_OP": ZeroStage.GRADIENTS}
 
 
@@ -166,7 +171,7 @@ def vtrain(path: Path) -> Iterator[Measured]:
 
 
 def bigscience(path: Path) -> Iterator[Measured]:
-    """Megatron-DeepSpeed on nodes of eight A100 with four links of 100 Gbit/s, every layer recomputed.
+    """Megatron-DeepSpeed on nodes of eight A100 of Jean Zay, every layer recomputed.
 
     All rows have 320 to 384 devices, with which it always hung unless launches blocked (same file, "dealing with JZ
     hanging on the large model": CUDA_LAUNCH_BLOCKING=1).
@@ -195,7 +200,7 @@ def bigscience(path: Path) -> Iterator[Measured]:
             precision=Precision.FP16,
         )
         shape = Shape(hidden=hidden, layers=layers, heads=heads, tokens=2048, vocabulary=250_680, flash=False)
-        hardware = replace(machine("a100-80gb", int(row["n_gpus"]), "50GB/s"), launches_block=True)
+        hardware = replace(machine("a100-80gb", int(row["n_gpus"]), JEAN_ZAY_NETWORK), launches_block=True)
         yield measured((day[0], batch), shape, plan, hardware, float(row["tput"]))
 
 
