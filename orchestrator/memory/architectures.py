@@ -331,19 +331,73 @@ KNOWN: dict[str, Architecture] = {
     "roberta-large": _gpt(24, 1024, 16, 50265, positions=514, dropout=True, causal=False),
 }
 
+KNOWN |= {
+    "apertus-8b": _gpt(32, 4096, 32, 131072, kv_heads=8, ffn=21504, tied=False),  # swiss-ai/Apertus-8B-2509: not gated
+    "afm-4.5b": _gpt(36, 2560, 20, 128004, kv_heads=4, ffn=18432, tied=False),  # arcee-ai/AFM-4.5B: not gated
+    "devstral-small": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai/Devstral-Small-2507
+    "magistral-small": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai/Magistral-Small-2506
+    "mimo-7b": _llama(36, 4096, 32, 8, 11008, 151680),  # XiaomiMiMo/MiMo-7B-Base
+    "olmo-3-7b": _llama(32, 4096, 32, 32, 11008, 100278),  # allenai/Olmo-3-1025-7B
+    "olmo-3-32b": _llama(64, 5120, 40, 8, 27648, 100278),  # allenai/Olmo-3-1125-32B
+    "seed-oss-36b": _llama(64, 5120, 80, 8, 27648, 155136, head_dim=128),  # ByteDance-Seed/Seed-OSS-36B-Base
+    "deepseek-math-7b": _llama(30, 4096, 32, 32, 11008, 102400),  # deepseek-ai/deepseek-math-7b-base
+    "deepseek-r1-0528-qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, head_dim=128),
+    "minicpm-2b": _llama(40, 2304, 36, 36, 5760, 122753, tied=True),  # openbmb/MiniCPM-2B-sft-bf16
+    "minicpm-1b": _llama(52, 1536, 24, 8, 3840, 73440, tied=True),  # openbmb/MiniCPM-1B-sft-bf16
+    "internlm3-8b": _llama(48, 4096, 32, 2, 10240, 128512, head_dim=128),  # internlm/internlm3-8b-instruct
+    "vicuna-33b": _llama(60, 6656, 52, 52, 17920, 32000),  # lmsys/vicuna-33b-v1.3
+    "alpaca-7b": _llama(32, 4096, 32, 32, 11008, 32001),  # tatsu-lab/stanford_alpaca adds one token
+    "sheared-llama-1.3b": _llama(24, 2048, 16, 16, 5504, 32000),  # princeton-nlp/Sheared-LLaMA-*
+    "sheared-llama-2.7b": _llama(32, 2560, 20, 20, 6912, 32000),
+    "command-r": _llama(40, 8192, 64, 64, 22528, 256000, tied=True),  # CohereForAI/c4ai-command-r-v01
+    "command-r-plus": _llama(64, 12288, 96, 8, 33792, 256000, tied=True),  # CohereForAI/c4ai-command-r-plus
+    "aya-23-8b": _llama(32, 4096, 32, 8, 14336, 256000, tied=True),  # CohereForAI/aya-23-8B
+    "granite-code-3b": _llama(32, 2560, 32, 32, 10240, 49152, tied=True),  # ibm-granite/granite-3b-code-base
+    "granite-code-8b": _llama(36, 4096, 32, 8, 14336, 49152, tied=True),  # ibm-granite/granite-8b-code-base
+    "mistral-nemo-12b": _llama(40, 5120, 32, 8, 14336, 131072, head_dim=128),
+    "gemma-3-270m": _llama(18, 640, 4, 1, 2048, 262144, tied=True, head_dim=256),  # google/gemma-3-270m
+    "codegemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, tied=True, head_dim=256),  # google/codegemma-7b
+    "nemotron-4-15b": _gpt(32, 6144, 48, 256000, kv_heads=8, tied=False),  # arXiv:2402.16819, table 1: squared ReLU
+    "nemotron-4-340b": _gpt(96, 18432, 96, 256000, kv_heads=8, tied=False),  # nvidia/Nemotron-4-340B-Base
+    "falcon-180b": _gpt(80, 14848, 232, 65024, kv_heads=8),  # tiiuae/falcon-180B
+    "chatglm-6b": _gpt(28, 4096, 32, 130528, flash=False),  # THUDM/chatglm-6b: attends through a mask
+    "phi-1": _gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1
+    "santacoder": _gpt(24, 2048, 16, 49280, positions=2048, kv_heads=1, dropout=True),  # bigcode/santacoder
+    "starcoderbase": _gpt(40, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # bigcode/starcoderbase-*
+    "starcoderbase-1b": _gpt(24, 2048, 16, 49152, positions=8192, kv_heads=1, dropout=True),
+    "starcoderbase-3b": _gpt(36, 2816, 22, 49152, positions=8192, kv_heads=1, dropout=True),
+    "starcoderbase-7b": _gpt(42, 4096, 32, 49152, positions=8192, kv_heads=1, dropout=True),
+    "codegen-350m": _gpt(20, 1024, 16, 51200, tied=False),  # Salesforce/codegen-*
+    "codegen-2b": _gpt(32, 2560, 32, 51200, tied=False),
+    "codegen-6b": _gpt(33, 4096, 16, 51200, tied=False),
+    "codegen-16b": _gpt(34, 6144, 24, 51200, tied=False),
+    # arXiv:2205.05198, table 3, in Megatron-LM's vocabulary
+    "gpt-3-22b": _gpt(48, 6144, 64, 51200, positions=2048, dropout=True),
+    "gpt-3-530b": _gpt(105, 20480, 128, 51200, positions=2048, dropout=True),
+    "gpt-3-1t": _gpt(128, 25600, 160, 51200, positions=2048, dropout=True),
+}
+
 # What a name says beside the model: how it was tuned, what the row does with it.
 _DECORATION = re.compile(
-    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|q?lora|full|seq-cls|pretrain(?:ing)?|it|v\d\.\d|meta)\b"
+    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|dpo|rl|it|q?lora|full|seq-cls|pretrain(?:ing)?"
+    r"|fine-?tun(?:e|ing)|v\d\.\d|meta)\b"
 )
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),
     (re.compile(r"[\s_]+"), "-"),
-    (re.compile(r"(?:-(?:gptq|awq|bnb|int[48]|[48]-?bit|deduped|1m|mt))+$"), ""),  # how it was stored or filtered
+    (re.compile(r"(?:-(?:gptq|awq|bnb|int[48]|[48]-?bit|bf16|fp16|deduped|1m|mt))+$"), ""),  # how it is stored
+    (re.compile(r"^code-llama"), "codellama"),
     (re.compile(r"^(llama|qwen|gemma|gpt|phi|glm)(\d)"), r"\1-\2"),
+    (re.compile(r"^(codellama|opt|pythia|falcon|mistral|mpt|vicuna|bloomz?)(\d+(?:\.\d)?[bm]\b)"), r"\1-\2"),
+    (re.compile(r"^(llama|qwen|gemma|mistral|olmo)-?v(?=\d-)"), r"\1-"),
     (re.compile(r"^llama-1-"), "llama-"),
-    (re.compile(r"^llama-33b"), "llama-30b"),
+    (re.compile(r"^gpt-?(j|neox)-?(?=\d)"), r"gpt-\1-"),
+    (re.compile(r"^granite-3\.[1-3]-"), "granite-3.0-"),
+    (re.compile(r"^llama-3[23](?:\.5)?b"), "llama-30b"),
     (re.compile(r"^gpt-?2-(?:small|124m)$"), "gpt2"),
-    (re.compile(r"^gpt-?2-(?:xl-)?1\.5b$"), "gpt2-xl"),
+    (re.compile(r"^gpt-?2-3[45]5m$"), "gpt2-medium"),
+    (re.compile(r"^gpt-?2-7[67][24]m$"), "gpt2-large"),
+    (re.compile(r"^gpt-?2-(?:xl-)?(?:1\.5b|1558m)$"), "gpt2-xl"),
     (re.compile(r"^tiny-?llama.*$"), "tinyllama-1.1b"),
     (re.compile(r"^qwen-(1\.5|1half|2|2\.5|3)-"), r"qwen\1-"),
     (re.compile(r"^qwen1half"), "qwen1.5"),
@@ -369,8 +423,10 @@ def known(name: str) -> Architecture | None:
     encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
         return KNOWN[f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")]
+    said = re.sub(r"\((\d+(?:\.\d+)?[bm])\)", r"\1", said)  # Llama 3.1 (8B)
     # llama 2 7b is a version and a size; qwen-1_8b is one size, phi-1_5 one version
     said = re.sub(r"(?<=-)(\d)_(\d)(?=b?\b)", r"\1.\2", said)
+    said = re.sub(r"(?<=qwen\d)_(?=\d[-_])", ".", said)
     said = _DECORATION.sub(" ", said).strip()
     for pattern, instead in _SPELLINGS[1:]:
         said = pattern.sub(instead, said)
@@ -379,8 +435,10 @@ def known(name: str) -> Architecture | None:
 
 _PARTS = re.compile(
     r"\b(?:L~?(?P<layers>\d+)|h(?P<hidden>\d+)|a(?P<heads>\d+)|kv(?P<kv>\d+)|ffn(?P<times>\d+(?:\.\d+)?)x"
-    r"|ffn(?P<ffn>\d+)|V(?P<vocab>\d+)(?P<thousands>k)?|d(?P<head_dim>\d+))(?=$|[\s(,])"
+    r"|ffn(?P<ffn>\d+)|V(?P<vocab>\d+)(?P<thousands>k)?|d(?P<head_dim>\d+)|(?:experts|E|e)(?P<experts>\d+))"
+    r"(?=$|[\s(,;])"
 )
+GATED = {"swiglu", "geglu", "gated", "reglu"}
 # bigscience's tokenizer has 250,680 words, padded to a multiple of 128 x tp: bigscience/bloom config.json
 BLOOM_VOCAB = 250_880
 
@@ -391,9 +449,9 @@ def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
     if not {"layers", "hidden", "heads", "vocab"} <= said.keys():
         return None
     hidden, heads, inferred = int(said["hidden"]), int(said["heads"]), []
-    gated = "kv" in said or (
-        "ffn" in said and int(said["ffn"]) != 4 * hidden and not {"learned-pos", "alibi"} & set(arch.split())
-    )
+    words = set(re.findall(r"[\w-]+", arch.lower()))
+    other = bool({"learned-pos", "alibi", "gelu", "relu", "squared-relu", "relu2"} & words)
+    gated = bool(GATED & words) or ("ffn" in said and not other and ("kv" in said or int(said["ffn"]) != 4 * hidden))
     ffn = int(said["ffn"]) if "ffn" in said else round(float(said.get("times", "4")) * hidden)
     vocab = int(said["vocab"])
     if "thousands" in said:
@@ -402,15 +460,14 @@ def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
     if "(padded)" in arch:
         vocab = -(-vocab // 128) * 128
         inferred.append(f"vocabulary padded to {vocab}")
-    tied = "tied" in arch.split() or not gated
-    if not gated and "tied" not in arch.split():
+    tied = "untied" not in words and ("tied" in words or not gated)
+    if not gated and not {"tied", "untied"} & words:
         inferred.append("head and embedding share a matrix, as GPT-2's do")
     positions = 0
-    if not gated and "alibi" not in arch:
+    if not gated and not {"alibi", "rope", "rotary"} & words:
         positions = 2048
-        if "learned-pos" not in arch.split():
+        if "learned-pos" not in words:
             inferred.append("learned positions, as GPT-2's are")
-    words = set(arch.split())
     return (
         Architecture(
             layers=int(said["layers"]),
@@ -424,6 +481,7 @@ def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
             tied=tied,
             positions=positions,
             flash=True if "flash" in words else None,
+            experts=int(said.get("experts", 0)),
         ),
         tuple(inferred),
     )

@@ -80,6 +80,7 @@ class Training:
     lora_targets: tuple[str, ...] = ()  # () with a rank: all projections
     lora_fp32: bool = True
     lora_dropout: bool = False
+    keeps_adapted_outputs: bool = False  # DoRA: what base and adapter return, before it is scaled
     trains_ends: bool = False  # beside adapters, copies of embedding and head (peft: modules_to_save)
     keeps_quantised_inputs: bool = False  # a product with a quantised matrix keeps its input
     base_bytes: float | None = None  # per element of the frozen matrices; None: as wide as the weights
@@ -269,6 +270,8 @@ def _adapted_bytes(training: Training) -> int:
     if alone:
         each = width + (1 if training.lora_dropout else 0)
         kept += each * sum(inputs for inputs, _ in adapted.values())
+    if training.keeps_adapted_outputs:
+        kept += 2 * width * sum(outputs for _, outputs in adapted.values())
     return kept
 
 
@@ -383,8 +386,9 @@ def head_bytes(training: Training) -> int:
 
     Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
     and that of the logits: 12 bytes. In place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits
-    alone. Megatron (core/tensor_parallel/cross_entropy.py): logits, their fp32 copy, its exponential, which becomes the
-    gradient. Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states.
+    alone. Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its
+    place and becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands
+    beside. Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states.
     Chunked (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the
     plain loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48
     copies the logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed
@@ -400,7 +404,8 @@ def head_bytes(training: Training) -> int:
         states += 4 * shape.table
     logits = t * shape.vocab // cut
     if training.framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
-        return states + (training.width + 8) * logits
+        early = training.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
+        return states + (training.width + (8 if early or training.loss is Loss.SHIFTED else 4)) * logits
     if training.loss is Loss.FUSED:
         chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
         return states + 4 * min(chunk, t) * shape.vocab

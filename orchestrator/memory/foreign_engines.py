@@ -135,9 +135,11 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     steps = training.gradient_accumulation_steps
     in_flight = min(max(1, steps - 1), pp - stage)  # while gradients are whole: from the second backward pass on
     stage_bytes = layers * kept_bytes(training)
-    if training.virtual_stages > 1:  # Narayanan et al., section 2.2; megatron/training/theoretical_memory_usage.py
-        in_flight = min(max(1, steps - 1), pp)
-        waiting = round(in_flight * stage_bytes * (1 + (pp - 1) / (pp * training.virtual_stages)))
+    if training.virtual_stages > 1:
+        # megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches: chunks that have gone forward when the
+        # first of them goes backward
+        chunks = 2 * (pp - stage - 1) + (training.virtual_stages - 1) * pp + 1
+        waiting = min(chunks, steps * training.virtual_stages) * stage_bytes // training.virtual_stages
     else:
         waiting = in_flight * (stage_bytes + (boundary_bytes(training) if pp > 1 else 0))
     width = trained_width(training)

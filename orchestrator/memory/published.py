@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.memory.architectures import Architecture, described, known
 from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
+from orchestrator.memory.published_words import CONVOLUTIONS, EXPERTS, NOT_DECODERS, rule_of, tuning_of
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
@@ -24,13 +25,6 @@ COLUMNS = (
 # flags"), in its order.
 CUMULATIVE = ("baseline", "packed", "compile", "chunked ce", "activation checkpointing", "opt in bwd",
               "activation offload", "8-bit adamw")  # fmt: skip
-CONVOLUTIONS = re.compile(
-    r"vgg|resnet|xception|mobilenet|efficientnet|inception|convnext|r-cnn|deeplab|densenet|\br-50|\bunet|swin|vit-",
-    re.I,
-)
-NOT_DECODERS = re.compile(
-    r"\bm?t5|\bt0_|\bmt0|xlnet|albert|deberta|electra|bart\b|whisper|wav2vec|mamba|rwkv|wide-resnet", re.I
-)
 # How public trainers work, where their rows do not say so: bitsandbytes kept what goes into a 4-bit product until
 # 0.43.3 (pull 1270 of 2024-07); Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is
 # told sync_each_batch; of dropout before adapters, the defaults of each.
@@ -78,9 +72,11 @@ class _Reader:
             raise _no("a convolutional net or image model has no closed form: its activations need a trace", row)
         if "unpacked" in self.other:
             raise _no("samples are not packed and their lengths are not stated", row)
+        if NOT_DECODERS.search(row["model"]):
+            raise _no("no closed form for this kind of transformer", row)
         framework = self.framework()
-        shape = self.shape(framework)
-        if shape.experts:
+        shape = None if EXPERTS.search(row["model"]) else self.shape(framework)
+        if shape is None or shape.experts:
             raise _no("mixture of experts: the load of the busiest expert is not stated", row)
         training = Training(
             shape=shape,
@@ -108,8 +104,6 @@ class _Reader:
         row, by_name = self.row, known(self.row["model"])
         found = described(row["arch"]) if row["arch"] else None
         if found is None and by_name is None:
-            if NOT_DECODERS.search(row["model"]):
-                raise _no("no closed form for this kind of transformer", row)
             raise _no(
                 "the architecture is neither described nor publicly known by this name: write it into the column "
                 'arch, like "L32 h4096 a32 kv8 ffn14336 V128256"',
@@ -160,6 +154,8 @@ class _Reader:
 
     def stage(self) -> int | None:
         found = re.search(r"\bstage (\d+)\b", self.row["model"])
+        if found is None and re.search(r"\blast (?:rank|stage|pipeline stage)\b", self.row["note"]):
+            return max(1, self._number("pp", 1)) - 1
         return int(found[1]) if found else None
 
     # ------------------------------------------------------------------------------------------------- how much
@@ -271,10 +267,12 @@ class _Reader:
     def flash(self, shape: Architecture, framework: Framework) -> bool:
         if "use flash attn=✘" in self.said:
             return False
-        if shape.flash is False or re.search(r"eager attention|(?:without|no) flash", self.said):
+        if shape.flash is False or re.search(r"eager attention|(?:without|no) flash|\bunfused\b", self.said):
             return False
-        if shape.flash or "fa2" in self.said or "flash" in self.said:
+        if shape.flash or re.search(r"\bfa[234]\b|flash", self.said):
             return True
+        if framework is Framework.MEGATRON and re.search(r"\blocal\b", self.other):
+            return False  # megatron/core/transformer/dot_product_attention.py, without Transformer Engine
         if self.is_old(framework) or framework is Framework.MEGATRON_DEEPSPEED:
             self.inferred.append("attention holds its scores: before flash attention, or on a device without it")
             return False
@@ -287,10 +285,16 @@ class _Reader:
     def adapters(self, training: Training) -> Training:
         said = " ".join((self.row["peft"], self.row["model"], self.row["compile_or_other"])).lower()
         quantised = self._bits(said)
-        if "lora" not in (self.row["peft"].lower() or said):
+        tuning = tuning_of(self.row["peft"] or said if "lora" in said else self.row["peft"])
+        if tuning.unknown:
+            raise _no(f"the way of tuning {self.row['peft']!r} is not known", self.row)
+        if not tuning.adapts:
             return training
         rank = re.search(r"\br(?:ank)?[= ]?(\d+)\b", said) or re.search(r"lora rank=(\d+)", said)
-        if rank is None:
+        if tuning.small:
+            chosen = 1
+            self.inferred.append(f"{self.row['peft']} counted as LoRA of rank 1 on q and v")
+        elif rank is None:
             chosen = 64 if "fsdp_qlora" in self.said else 16 if "4bit" in said else 8
             self.inferred.append(f"LoRA rank not stated: {chosen} taken, as the framework's default")
         else:
@@ -306,7 +310,8 @@ class _Reader:
         return replace(
             training,
             lora_rank=chosen,
-            lora_targets=() if everywhere else self._targets() or ("q", "k", "v"),
+            lora_targets=() if everywhere else self._targets() or (("q", "v") if tuning.small else ("q", "k", "v")),
+            keeps_adapted_outputs=tuning.keeps_outputs,
             lora_fp32=re.search("torchtune|fsdp_qlora|lit-?gpt", self.said) is None,
             lora_dropout=DROPS_OUT.search(self.said) is not None,
             trains_ends=re.search(r"modules_to_save|\(emb\)|embedding.*head", self.row["peft"]) is not None,
@@ -349,13 +354,9 @@ class _Reader:
         full = not training.lora_rank
         mixed = low and full and framework in (Framework.PLAIN, Framework.FSDP1, Framework.FSDP2, Framework.DEVICE_MAP)
         autocasts = mixed and not pure
-        rule = Rule.ADAM
-        if "8bit" in optimizer.replace("-", "") and "adam" in optimizer:
-            rule = Rule.ADAM_8BIT
-        elif "adafactor" in optimizer:
-            rule = Rule.ADAFACTOR
-        elif re.search(r"\bsgd", optimizer):
-            rule = Rule.MOMENTUM if "momentum" in optimizer else Rule.SGD
+        rule = rule_of(optimizer)
+        if rule is None:
+            raise _no(f"no model of the optimizer's states ({row['optimizer'] or row['peft']})", row)
         if autocasts:
             self.inferred.append("weights stay fp32 and are cast where they are used")
         offload = row["offload"].lower()
@@ -375,7 +376,7 @@ class _Reader:
             and (full or not training.lora_fp32)
             # megatron/core/optimizer: --use-precision-aware-optimizer with --exp-avg-dtype bf16
             and (not megatron or "bf16 states" in optimizer),
-            step_in_backward="opt-in-bwd" in optimizer or "opt in bwd" in optimizer,
+            step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", optimizer) is not None,
             paged="paged" in optimizer,
             foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._is_hf_fsdp(framework))
             and rule is not Rule.ADAM_8BIT
@@ -418,7 +419,7 @@ class _Reader:
             return Loss.LISTED
         if "titan" in self.said and "compile" in self.other and re.search(r"\b202[5-9]", self.said):
             return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
-        if re.search(r"fused[^;]*cross.?entropy", self.other) and "linear" not in self.other:
+        if re.search(r"fused[^;]*cross.?entropy|cross.?entropy.*fusion", self.other) and "linear" not in self.other:
             return Loss.SHIFTED
         chunked = "torchtune default config" in self.said or "chunk" in self.other
         return Loss.CHUNKED if chunked else Loss.PLAIN
