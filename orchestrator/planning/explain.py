@@ -39,10 +39,10 @@ def by_moment(estimate: MemoryEstimate) -> tuple[MomentBytes, ...]:
     return tuple(moment for name, moment in worst.items() if name in shown)
 
 
-def nearest(frontier: Frontier, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
+def nearest(frontier: Frontier, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()) -> Candidate | None:
     """The untried candidate that needs the least memory; None where all were refuted."""
     untried = (candidate for candidate in frontier.candidates if candidate.plan not in refuted)
-    return min(untried, key=lambda candidate: (candidate.degradation, candidate.estimate.device_bytes), default=None)
+    return min(untried, key=lambda one: (one.degradation, needed_bytes(one, calibrated)), default=None)
 
 
 def why_nothing_fits(
@@ -53,7 +53,8 @@ def why_nothing_fits(
     refuted: frozenset[Plan] = frozenset(),
 ) -> str:
     """The plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
-    closest = nearest(frontier(spec, hardware), refuted) or nearest(frontier(spec, hardware))
+    found = frontier(spec, hardware, calibrated.correction)
+    closest = nearest(found, calibrated, refuted) or nearest(found, calibrated)
     assert closest is not None, "a frontier is never empty"
     lines = [
         f"no plan fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
@@ -85,7 +86,8 @@ def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibr
 
 
 def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
-    own = [c for c in frontier(spec, hardware).candidates if c.degradation is Degradation.EXACT]
+    found = frontier(spec, hardware, calibrated.correction).candidates
+    own = [candidate for candidate in found if candidate.degradation is Degradation.EXACT]
     least = min(own, key=lambda candidate: needed_bytes(candidate, calibrated))
     yield f"devices with at least {format_bytes(needed_bytes(least, calibrated))} free ({in_short(least.plan)})"
 
@@ -115,7 +117,7 @@ def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, cal
 
 def _first_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Candidate | None:
     try:
-        return next(fitting(frontier(spec, hardware), capacity_bytes, calibrated), None)
+        return next(fitting(frontier(spec, hardware, calibrated.correction), capacity_bytes, calibrated), None)
     except SpecError:  # this many devices cannot share the global batch
         return None
 

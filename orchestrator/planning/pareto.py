@@ -19,21 +19,32 @@ class Timed(NamedTuple):
 
 
 class Costed(NamedTuple):
-    """What a frontier compares of a plan, besides its GPUs: the estimate's `device_bytes`."""
+    """What a frontier compares of a plan, besides its GPUs: `needed_bytes` of a device follow from the estimate."""
 
     plan: Plan
     step_s: float
     estimate: MemoryEstimate
+    needed_bytes: int
 
 
-def pareto(timed: Iterable[Timed], estimate: Callable[[Plan], MemoryEstimate], most_bytes: float) -> list[Costed]:
+def device_bytes(estimate: MemoryEstimate) -> int:
+    """As estimated."""
+    return estimate.device_bytes
+
+
+def pareto(
+    timed: Iterable[Timed],
+    estimate: Callable[[Plan], MemoryEstimate],
+    most_bytes: float,
+    needed: Callable[[MemoryEstimate], int] = device_bytes,
+) -> list[Costed]:
     """Those that no other beats or equals in step time, device bytes and GPUs at once, the fastest first.
 
-    None needs more than `most_bytes`. Of plans that are equal in all three the simplest stays: the torch engine before
-    DeepSpeed, no offload before offload, less sharding before more. With fewer GPUs first, what beats a plan has come
-    before it, save among equally fast ones: on a staircase of step times upwards and bytes downwards one step decides
-    (Kung et al. 1975, JACM 22(4)). Most plans are beaten even if they need no more than the least that they can, and
-    are never estimated.
+    `needed` tells the bytes, never fewer than estimated; none needs more than `most_bytes`. Of plans that are equal in
+    all three the simplest stays: the torch engine before DeepSpeed, no offload before offload, less sharding before
+    more. With fewer GPUs first, what beats a plan has come before it, save among equally fast ones: on a staircase of
+    step times upwards and bytes downwards one step decides (Kung et al. 1975, JACM 22(4)). Most plans are beaten even
+    if they need no more than the least that they can, and are never estimated.
     """
     kept: list[Costed] = []
     times: list[float] = []
@@ -43,18 +54,19 @@ def pareto(timed: Iterable[Timed], estimate: Callable[[Plan], MemoryEstimate], m
         below = min(most_bytes, least[at - 1] - 1) if at else most_bytes
         if one.at_least_bytes > below:
             continue
-        needed = estimate(one.plan)
-        assert one.at_least_bytes <= needed.device_bytes, (one, needed)
-        if needed.device_bytes > below:
+        estimated = estimate(one.plan)
+        needed_bytes = needed(estimated)
+        assert one.at_least_bytes <= needed_bytes, (one, estimated)
+        if needed_bytes > below:
             continue
         begin = bisect_left(times, one.step_s)
         end = begin
-        while end < len(least) and least[end] >= needed.device_bytes:
+        while end < len(least) and least[end] >= needed_bytes:
             end += 1
-        times[begin:end], least[begin:end] = [one.step_s], [needed.device_bytes]
+        times[begin:end], least[begin:end] = [one.step_s], [needed_bytes]
         if kept and kept[-1].step_s == one.step_s and kept[-1].plan.world_size == one.plan.world_size:
             kept.pop()  # as fast as this one, and it needs more
-        kept.append(Costed(one.plan, one.step_s, needed))
+        kept.append(Costed(one.plan, one.step_s, estimated, needed_bytes))
     return sorted(kept, key=_fastest_first)
 
 
@@ -72,4 +84,4 @@ def _order(timed: Timed) -> tuple[object, ...]:
 
 
 def _fastest_first(costed: Costed) -> tuple[float, int, int]:
-    return (costed.step_s, costed.estimate.device_bytes, costed.plan.world_size)
+    return (costed.step_s, costed.needed_bytes, costed.plan.world_size)

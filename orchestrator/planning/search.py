@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
-from math import gcd, inf, prod
+from math import ceil, floor, gcd, inf, log2, prod
 
+from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
-from orchestrator.planning.pareto import Costed, Timed, pareto
+from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs import changed
 from orchestrator.specs.cluster import DeviceKind
@@ -47,6 +48,7 @@ UNPLANNED = {
 }
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
+CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
@@ -60,26 +62,43 @@ class _Variant:
     degradation: Degradation
 
 
-def frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
+def frontier(spec: JobSpec, hardware: Hardware, correction: float = 1.0) -> Frontier:
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
     Every legal plan is looked at; what needs more than REACH devices' memory is of interest only where all plans do.
+    A plan that keeps less of a sample beats no other where weights are all that counts, but it does where `correction`,
+    the factor on the activations, says that they were taken for too little. What is found is what no other beats at the
+    two steps of a scale around it, or as estimated: a plan may be missing that needs less in between, by no more than
+    a step (2 ** 0.25), since between them nothing grows faster than the correction.
     Where the job tells its speeds, these are the step times of the fastest plan on so many devices, and what the cost
     model says of the others is relative to it.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
     if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
         hardware = replace(hardware, launches_block=True)
-    return _as_told(spec.model_copy(update=UNPLANNED), hardware)
+    step = CORRECTION_STEPS * log2(max(1.0, correction))
+    return _as_told(spec.model_copy(update=UNPLANNED), hardware, tuple(sorted({0, floor(step), ceil(step)})))
 
 
 @lru_cache(maxsize=512)
-def _as_told(spec: JobSpec, hardware: Hardware) -> Frontier:
+def _as_told(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
     """Jobs that tell other speeds are costed alike."""
     if not spec.speeds:
-        return _frontier(spec, hardware)
+        return _joined(spec, hardware, steps)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    return _measured(_frontier(spec.model_copy(update={"speeds": counts}), hardware), dict(spec.speeds))
+    return _measured(_joined(spec.model_copy(update={"speeds": counts}), hardware, steps), dict(spec.speeds))
+
+
+def _joined(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
+    """What is in any of the frontiers."""
+    if len(steps) == 1:
+        return _frontier(spec, hardware, steps[0])
+    found = {one.plan: one for step in steps for one in _frontier(spec, hardware, step).candidates}
+    return Frontier(tuple(sorted(found.values(), key=_mildest_first)))
+
+
+def _mildest_first(one: Candidate) -> tuple[Degradation, float, int, int]:
+    return (one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size)
 
 
 def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
@@ -96,7 +115,9 @@ def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
 
 
 @lru_cache(maxsize=512)
-def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
+def _frontier(spec: JobSpec, hardware: Hardware, step: int) -> Frontier:
+    """At one step of the scale of corrections."""
+    correction = 2 ** (step / CORRECTION_STEPS)
     classes: dict[Degradation, list[_Variant]] = {}
     for variant in _variants(spec, hardware):
         classes.setdefault(variant.degradation, []).append(variant)
@@ -104,8 +125,8 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
     found = [
         Candidate(plan=one.plan, estimate=one.estimate, step_s=one.step_s, degradation=degradation)
         for degradation, variants in sorted(classes.items())
-        for one in _beaten_by_none(spec, hardware, variants, needs, reach_bytes)
-        or _beaten_by_none(spec, hardware, variants, needs, inf)
+        for one in _beaten_by_none(spec, hardware, variants, needs, correction, reach_bytes)
+        or _beaten_by_none(spec, hardware, variants, needs, correction, inf)
     ]
     if not found:
         raise why_no_strategy(spec, hardware)
@@ -113,7 +134,12 @@ def _frontier(spec: JobSpec, hardware: Hardware) -> Frontier:
 
 
 def _beaten_by_none(
-    spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], needs: _Needs, most_bytes: float
+    spec: JobSpec,
+    hardware: Hardware,
+    variants: Sequence[_Variant],
+    needs: _Needs,
+    correction: float,
+    most_bytes: float,
 ) -> list[Costed]:
     """The frontier of all legal plans that need no more than `most_bytes`.
 
@@ -125,12 +151,13 @@ def _beaten_by_none(
         for family in _families(spec, hardware, variant)
         for one in _timed(hardware, family, needs, most_bytes)
     ]
+    needed = partial(corrected_bytes, correction=correction) if correction > 1 else device_bytes
     if not spec.speeds:
-        return pareto(timed, needs.estimate, most_bytes)
+        return pareto(timed, needs.estimate, most_bytes, needed)
     by_count: dict[int, list[Timed]] = {}
     for one in timed:
         by_count.setdefault(one.plan.world_size, []).append(one)
-    return [best for _, some in sorted(by_count.items()) for best in pareto(some, needs.estimate, most_bytes)]
+    return [best for _, some in sorted(by_count.items()) for best in pareto(some, needs.estimate, most_bytes, needed)]
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:

@@ -181,7 +181,7 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     for candidate in _frontier(state, job, _group(state, following.device)):
         if candidate.plan == following.plan:
             break
-        faster[_why_not(job, candidate, failed)] += 1
+        faster[_why_not(job, candidate, failed, following.correction)] += 1
     else:
         return said
     if not faster:
@@ -189,10 +189,10 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     return f"{said}: the fastest left; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
 
 
-def _why_not(job: Job, candidate: Candidate, failed: Attempt) -> str:
+def _why_not(job: Job, candidate: Candidate, failed: Attempt, correction: float) -> str:
     if any(ran_out(attempt) and attempt.plan == candidate.plan for attempt in job.attempts[: failed.number]):
         return "ran out of memory"
-    if candidate.estimate.device_bytes >= failed.estimate.device_bytes:
+    if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(failed.estimate, correction):
         return "no lighter than what ran out"
     return "too big with what was learned"
 
@@ -207,8 +207,9 @@ def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, .
     if group is None:
         return ()
     try:
-        spec = measured_spec(job.spec, learned(state, job, group.hardware.device.name))
-        return frontier(spec, group.hardware).candidates
+        calibrated = learned(state, job, group.hardware.device.name)
+        spec = measured_spec(job.spec, calibrated)
+        return frontier(spec, group.hardware, calibrated.correction).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from math import inf
 
-from orchestrator.memory.calibration import Calibration, calibration
+from orchestrator.memory.calibration import Calibration, calibration, corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.search import frontier
@@ -74,7 +74,7 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
         wanted = f"wants {job.spec.gpus.min} devices of one kind"
         return NeverFits(reason=f"{wanted}: there are {group.devices} {device.name}")
     try:
-        candidates = list(_untried(job, group))
+        candidates = list(_untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
         return NeverFits(reason=str(error))
     probe = probe_of(job, device, calibrated, candidates)
@@ -201,19 +201,24 @@ def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[P
     return max((needed_bytes(candidate, calibrated), *refuted))
 
 
-def _untried(job: Job, group: Group) -> Iterator[Candidate]:
-    """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain."""
-    candidates = frontier(job.spec, group.hardware).candidates
+def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
+    """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain.
+
+    What is below is judged with what is known by now of the activations.
+    """
+    candidates = frontier(job.spec, group.hardware, calibrated.correction).candidates
     if not job.attempts:
         return iter(candidates)
     here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]
-    device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, lambda estimate: estimate.device_bytes)
+    refuted_bytes = partial(corrected_bytes, correction=calibrated.correction)
+    device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
     host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
     return (
         candidate
         for candidate in answering(job.spec, here, candidates)
         if candidate.plan not in job.refuted
-        and candidate.estimate.device_bytes < device_bytes_max
+        and corrected_bytes(candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate))
+        < device_bytes_max
         and _host_bytes(group, candidate.estimate) < host_bytes_max
     )
 

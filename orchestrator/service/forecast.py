@@ -122,7 +122,7 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     spec = measured_spec(spec, calibrated)
-    candidates = frontier(spec, hardware).candidates
+    candidates = frontier(spec, hardware, calibrated.correction).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
     job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)

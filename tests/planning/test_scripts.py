@@ -103,7 +103,7 @@ def test_a_deepspeed_knob_opens_the_zero_stages_of_a_declared_script() -> None:
     profile = {"parameters": 10_000_000, "layers": 4, "activations_per_sample": "4MiB"}
     sharded = script(knobs=KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}, profile=profile)
     assert {plan.zero_stage for plan in plans(sharded, machine())} == set(ZeroStage)
-    closest = nearest(frontier(sharded, machine()))
+    closest = nearest(frontier(sharded, machine()), UNMEASURED)
     assert closest is not None
     assert closest.plan.zero_stage is not ZeroStage.NONE, "what a stage saves is on the frontier"
 
@@ -342,10 +342,10 @@ def test_bytes_by_cause_add_up_to_what_the_device_must_hold() -> None:
 
 def test_the_nearest_plan_needs_the_least() -> None:
     found = frontier(decoder_job(), machine())
-    closest = nearest(found)
+    closest = nearest(found, UNMEASURED)
     assert closest is not None
     assert closest.estimate.device_bytes == min(c.estimate.device_bytes for c in found.candidates)
-    assert nearest(found, frozenset(c.plan for c in found.candidates)) is None
+    assert nearest(found, UNMEASURED, frozenset(c.plan for c in found.candidates)) is None
 
 
 def test_every_way_to_fit_that_is_offered_really_fits() -> None:

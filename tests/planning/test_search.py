@@ -9,10 +9,11 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike, estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.pareto import Timed, pareto
-from orchestrator.planning.search import REACH, frontier, plans, profile_for
+from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
@@ -113,6 +114,32 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
     told = [(one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found]
     assert told == sorted(expected)
     assert [cost(spec, here, one.plan) for one in found] == told
+
+
+@given(jobs, machines, st.floats(1.0, 30.0))
+@example(job(WORK[5], 8, (1, 1), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), 9.0)
+@settings(max_examples=30, deadline=None)
+def test_whatever_the_correction_no_plan_needs_a_step_less_than_the_frontiers_that_are_as_fast(
+    spec: JobSpec, here: Hardware, correction: float
+) -> None:
+    try:
+        tried = list(plans(spec, here))
+        found = frontier(spec, here, correction).candidates
+    except SpecError:
+        return
+    step = 2 ** (1 / CORRECTION_STEPS)
+    kept = [
+        (one.degradation, one.plan.world_size, one.step_s, corrected_bytes(one.estimate, correction)) for one in found
+    ]
+    for plan in tried:
+        kind, seconds, _, devices = cost(spec, here, plan)
+        estimated = estimate(profile_for(spec, here, plan), plan, here.device)
+        if corrected_bytes(estimated, step * correction) <= REACH * here.device.memory:
+            needed = corrected_bytes(estimated, correction)
+            assert any(
+                one[0] == kind and one[1] <= devices and one[2] <= seconds and one[3] <= step * needed + 1
+                for one in kept
+            ), plan
 
 
 def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.memory.calibration import corrected_bytes
 from orchestrator.scheduling import step as core
+from orchestrator.scheduling.menu import learned
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.state import Archive, CancelRequested, Job, JobStatus, Launch, Record, Stop, Woke
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
@@ -100,9 +101,11 @@ def _refuted_stay_refuted(t: Transition) -> Iterator[str]:
             kind = earlier.failure.kind if earlier.failure else None
             if kind in OUT_OF_MEMORY and earlier.plan == launch.attempt.plan:
                 yield f"{launch.attempt.name} repeats the plan that ran out of memory in {earlier.name}"
-            no_smaller = launch.attempt.estimate.device_bytes >= earlier.estimate.device_bytes
-            if kind is FailureKind.DEVICE_OOM and earlier.device == launch.attempt.device and no_smaller:
-                yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"
+            if kind is FailureKind.DEVICE_OOM and earlier.device == launch.attempt.device:
+                known = learned(t.after, launch.job, earlier.device).correction
+                needed = corrected_bytes(launch.attempt.estimate, launch.attempt.correction)
+                if needed >= corrected_bytes(earlier.estimate, known):
+                    yield f"{launch.attempt.name} needs no less memory than {earlier.name}, which had too little"
 
 
 def _no_launch_for_the_unwanted(t: Transition) -> Iterator[str]:

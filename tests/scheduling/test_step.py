@@ -265,6 +265,21 @@ def test_a_job_that_recovered_begins_the_next_night_with_the_plan_that_ended_it(
     assert took_bytes < attempt.needed_bytes <= 256 * MIB
 
 
+def test_a_smaller_batch_is_tried_where_weights_alone_were_predicted_to_be_the_peak() -> None:
+    """As predicted no batch is too large, since the optimizer step needs more than any: what ran out says otherwise."""
+    knobs = {
+        "micro_batch_size": {"flag": "--batch-size", "default": 8},
+        "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+    }
+    profile = {"parameters": "3500000", "activations_per_sample": "64KiB"}
+    state, actions = run(NODES, submitted(script_spec(profile=profile, knobs=knobs, global_batch_size=8)))
+    tried = [attempt.plan.micro_batch_size for attempt in launches(actions)]
+    for number in (1, 2):
+        state, actions = run(finished(oom(), number=number), released(number=number), state=state)
+        tried += [attempt.plan.micro_batch_size for attempt in launches(actions)]
+    assert tried == [8, 4, 2]
+
+
 def test_a_job_that_ran_out_is_held_to_what_it_needed_itself() -> None:
     kind = tuple(observation(number=number, at_s=float(number)) for number in range(10))
     state, _ = run(NODES, Observed(observations=kind, at_s=0.5), submitted(), finished(oom()))
