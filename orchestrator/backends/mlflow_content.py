@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from orchestrator.memory.calibration import predicted_peak_bytes
+from orchestrator.memory.calibration import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import JobSpec
@@ -192,7 +192,7 @@ def _attempt_metrics(attempt: Attempt) -> dict[str, float]:
 
 
 def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
-    estimate = attempt.estimate
+    estimate = corrected(attempt.estimate, attempt.correction)
     totals = {name: getattr(estimate, name) for name in ("allocated_bytes", "reserved_bytes", "device_bytes")}
     texts = {
         "memory_estimate.json": json.dumps(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
 
+from orchestrator.memory.moments import ACTIVATIONS
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, MomentBytes, Source
@@ -282,6 +283,29 @@ def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
     growth = corrected_allocated_bytes(estimate, correction) - estimate.allocated_bytes
     overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
     return estimate.device_bytes + math.ceil(growth * max(1.0, overhead))
+
+
+def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
+    """The estimate at the moment that is its worst with its activations times `correction`.
+
+    Where that is another moment than was estimated, what follows from counting is one sum.
+    """
+    allocated_bytes = corrected_allocated_bytes(estimate, correction)
+    if allocated_bytes == estimate.allocated_bytes:
+        return estimate
+    worst = max(estimate.moments, key=lambda one: one.counted_bytes + correction * one.activation_bytes)
+    counted = tuple((cause, count) for cause, count in estimate.by_cause if cause != ACTIVATIONS)
+    if worst.name != estimate.moment or sum(count for _, count in counted) != worst.counted_bytes:
+        counted = (("all that is counted", worst.counted_bytes),)
+    growth = corrected_bytes(estimate, correction) - estimate.device_bytes
+    return replace(
+        estimate,
+        moment=worst.name,
+        by_cause=((ACTIVATIONS, allocated_bytes - worst.counted_bytes), *counted),
+        allocated_bytes=allocated_bytes,
+        reserved_bytes=estimate.reserved_bytes + growth,
+        device_bytes=estimate.device_bytes + growth,
+    )
 
 
 def needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration import Calibration
+from orchestrator.memory.calibration import Calibration, corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
 from orchestrator.planning.search import frontier
@@ -56,11 +56,13 @@ def why_nothing_fits(
     found = frontier(spec, hardware, calibrated.correction)
     closest = nearest(found, calibrated, refuted) or nearest(found, calibrated)
     assert closest is not None, "a frontier is never empty"
+    estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
+    needed = needed_bytes(closest, calibrated)
     lines = [
         f"no plan fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
-        f"closest: {in_short(closest.plan)} needs {format_bytes(needed_bytes(closest, calibrated))} "
-        f"at its worst moment ({closest.estimate.moment})",
-        *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(closest.estimate)),
+        f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
+        *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(estimate)),
+        f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
     ]
     lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, calibrated)]
     return "\n".join(lines)

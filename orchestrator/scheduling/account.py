@@ -8,6 +8,7 @@ from orchestrator.memory.calibration import (
     CORRECTION_MAX,
     Calibration,
     calibration,
+    corrected,
     corrected_allocated_bytes,
     corrected_bytes,
     is_known,
@@ -93,7 +94,7 @@ def _predicted(state: State, attempt: Attempt) -> str:
     predicted = predicted_peak_bytes(attempt)
     if predicted is None:
         return "predicted: nothing; its own micro-batch was taken to fill a device"
-    said = f"predicted: {format_bytes(predicted)} allocated at {_worst_moment(attempt)}"
+    said = f"predicted: {format_bytes(predicted)} allocated at {corrected(attempt.estimate, attempt.correction).moment}"
     if attempt.needed_bytes is None:
         return f"{said}; it was judged by the peak measured before"
     around = _around_bytes(attempt)
@@ -110,14 +111,6 @@ def _around_bytes(attempt: Attempt) -> int:
     """What a device was expected to hold beside what is allocated."""
     estimate, factor = attempt.estimate, attempt.correction
     return corrected_bytes(estimate, factor) - corrected_allocated_bytes(estimate, factor)
-
-
-def _worst_moment(attempt: Attempt) -> str:
-    """When the corrected peak comes."""
-    if attempt.correction <= 1.0 or not attempt.estimate.moments:
-        return attempt.estimate.moment
-    moments, factor = attempt.estimate.moments, attempt.correction
-    return max(moments, key=lambda one: one.counted_bytes + factor * one.activation_bytes).name
 
 
 def _measured(attempt: Attempt, seen: Observation) -> str:

@@ -156,7 +156,7 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
         degradation=candidate.degradation.name.lower(),
         step_s=candidate.step_s * step_factor,
         step_factor=step_factor,
-        estimate=estimate_view(estimate),
+        estimate=estimate_view(estimate, correction),
         correction=correction,
         needed_bytes=needed_bytes(candidate, calibrated),
         capacity_bytes=capacity_bytes,

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.memory.calibration import predicted_peak_bytes
+from orchestrator.memory.calibration import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.account import lessons, picture_of
@@ -31,7 +31,7 @@ class MomentView(TypedDict):
 
 
 class EstimateView(TypedDict):
-    """Predicted bytes of the worst rank at its worst moment."""
+    """Predicted bytes of the worst rank at its worst moment, as corrected."""
 
     source: str  # a Source
     moment: str
@@ -186,7 +186,7 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         device=attempt.device,
         change=[str(change) for change in attempt.change],
         change_reason=attempt.change_reason,
-        estimate=estimate_view(attempt.estimate),
+        estimate=estimate_view(attempt.estimate, attempt.correction),
         correction=attempt.correction,
         predicted_bytes=predicted_peak_bytes(attempt),
         needed_bytes=attempt.needed_bytes,
@@ -204,19 +204,20 @@ def attempt_view(attempt: Attempt) -> AttemptView:
     )
 
 
-def estimate_view(estimate: MemoryEstimate) -> EstimateView:
-    """The estimate as JSON, causes largest first."""
+def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
+    """The estimate with its activations times `correction`, as JSON, causes largest first."""
+    at_worst = corrected(estimate, correction)
     return EstimateView(
         source=estimate.source.value,
-        moment=estimate.moment,
-        by_cause=dict(sorted(estimate.by_cause, key=lambda cause: -cause[1])),
+        moment=at_worst.moment,
+        by_cause=dict(sorted(at_worst.by_cause, key=lambda cause: -cause[1])),
         by_moment=[
             MomentView(name=moment.name, counted_bytes=moment.counted_bytes, activation_bytes=moment.activation_bytes)
             for moment in by_moment(estimate)
         ],
-        allocated_bytes=estimate.allocated_bytes,
-        reserved_bytes=estimate.reserved_bytes,
-        device_bytes=estimate.device_bytes,
+        allocated_bytes=at_worst.allocated_bytes,
+        reserved_bytes=at_worst.reserved_bytes,
+        device_bytes=at_worst.device_bytes,
         host_bytes=estimate.host_bytes,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.calibration import UNMEASURED, corrected, corrected_allocated_bytes, corrected_bytes
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.explain import breakdown, nearest, what_would_fit, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
@@ -335,9 +335,18 @@ def test_a_deepspeed_file_says_clipping_and_the_three_batch_sizes() -> None:
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
-def test_bytes_by_cause_add_up_to_what_the_device_must_hold() -> None:
-    for candidate in frontier(decoder_job(), machine(DeviceKind.CUDA, "24GiB")).candidates:
-        assert sum(count for _, count in breakdown(candidate.estimate)) == candidate.estimate.device_bytes
+@pytest.mark.parametrize("correction", [1.0, 1.003, 3.0, 1e3])
+def test_bytes_by_cause_add_up_to_what_the_device_must_hold_as_corrected(correction: float) -> None:
+    for candidate in frontier(decoder_job(), machine(DeviceKind.CUDA, "24GiB"), correction).candidates:
+        estimate = corrected(candidate.estimate, correction)
+        assert sum(count for _, count in breakdown(estimate)) == estimate.device_bytes
+        assert estimate.device_bytes == corrected_bytes(candidate.estimate, correction)
+        assert estimate.allocated_bytes == corrected_allocated_bytes(candidate.estimate, correction)
+        counted = [count for cause, count in estimate.by_cause if cause != "activations"]
+        assert (estimate.moment, sum(counted)) in {
+            (candidate.estimate.moment, sum(c for cause, c in candidate.estimate.by_cause if cause != "activations")),
+            *((one.name, one.counted_bytes) for one in candidate.estimate.moments),
+        }
 
 
 def test_the_nearest_plan_needs_the_least() -> None:

@@ -233,6 +233,7 @@ def test_a_job_is_shown_with_prediction_and_measurement_side_by_side(world: Worl
     attempt = world.client.get(f"/jobs/{job_id}").json()["job"]["attempts"][-1]
     assert attempt["outcome"] == "succeeded"
     assert attempt["estimate"]["allocated_bytes"] == sum(attempt["estimate"]["by_cause"].values())
+    assert attempt["estimate"]["allocated_bytes"] == attempt["predicted_bytes"]
     assert attempt["peak_bytes"] > 0
     assert attempt["step_s"] > 0
     assert attempt["predicted_step_s"] > 0
