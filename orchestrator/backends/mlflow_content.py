@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
-from orchestrator.memory.calibration import corrected, predicted_peak_bytes
+from orchestrator.memory.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import JobSpec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration import Calibration, corrected
+from orchestrator.memory.calibration import Calibration
+from orchestrator.memory.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
 from orchestrator.planning.search import frontier

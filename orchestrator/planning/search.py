@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from math import ceil, floor, gcd, inf, log2, prod
 
-from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.memory.correction import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, StepSeconds

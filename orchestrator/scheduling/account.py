@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from orchestrator.memory.calibration import (
-    CORRECTION_MAX,
-    Calibration,
-    calibration,
+from orchestrator.memory.calibration import CORRECTION_MAX, Calibration, calibration
+from orchestrator.memory.correction import (
     corrected,
     corrected_allocated_bytes,
     corrected_bytes,

@@ -8,7 +8,7 @@ from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from orchestrator.memory.calibration import is_known
+from orchestrator.memory.correction import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.availability import Pool, Slot
 from orchestrator.scheduling.demand import room_from_s

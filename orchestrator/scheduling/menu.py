@@ -8,7 +8,8 @@ from functools import partial
 from itertools import takewhile
 from math import inf
 
-from orchestrator.memory.calibration import Calibration, calibration, corrected_bytes
+from orchestrator.memory.calibration import Calibration, calibration
+from orchestrator.memory.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, needed_bytes
 from orchestrator.planning.search import frontier

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.calibration import corrected_allocated_bytes, lasting
+from orchestrator.memory.correction import corrected_allocated_bytes, lasting
 from orchestrator.scheduling.classify import needed_bytes, oom_reports
 from orchestrator.scheduling.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TypedDict, TypeVar
 
-from orchestrator.memory.calibration import Calibration, calibration, is_known
+from orchestrator.memory.calibration import Calibration, calibration
+from orchestrator.memory.correction import is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
-from orchestrator.memory.calibration import corrected, predicted_peak_bytes
+from orchestrator.memory.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.account import lessons, picture_of

@@ -23,13 +23,11 @@ from orchestrator.memory.calibration import (
     _student,
     _student_quantile,
     calibration,
-    corrected_bytes,
     fit_probability,
-    lasting,
     needed_bytes,
-    observed_correction,
     remembered,
 )
+from orchestrator.memory.correction import corrected_bytes, lasting, observed_correction
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.state import Observation

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import UNMEASURED, Calibration, corrected_bytes, observed_correction
+from orchestrator.memory.calibration import UNMEASURED, Calibration
+from orchestrator.memory.correction import corrected_bytes, observed_correction
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.calibration import UNMEASURED, corrected, corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.correction import corrected, corrected_allocated_bytes, corrected_bytes
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.explain import breakdown, nearest, what_would_fit, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes

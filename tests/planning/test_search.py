@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.memory.correction import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike, estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.pareto import Timed, pareto

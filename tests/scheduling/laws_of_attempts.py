@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration import corrected_bytes
+from orchestrator.memory.correction import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.menu import learned
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
