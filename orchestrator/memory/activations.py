@@ -32,6 +32,8 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
 
     The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
     until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
+    It keeps none of what tensor parallelism cuts, which are views of parameters (`cached_cast` in
+    aten/src/ATen/autocast_mode.cpp, torch 2.13.0).
     """
     alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.neighbours, mode, casts)
     if rank.in_flight == 1:
@@ -80,7 +82,7 @@ def _of_one_micro_batch(
         return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
 
     gradient_bytes = FP32_BYTES if casts or stage.precision is Precision.FP32 else 2
-    recast = casts and mode is not ActivationCheckpointing.NONE
+    recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
     found = []
     for passage in passages(stage, has_loss, gathers=gathers):
         if passage.point is Point.FORWARD:

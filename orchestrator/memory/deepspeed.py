@@ -112,14 +112,15 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
     """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
 
-    A tensor that no bucket holds is there until it is reduced. Stage 2 makes the buffer of its share when it has
+    A tensor that no bucket holds is there until it is reduced. Stages 1 and 2 make the bucket at the first gradient
+    (`setup_buckets` in deepspeed/runtime/zero/stage_1_and_2.py). Stage 2 makes the buffer of its share when it has
     reduced for the first time, and what it copied for that has gone (`copy_grads_in_partition` behind `average_tensor`
     in deepspeed/runtime/zero/stage_1_and_2.py).
     """
     width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
     accumulates = plan.gradient_accumulation_steps > 1
-    begun = passage.done + passage.own > 0
+    begun = passage.backward and passage.done + passage.own > 0
     own = passage.fresh
     if stage <= ZeroStage.OPTIMIZER:
         gradients = count + own if accumulates else passage.done + passage.own

@@ -122,7 +122,8 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
     one waits in the flat buffer in which it was gathered ahead. Then its weights leave that, the one before comes in
     another, and the input is still there (`post_backward` and `pre_backward` in
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up over micro-batches,
-    the shard that is to be added lies beside. At stage 2 nothing is gathered any more.
+    the shard that is to be added lies beside: under HSDP it is among those that wait for their copies. At stage 2
+    nothing is gathered any more.
     """
     segment, keeps, alone = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
     gathered, reducing, named = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
@@ -133,7 +134,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         arriving = ahead.parameters if ahead and not keeps and not alone else 0
         here = unit + arriving, 0, reducing
         if passage.point is Point.START:
-            added = reducing * plan.dp_replicate // plan.layout.dp if rank.accumulates else 0
+            added = reducing // shards if rank.accumulates and plan.dp_replicate == 1 else 0
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing

@@ -131,6 +131,19 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "a table that no input's gradient lets go of": [
         (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 3, FULL, Precision.FP32))
     ],
+    "a bucket that no forward pass has": [
+        (
+            WIDER,
+            plan(Engine.DEEPSPEED, stage, 8, layout={"dp": 2}, activation_checkpointing=FULL, precision=Precision.BF16),
+        )
+        for stage in (1, 2)
+    ],
+    "casts of cut weights": [
+        (DEEPER, plan(Engine.TORCH, 0, 1, layout={"tp": 2}, activation_checkpointing=FULL, precision=Precision.BF16))
+    ],
+    "shards that wait for their copies": [
+        (DEEPER, plan(Engine.TORCH, 2, 1, layout={"dp": 4}, dp_replicate=2, precision=Precision.BF16))
+    ],
     "one rank that gathers nothing": [(ADAPTED, _once(Engine.DEEPSPEED, 3, FULL, Precision.FP32, 1))],
 }
 
@@ -139,8 +152,9 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
 def momentary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
     """All of MOMENTS, in one launch for each number of ranks; DeepSpeed, which leaves something behind, last."""
     found: dict[str, list[Row]] = {}
-    for ranks in (1, 2):
+    for ranks in (1, 2, 4):
         tried = [(name, *each) for name, them in MOMENTS.items() for each in them if each[1].world_size == ranks]
+        tried.sort(key=lambda each: each[2].engine is Engine.DEEPSPEED)
         runs = [Run(model=model, plan=one, sequence_length=SEQUENCE_LENGTH) for _, model, one in tried]
         peaks = measured_peaks(runs, tmp_path_factory.mktemp(f"moments-{ranks}"))
         for (name, model, one), peak in zip(tried, peaks, strict=True):
