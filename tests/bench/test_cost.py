@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision
-from tests.bench.cost import Measured, contradicts_itself, knowing_layouts
+from tests.bench.cost import contradicts_itself, knowing_layouts, off_a_line
+from tests.bench.step_times import Measured
 
 
 def row(micro: int, steps: int, measured_s: float, tp: int = 1) -> Measured:
@@ -34,3 +35,9 @@ def test_who_knows_the_layouts_still_errs_where_their_micro_batches_differ() -> 
     """Of every plan 1 s was predicted: of the first layout's half too little, of the others a quarter."""
     group = [row(1, 4, 1.0), row(2, 2, 3.0), row(1, 4, 4.0, tp=2)]
     assert [one.ratio for one in knowing_layouts(group)] == [1.5, 0.5, 1.0]
+
+
+def test_steps_that_were_added_up_are_on_a_line_and_those_that_were_timed_are_not() -> None:
+    added_up = {steps: 0.2 + 0.1 * steps for steps in (2, 4, 8, 16)}
+    assert off_a_line(added_up) < 1e-12
+    assert off_a_line(added_up | {8: 1.02}) > 0.01
