@@ -28,6 +28,7 @@ class Architecture:
     causal: bool = True  # a decoder with a language-model head; else an encoder with a small head
     dropout: bool = False
     flash: bool | None = None  # whether the description says that attention never holds its scores
+    qk_norm: bool = False  # norms over every head's query and key
     experts: int = 0  # feed-forward parts beside each other in every layer, of width `ffn` each
 
     @property
@@ -341,7 +342,7 @@ KNOWN |= {
     "olmo-3-32b": _llama(64, 5120, 40, 8, 27648, 100278),  # allenai/Olmo-3-1125-32B
     "seed-oss-36b": _llama(64, 5120, 80, 8, 27648, 155136, head_dim=128),  # ByteDance-Seed/Seed-OSS-36B-Base
     "deepseek-math-7b": _llama(30, 4096, 32, 32, 11008, 102400),  # deepseek-ai/deepseek-math-7b-base
-    "deepseek-r1-0528-qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, head_dim=128),
+    "deepseek-r1-0528-qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, head_dim=128),  # deepseek-ai
     "minicpm-2b": _llama(40, 2304, 36, 36, 5760, 122753, tied=True),  # openbmb/MiniCPM-2B-sft-bf16
     "minicpm-1b": _llama(52, 1536, 24, 8, 3840, 73440, tied=True),  # openbmb/MiniCPM-1B-sft-bf16
     "internlm3-8b": _llama(48, 4096, 32, 2, 10240, 128512, head_dim=128),  # internlm/internlm3-8b-instruct
@@ -375,6 +376,13 @@ KNOWN |= {
     "gpt-3-22b": _gpt(48, 6144, 64, 51200, positions=2048, dropout=True),
     "gpt-3-530b": _gpt(105, 20480, 128, 51200, positions=2048, dropout=True),
     "gpt-3-1t": _gpt(128, 25600, 160, 51200, positions=2048, dropout=True),
+}
+
+# Qwen3, Gemma 3 and OLMo 2 and 3 norm queries and keys (transformers, modeling_qwen3.py and its like).
+KNOWN |= {
+    name: replace(shape, qk_norm=True)
+    for name, shape in KNOWN.items()
+    if re.match(r"qwen3|gemma-3|olmo-[23]|deepseek-r1-0528", name)
 }
 
 # What a name says beside the model: how it was tuned, what the row does with it.

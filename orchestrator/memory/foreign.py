@@ -15,6 +15,9 @@ from orchestrator.memory.hf_profiles import NF4_BYTES, DecoderShape
 from orchestrator.memory.profiles import decoder_profile
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 
+# DeepSpeed: reduce_bucket_size and allgather_bucket_size, in elements (deepspeed/runtime/zero/config.py).
+BUCKET_ELEMENTS = 500_000_000
+
 
 class Framework(StrEnum):
     """What cuts, gathers and reduces."""
@@ -93,6 +96,8 @@ class Training:
     loss: Loss = Loss.PLAIN
     loss_chunks: int = 8
     flash: bool = True
+    in_place: bool = False  # the gradients of what an activation takes in are written over it
+    fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again
     fused: bool = False  # torch.compile, Liger or Transformer Engine: elementwise intermediates are not kept
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -103,7 +108,10 @@ class Training:
     unsynced: bool = False  # FSDP: gradients are whole until the last micro-batch of a step
     alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
+    on_volta: bool = False
     expandable_segments: bool = False
+    bucket_elements: int = BUCKET_ELEMENTS  # of a reduction
+    holds_gradients: bool = False  # on the device, though the optimizer's states are on the host
 
     @property
     def tokens(self) -> int:
@@ -223,6 +231,9 @@ def saved_bytes(training: Training) -> int:
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole
+    if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
+        normed = training.width if training.fused else training.width + (4 if training.low_precision else 0)
+        per_token += normed * (shape.query + shape.key_value) // cut
     if training.joint_projection:
         per_token += _joint_bytes(training)
     if training.lora_rank:
@@ -230,6 +241,8 @@ def saved_bytes(training: Training) -> int:
     if training.fused and shape.gated:
         # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
         per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
+        per_token -= training.width * shape.ffn // cut
+    if training.fuses_adapters and shape.gated:
         per_token -= training.width * shape.ffn // cut
     return t * per_token + score_bytes(training)
 
@@ -262,7 +275,7 @@ def _adapted_bytes(training: Training) -> int:
     kept = width * training.lora_rank * len(adapted)
     if shape.gated:
         kept -= 2 * training.stream * shape.hidden
-    alone = training.lora_fp32 or training.lora_dropout
+    alone = (training.lora_fp32 or training.lora_dropout) and not training.fuses_adapters
     for names in (("q", "k", "v"), ("up", "gate"), ("down",)):
         inputs = shape.projections[names[0]][0]
         shared = not alone and any(name in adapted for name in names)
@@ -318,9 +331,13 @@ def score_bytes(training: Training) -> int:
 
 
 def transient_bytes(training: Training) -> int:
-    """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part."""
+    """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part.
+
+    Liger's kernel (liger_kernel/ops/swiglu.py) and those of Unsloth write two of the three over their inputs.
+    """
     shape, width = training.shape, training.width
-    inside = (3 if shape.gated else 2) * width * shape.ffn // training.tp
+    products = (3 if shape.gated else 2) if not training.in_place else 1
+    inside = products * width * shape.ffn // training.tp
     # gradients of scores; transformers' softmax has its own in fp32
     each = 2 * width + (8 if shape.gated and training.low_precision else 0)
     scores = 0 if training.flash else each * shape.heads * training.sequence_length // training.tp
@@ -367,7 +384,7 @@ def working_bytes(training: Training) -> int:
     dequantised = 0
     if training.base_bytes is not None:
         dequantised = 2 * max(inputs * outputs for inputs, outputs in training.shape.projections.values())
-    casts = 2 * layer_held(training).trained if training.autocasts and training.checkpointing is not NONE else 0
+    casts = 2 * cast_elements(training) if training.autocasts and training.checkpointing is not NONE else 0
     return again + transient_bytes(training) + dequantised + casts
 
 
@@ -375,10 +392,19 @@ NONE = ActivationCheckpointing.NONE
 
 
 def cast_bytes(training: Training) -> int:
-    """Low-precision copies of one layer's fp32 matrices that autocast keeps from forward to backward."""
+    """Low-precision copies of one layer's fp32 matrices that are there from forward to backward.
+
+    Autocast keeps those of what is trained (aten/src/ATen/autocast_mode.cpp, cached_cast), backward those of the rest.
+    """
     if not training.autocasts or training.checkpointing is not NONE or training.framework is Framework.FSDP1:
         return 0
-    return 2 * layer_held(training).trained
+    return 2 * cast_elements(training)
+
+
+def cast_elements(training: Training) -> int:
+    """Elements of one layer that autocast makes copies of."""
+    held = layer_held(training).trained
+    return held + training.shape.layer_matrices // training.tp if training.lora_rank else held
 
 
 def head_bytes(training: Training) -> int:

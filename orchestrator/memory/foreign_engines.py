@@ -12,8 +12,10 @@ from orchestrator.memory.estimate import (
     WORKSPACE_BYTES,
 )
 from orchestrator.memory.foreign import (
+    BUCKET_ELEMENTS,
     Framework,
     Held,
+    Loss,
     Rule,
     Training,
     boundary_bytes,
@@ -35,9 +37,10 @@ KEPT = "saved activations"
 WORKING = "activations at work"  # logits and their gradients, or those inside of one layer
 # Context of a process that loads all CUDA modules: torch 1.10, stas00/ml-engineering training/performance/README.md.
 EAGER_CONTEXT_BYTES = 1_911_000_000
-# DeepSpeed: reduce_bucket_size and allgather_bucket_size, in elements (deepspeed/runtime/zero/config.py).
-BUCKET_ELEMENTS = 500_000_000
-LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
+# The same on a V100, 1,343 MiB: huggingface/transformers docs/source/performance.mdx of 2022.
+EAGER_CONTEXT_VOLTA_BYTES = 1_408_000_000
+PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
+LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters (deepspeed/runtime/zero/config.py)
 
 
 def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> MemoryEstimate:
@@ -54,7 +57,8 @@ def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> M
         reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), pooled)
         for total, _, causes, pooled in found
     )
-    around = (EAGER_CONTEXT_BYTES if training.is_old else CONTEXT_BYTES) + _communicators(training)
+    eager = EAGER_CONTEXT_VOLTA_BYTES if training.on_volta else EAGER_CONTEXT_BYTES
+    around = (eager if training.is_old else CONTEXT_BYTES) + _communicators(training)
     if capacity_bytes is not None:
         least = round((allocated + WORKSPACE_BYTES) * FRAGMENTATION)
         reserved = min(reserved, max(least, capacity_bytes - around))
@@ -274,7 +278,11 @@ def _fsdp(training: Training) -> Iterator[Live]:
 
 
 def _deepspeed(training: Training) -> Iterator[Live]:
-    """ZeRO 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config."""
+    """ZeRO 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config.
+
+    ColossalAI's stages 1 and 2 (colossalai/zero/low_level/low_level_optim.py) have the same states and the same fp32
+    gradients at the step, in buckets of reduce_bucket_size_in_m = 12.
+    """
     stage, shards = training.zero_stage, training.dp
     layer, ends = layer_held(training), ends_held(training)
     layers = training.shape.layers
@@ -283,13 +291,15 @@ def _deepspeed(training: Training) -> Iterator[Live]:
     whole = 2 * trained + held.frozen_bytes
     resident = 0 if training.offload_parameters else -(-whole // shards) if stage == 3 else whole
     states = 0 if training.offload_optimizer else round((4 + state_bytes(training)) * trained / shards)
-    sharded = 0 if training.offload_optimizer else 2 * trained // shards
+    sharded = 0 if training.offload_optimizer and not training.holds_gradients else 2 * trained // shards
     gradients = sharded if stage >= 2 else 2 * trained
-    bucket = 2 * min(BUCKET_ELEMENTS, trained)
+    bucket = 2 * min(training.bucket_elements, trained)
     live = 0
     if stage == 3:
         live = min(2 * layer.trained + layer.frozen_bytes + 2 * ends.trained + ends.frozen_bytes, 2 * LIVE_ELEMENTS)
-        live = max(live, 2 * (2 * layer.trained + layer.frozen_bytes))
+        # what is used again soon stays (stage3_max_reuse_distance), and no more is fetched ahead than one bucket
+        # (deepspeed/runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)
+        live = max(live, 2 * layer.trained + layer.frozen_bytes + 2 * min(PREFETCH_ELEMENTS, layer.trained))
     fixed: Causes = (
         ("parameters", resident),
         ("optimizer states", states),
@@ -362,12 +372,16 @@ def _plain(training: Training) -> Iterator[Live]:
 # of 512 to 8,192, four orders each), of which this is the median. tests/memory/test_allocator_replay.py does it again.
 POOL_RATIO = 1.45
 POOL_RATIO_VARYING = 2.9
+POOL_RATIO_FUSED = 1.15  # without logits, but for those of a chunk; and the lengths spread, median of three orders
+POOL_RATIO_FUSED_VARYING = 1.45
 POOL_RATIO_EXPANDABLE = 1.05  # segments grow and are cut page by page
 
 
 def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int, pooled_bytes: int) -> int:
     """What the allocator holds while nothing presses: states lie where they were put, activations move."""
     ratio = POOL_RATIO_VARYING if training.lengths_vary else POOL_RATIO
+    if training.loss is Loss.FUSED:
+        ratio = POOL_RATIO_FUSED_VARYING if training.lengths_vary else POOL_RATIO_FUSED
     if training.expandable_segments:
         ratio = POOL_RATIO_EXPANDABLE
     return allocated_bytes + round((ratio - 1) * activation_bytes) + pooled_bytes

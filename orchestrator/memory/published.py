@@ -11,8 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.memory.architectures import Architecture, described, known
-from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
-from orchestrator.memory.published_words import CONVOLUTIONS, EXPERTS, NOT_DECODERS, rule_of, tuning_of
+from orchestrator.memory.foreign import Framework, Rule, Training, base_bytes_of
+from orchestrator.memory.published_words import (
+    CHECKPOINTS,
+    CONVOLUTIONS,
+    DROPS_OUT,
+    EXPERTS,
+    FUSES_ADAPTERS,
+    IN_PLACE,
+    KEEPS_QUANTISED_INPUTS,
+    NOT_DECODERS,
+    PREFERENCES,
+    UNSYNCED,
+    bits_of,
+    bucket_elements_of,
+    loss_of,
+    rule_of,
+    targets_of,
+    tuning_of,
+)
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
@@ -25,13 +42,6 @@ COLUMNS = (
 # flags"), in its order.
 CUMULATIVE = ("baseline", "packed", "compile", "chunked ce", "activation checkpointing", "opt in bwd",
               "activation offload", "8-bit adamw")  # fmt: skip
-# How public trainers work, where their rows do not say so: bitsandbytes kept what goes into a 4-bit product until
-# 0.43.3 (pull 1270 of 2024-07); Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is
-# told sync_each_batch; of dropout before adapters, the defaults of each.
-KEEPS_QUANTISED_INPUTS = re.compile(r"lit-?gpt|swift 2\.|fsdp_qlora|bitsandbytes 0\.(?:3\d|4[0-2])\b")
-UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
-DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
-PROJECTIONS = {"mlp": ("up", "gate", "down"), "c_attn": ("q", "k", "v"), "attention": ("q", "k", "v", "o")}
 LEAST_TOKENS = 256  # where a row leaves the length open: nobody fine-tunes on less
 
 
@@ -70,6 +80,8 @@ class _Reader:
             raise _no("a kernel by itself, not a training", row)
         if "conv net" in row["arch"] or CONVOLUTIONS.search(row["model"]):
             raise _no("a convolutional net or image model has no closed form: its activations need a trace", row)
+        if PREFERENCES.search(self.said):
+            raise _no("training on preferences or rewards: models and samples beside each other are not counted", row)
         if "unpacked" in self.other:
             raise _no("samples are not packed and their lengths are not stated", row)
         if NOT_DECODERS.search(row["model"]):
@@ -86,12 +98,15 @@ class _Reader:
             checkpointing=self.checkpointing(framework),
             flash=self.flash(shape, framework),
             fused=self.fused(framework),
+            in_place=IN_PLACE.search(self.said) is not None,
+            fuses_adapters=FUSES_ADAPTERS.search(self.said) is not None,
             is_old=self.is_old(framework),
+            on_volta="V100" in row["gpu"],
             expandable_segments=re.search("expandable|titan", self.said) is not None,
             alternate_products="titan" in self.said,
             joint_projection=self.is_litgpt,
             stage=self.stage(),
-            lengths_vary=row["seq_len"].startswith("max"),
+            lengths_vary=re.match(r"max|up to|<|≤", row["seq_len"].lower()) is not None,
             first_step=bool(re.search(r"after iteration 1\b", row["note"])),
         )
         training = self.layout(training)
@@ -128,14 +143,18 @@ class _Reader:
         sharding = self.row["sharding"].lower()
         if "megatron" in said and "zero-3" in sharding:
             return Framework.DEEPSPEED
-        if "megatron" in said or "nemo" in said:
+        if re.search(r"jax|maxtext|easylm|levanter|\btpu|tensorflow|keras|paddle|mindspore", said):
+            raise _no(f"no model of the engine {self.row['framework']}", self.row)
+        if "neox" in said:
+            return Framework.MEGATRON_DEEPSPEED
+        if re.search("megatron|nemo|nanotron|picotron", said) and "automodel" not in said:
             deepspeed = "deepspeed" in said and "deepspeed off" not in said and "3d=n" not in said
             return Framework.MEGATRON_DEEPSPEED if deepspeed else Framework.MEGATRON
         if "device_map" in sharding:
             return Framework.DEVICE_MAP
         if "aceso" in said or "alpa" in said:
             raise _no("the searched configuration is not printed", self.row)
-        if "colossalai" in said and "ddp" not in said:
+        if "colossalai" in said and "ddp" not in said and ("gemini" in said or "zero" not in said + sharding):
             raise _no(f"no model of the engine {self.row['framework']}", self.row)
         if "deepspeed" in said or "zero" in sharding:
             return Framework.DEEPSPEED
@@ -161,7 +180,10 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------- how much
 
     def _number(self, name: str, default: int = 0) -> int:
-        found = re.search(r"\d+", self.row[name].replace(",", ""))
+        said = self.row[name].replace(",", "")
+        if name == "n_gpus" and (nodes := re.search(r"(\d+) ?(?:nodes?)? ?[x×*] ?(\d+)", said)):
+            return int(nodes[1]) * int(nodes[2])
+        found = re.search(r"\d+", said)
         return int(found[0]) if found else default
 
     def micro_batch(self) -> int:
@@ -172,11 +194,12 @@ class _Reader:
         return 1
 
     def length(self) -> int:
-        said = self.row["seq_len"]
+        said = re.sub(r"(?<=\d),(?=\d{3})", "", self.row["seq_len"].lower())
         if re.search(r"\d+ ?x ?\d+", said):
             raise _no("samples are images", self.row)
+        said = re.sub(r"^(?:up to|<=|≤|<) ?", "max ", re.sub(r"^(?:~|≈|seq(?:[ _]?len)?[=: ]*|length[=: ]*)", "", said))
         if found := re.fullmatch(r"(?:max )?(\d+)(k?)\b.*", said):
-            if said.startswith("max"):
+            if said.startswith("max "):
                 self.inferred.append("the longest sample is as long as the limit")
             return int(found[1]) * (1024 if found[2] else 1)
         if tokens := re.search(r"(\d+) tok\b", said):
@@ -194,6 +217,8 @@ class _Reader:
         cp = self._number("cp", 1) or 1
         world = self._number("n_gpus", 1)
         dp = self._number("dp_or_fsdp") or max(1, world // (tp * pp * cp))
+        if tp == 1 and re.search(r"\btp\b", row["sharding"].lower()) and not row["tp"]:
+            raise _no("tensor parallelism of a degree that is not stated", row)
         staged = (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED, Framework.DEVICE_MAP)
         if (tp * cp > 1 and training.framework is Framework.PLAIN) or (pp > 1 and training.framework not in staged):
             raise _no(f"no model of tensor, pipeline or context parallelism under {row['framework']}", row)
@@ -211,14 +236,16 @@ class _Reader:
             unsynced=UNSYNCED.search(self.said) is not None,
             virtual_stages=int((re.search(r"\bVPP=(\d+)", other) or [0, 1])[1]),
             sequence_parallel=tp > 1
-            and ("bridge" in self.said or re.search(r"\bsequence parallel|\bsp\b", self.said) is not None),
+            and re.search(r"bridge|nanotron|\bsequence[ -]parallel|\bsp\b", self.said) is not None,
             zero_stage=self._zero_stage(training.framework, row["sharding"].lower()),
+            bucket_elements=bucket_elements_of(self.said, training.shape.hidden),
+            holds_gradients="colossalai" in self.said,
         )
 
     def _zero_stage(self, framework: Framework, said: str) -> int:
         if found := re.search(r"zero-?(\d)", said + " " + self.row["framework"].lower()):
             return int(found[1])
-        if "distributed optimizer" in said:
+        if "distributed optimizer" in said or "low_level_zero" in self.said:
             return 1
         if "grad_op" in said:
             return 2
@@ -247,10 +274,12 @@ class _Reader:
 
     def checkpointing(self, framework: Framework) -> ActivationCheckpointing:
         said, other = self.row["act_ckpt"].lower(), self.other
-        if "gradient checkpointing=✘" in other or re.match(r"false|no|off|0|-|✘|✗", said):
+        if "gradient checkpointing=✘" in other or re.match(r"false|no(?!t)|off|0|-|✘|✗", said):
             return ActivationCheckpointing.NONE
         if said.startswith("selective"):
             return ActivationCheckpointing.SELECTIVE
+        if re.match(r"n/?a\b|\?|unknown|not stated", said):
+            said = ""
         if said.startswith("per config"):
             self.inferred.append("checkpointing on, as the shipped configurations have it")
             return ActivationCheckpointing.FULL
@@ -260,6 +289,9 @@ class _Reader:
             self.inferred.append("checkpointing on, as peft's preparation for 4-bit training does")
             return ActivationCheckpointing.FULL
         if "activation checkpointing" in other:
+            return ActivationCheckpointing.FULL
+        if CHECKPOINTS.search(self.said) and framework not in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+            self.inferred.append("checkpointing on, as the framework's default")
             return ActivationCheckpointing.FULL
         self.inferred.append("no checkpointing: none is stated")
         return ActivationCheckpointing.NONE
@@ -280,17 +312,18 @@ class _Reader:
 
     def fused(self, framework: Framework) -> bool:
         compiled = "compile" in self.other.replace("compile=false", "")
-        return compiled or "liger" in self.said or framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
+        megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
+        return compiled or "liger" in self.said or (megatron and "nanotron" not in self.said)
 
     def adapters(self, training: Training) -> Training:
         said = " ".join((self.row["peft"], self.row["model"], self.row["compile_or_other"])).lower()
-        quantised = self._bits(said)
+        quantised = bits_of(said)
         tuning = tuning_of(self.row["peft"] or said if "lora" in said else self.row["peft"])
         if tuning.unknown:
             raise _no(f"the way of tuning {self.row['peft']!r} is not known", self.row)
         if not tuning.adapts:
             return training
-        rank = re.search(r"\br(?:ank)?[= ]?(\d+)\b", said) or re.search(r"lora rank=(\d+)", said)
+        rank = re.search(r"(?:\b|_)r(?:ank)?[=: ]{0,2}(\d+)\b", said)
         if tuning.small:
             chosen = 1
             self.inferred.append(f"{self.row['peft']} counted as LoRA of rank 1 on q and v")
@@ -299,10 +332,13 @@ class _Reader:
             self.inferred.append(f"LoRA rank not stated: {chosen} taken, as the framework's default")
         else:
             chosen = int(rank[1])
+        usual = ("q", "v") if tuning.small else ("q", "k", "v")
         everywhere = re.search(r"\ball\b", said) is not None or "fsdp_qlora" in self.said
         # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
         prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(
-            "torchtune|unsloth|lit-?gpt|no preparation", self.said
+            # axolotl/loaders/model.py casts embeddings and norms back where attention is flash
+            "torchtune|unsloth|axolotl|lit-?gpt|no preparation",
+            self.said,
         )
         ends_fp32 = bool(quantised) and prepared and "gptq" not in said and "fsdp_qlora" not in self.said
         if ends_fp32:
@@ -310,7 +346,7 @@ class _Reader:
         return replace(
             training,
             lora_rank=chosen,
-            lora_targets=() if everywhere else self._targets() or (("q", "v") if tuning.small else ("q", "k", "v")),
+            lora_targets=() if everywhere else targets_of(self.row["peft"].lower()) or usual,
             keeps_adapted_outputs=tuning.keeps_outputs,
             lora_fp32=re.search("torchtune|fsdp_qlora|lit-?gpt", self.said) is None,
             lora_dropout=DROPS_OUT.search(self.said) is not None,
@@ -325,48 +361,43 @@ class _Reader:
             ends_fp32=ends_fp32,
         )
 
-    def _targets(self) -> tuple[str, ...]:
-        """The projections that the row names; () where it names none."""
-        words = re.findall(r"\b(q|k|v|o|gate|up|down|mlp|c_attn|attention)(?:_proj)?\b", self.row["peft"].lower())
-        return tuple(dict.fromkeys(name for word in words for name in PROJECTIONS.get(word, (word,))))
-
-    def _bits(self, said: str) -> int:
-        if "int8" in said or "8bit base" in said:
-            return 8
-        return 4 if "qlora" in said or "int4" in said or "4bit" in said or "nf4" in said else 0
-
     def states(self, training: Training) -> Training:
         """Precision and optimizer: what there is of every parameter."""
         row, framework = self.row, training.framework
         precision, optimizer = (
             row["precision"].lower(),
-            (row["optimizer"] + " " + row["peft"] + " " + self.other).lower(),
+            " ".join((row["optimizer"] or row["peft"], self.other)).lower(),
         )
-        low = re.match(r"(?:fp|tf|float)?32", precision) is None
+        low = re.search(r"16|8|mixed|amp|half", precision) is not None or "32" not in precision
         if not precision:
             self.inferred.append("bf16: the precision is not stated")
         if precision.startswith("fp8"):
             self.inferred.append("counted as bf16: neither 8-bit copies of inputs nor of weights")
         megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
-        pure = (re.search(r"\bpure\b|\btrue\b", precision) and "amp" not in precision) or any(
-            name in self.said for name in ("torchtune", "swift", "fsdp_qlora", "llama-factory", "unsloth")
+        # transformers 5 loads weights in the type they were saved in (MIGRATION_GUIDE_V5.md, on dtype)
+        pure = (re.search(r"\bpure\b|\btrue\b", precision) and "amp" not in precision) or re.search(
+            r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|transformers v?5\b", self.said
         )
         full = not training.lora_rank
-        mixed = low and full and framework in (Framework.PLAIN, Framework.FSDP1, Framework.FSDP2, Framework.DEVICE_MAP)
+        whole = full or (training.base_bytes is None and re.search(r"\bmixed\b|\bamp\b", precision) is not None)
+        mixed = low and whole and framework in (Framework.PLAIN, Framework.FSDP1, Framework.FSDP2, Framework.DEVICE_MAP)
         autocasts = mixed and not pure
         rule = rule_of(optimizer)
         if rule is None:
             raise _no(f"no model of the optimizer's states ({row['optimizer'] or row['peft']})", row)
         if autocasts:
             self.inferred.append("weights stay fp32 and are cast where they are used")
+        masters = low and full and (megatron or framework is Framework.DEEPSPEED)
         offload = row["offload"].lower()
+        if not offload and "offload" in row["sharding"].lower():
+            offload = "cpu" if training.zero_stage == 3 else "optimizer"
         only_optimizer = bool(re.match(r"(cpu )?optim", offload)) or "opt=y" in offload
         everything = not only_optimizer and "cpu" in re.sub(r"act_cpu=\w+", "", offload)
         return replace(
             training,
             low_precision=low,
             autocasts=autocasts,
-            masters=low and full and (megatron or framework is Framework.DEEPSPEED),
+            masters=masters,
             fp32_gradients=megatron and low and self._adds_in_fp32(framework, precision),
             ends_apart="torchtune" in self.said,
             reduces_fp32="mixed=default" in precision,
@@ -374,20 +405,25 @@ class _Reader:
             low_states=low
             and not autocasts
             and (full or not training.lora_fp32)
-            # megatron/core/optimizer: --use-precision-aware-optimizer with --exp-avg-dtype bf16
-            and (not megatron or "bf16 states" in optimizer),
+            # beside fp32 masters they are fp32, but for --use-precision-aware-optimizer with --exp-avg-dtype bf16 of
+            # megatron/core/optimizer
+            and (not masters or "bf16 states" in optimizer),
             step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", optimizer) is not None,
             paged="paged" in optimizer,
             foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._is_hf_fsdp(framework))
-            and rule is not Rule.ADAM_8BIT
+            and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR)
+            and not training.is_old  # torch/optim/adamw.py, since 1.13
             and not re.search(r"fused adam|fused optim", optimizer)
             and "fused" not in row["optimizer"].lower()
             and "torchtune" not in self.said,  # whose configurations say fused=True
-            loss=self._loss(),
+            loss=loss_of(self.said, self.other),
             loss_chunks=max(1, training.sequence_length // 128) if self.is_litgpt else training.loss_chunks,
-            offload_parameters=everything or "param=y" in offload,
+            offload_parameters=(everything and training.zero_stage not in (1, 2)) or "param=y" in offload,
             offload_optimizer=everything or only_optimizer,
-            offload_activations="activation" in offload or "activation offload" in self.other or self._old_zero_3(),
+            offload_activations="activation" in offload
+            or "unsloth" in row["act_ckpt"].lower()  # unsloth_zoo/gradient_checkpointing.py
+            or "activation offload" in self.other
+            or self._old_zero_3(),
         )
 
     def _is_hf_fsdp(self, framework: Framework) -> bool:
@@ -409,17 +445,3 @@ class _Reader:
             self.inferred.append("gradients are added up in fp32, as Megatron-LM does with bf16")
             return True
         return False
-
-    def _loss(self) -> Loss:
-        if "liger" in self.said or "unsloth" in self.row["framework"].lower():
-            return Loss.FUSED
-        if "composer" in self.row["framework"].lower():
-            return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
-        if self.is_litgpt:
-            return Loss.LISTED
-        if "titan" in self.said and "compile" in self.other and re.search(r"\b202[5-9]", self.said):
-            return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
-        if re.search(r"fused[^;]*cross.?entropy|cross.?entropy.*fusion", self.other) and "linear" not in self.other:
-            return Loss.SHIFTED
-        chunked = "torchtune default config" in self.said or "chunk" in self.other
-        return Loss.CHUNKED if chunked else Loss.PLAIN

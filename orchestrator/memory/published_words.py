@@ -1,4 +1,4 @@
-"""What the words mean in which people publish trainings: kinds of models, ways of tuning, optimizers.
+"""What the words mean in which people publish trainings: kinds of models, ways of tuning, optimizers, trainers.
 
 Every entry states what a public tool does under that name (the repository is named where it is not obvious); a word
 that is not here is not guessed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.memory.foreign import Rule
+from orchestrator.memory.foreign import BUCKET_ELEMENTS, Loss, Rule
 
 CONVOLUTIONS = re.compile(
     r"vgg|resne[sx]?t|xception|mobilenet|efficientnet|inception|convnext|r-?cnn|deeplab|densenet|\br-?(?:50|101)\b"
@@ -36,6 +36,25 @@ SMALL = re.compile(
 LORA = re.compile(r"lora|dora\b|pissa|loftq|olora|corda|\beva\b", re.I)
 OWN_STATES = re.compile(r"galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I)
 LEARNS_ALL = re.compile(r"^(?:full\b|sft\b|fft\b|none\b|no\b|-|false\b|pretrain|all parameters)|\bfull\b", re.I)
+
+# How public trainers work, where their rows do not say so: bitsandbytes kept what goes into a 4-bit product until
+# 0.43.3 (pull 1270 of 2024-07); Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is
+# told sync_each_batch; of dropout before adapters, the defaults of each.
+KEEPS_QUANTISED_INPUTS = re.compile(r"lit-?gpt|swift 2\.|fsdp_qlora|bitsandbytes 0\.(?:3\d|4[0-2])\b")
+UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
+DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
+# Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
+# fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
+FUSES_ADAPTERS = re.compile(r"unsloth|fused lora|lora[ _](?:mlp|qkv|o)[ _]kernel|lora kernels")
+IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|liger(?![ _-](?:fused|flce|cross|loss|rms))")
+# gradient_checkpointing is on unless it is turned off: swift/trainers/arguments.py, llamafactory/model/model_utils/
+# checkpointing.py, unsloth/models/_utils.py
+CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")
+AUTO_BUCKETS = re.compile(r"\bhf\b|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
+PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
+
+PROJECTIONS = {"mlp": ("up", "gate", "down"), "attention": ("q", "k", "v", "o")}
+PROJECTIONS |= dict.fromkeys(("c_attn", "qkv", "query_key_value"), ("q", "k", "v"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +98,44 @@ def rule_of(said: str) -> Rule | None:
     if re.search(r"\bsgd|\blomo", said):
         return Rule.MOMENTUM if "momentum" in said else Rule.SGD
     return Rule.ADAM
+
+
+def targets_of(said: str) -> tuple[str, ...]:
+    """The projections that a row names to adapt, in lower case; () where it names none."""
+    words = re.findall(r"\b(q|k|v|o|gate|up|down|mlp|c_attn|qkv|query_key_value|attention)(?:_proj)?\b", said)
+    return tuple(dict.fromkeys(name for word in words for name in PROJECTIONS.get(word, (word,))))
+
+
+def bits_of(said: str) -> int:
+    """Bits of an element of a quantised base, by the words of a row in lower case; 0: it is not quantised."""
+    if "int8" in said or "8bit base" in said:
+        return 8
+    return 4 if "qlora" in said or "int4" in said or "4bit" in said or "nf4" in said else 0
+
+
+def bucket_elements_of(said: str, hidden: int) -> int:
+    """Elements that ZeRO reduces at a time: the square of the width where configurations say "auto".
+
+    So in transformers/integrations/deepspeed.py, whose integration the others use, and in the scripts of bigscience's
+    experiments/gpt2-meg-ds-zero.
+    """
+    if found := re.search(r"\bbucket(?:[ _]size)?[ =]*(\d+(?:\.\d+)?(?:e\d+)?)", said):
+        return round(float(found[1]))
+    if "colossalai" in said:
+        return 12 * 2**20  # LowLevelZeroPlugin, reduce_bucket_size_in_m
+    return hidden * hidden if AUTO_BUCKETS.search(said) else BUCKET_ELEMENTS
+
+
+def loss_of(said: str, other: str) -> Loss:
+    """How a trainer turns logits into a loss, by all words of its row and by those on what was switched on."""
+    if re.search(r"liger|unsloth|cut[ _-]cross|\bcce\b", said):
+        return Loss.FUSED
+    if "composer" in said:
+        return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
+    if re.search("lit-?gpt", said):
+        return Loss.LISTED
+    if "titan" in said and "compile" in other and re.search(r"\b202[5-9]", said):
+        return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
+    if re.search(r"fused[^;]*cross.?entropy|cross.?entropy.*fusion", other) and "linear" not in other:
+        return Loss.SHIFTED
+    return Loss.CHUNKED if "torchtune default config" in said or "chunk" in other else Loss.PLAIN

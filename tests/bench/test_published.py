@@ -46,7 +46,10 @@ def test_nothing_is_told_where_nothing_ran_so() -> None:
     assert "nothing ran" in beside_what_ran("short", [row("short", 32, "OOM"), row("other", 32, "OK", "50", tp="4")])
 
 
-@pytest.mark.parametrize(("source", "percent"), [("fms-acceleration", 4), ("litgpt", 5), ("torchtitan", 8)])
+@pytest.mark.parametrize(
+    ("source", "percent"),
+    [("fms-acceleration", 4), ("litgpt", 5), ("torchtitan", 8), ("Megatron-LM", 8), ("axolotl", 6)],
+)
 def test_rows_that_were_explained_stay_explained(source: str, percent: float) -> None:
     with COLLECTED.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if source in row["source_repo"] and row["quality"] == "A"]

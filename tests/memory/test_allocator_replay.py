@@ -11,7 +11,12 @@ import statistics
 
 import pytest
 
-from orchestrator.memory.foreign_engines import POOL_RATIO, POOL_RATIO_VARYING
+from orchestrator.memory.foreign_engines import (
+    POOL_RATIO,
+    POOL_RATIO_FUSED,
+    POOL_RATIO_FUSED_VARYING,
+    POOL_RATIO_VARYING,
+)
 
 MIB = 2**20
 HIDDEN, FFN, LAYERS = 4096, 11008, 16
@@ -58,8 +63,28 @@ class Allocator:
         self.free.append((segment, offset, size))
 
 
-def step(allocator: Allocator, tokens: int, vocabulary: int) -> None:
-    """One checkpointed training step with the plain loss under autocast, one sample."""
+def loss(allocator: Allocator, tokens: int, vocabulary: int) -> None:
+    """Logits, their copies and their gradients."""
+    take, give = allocator.take, allocator.give
+    whole, shifted = tokens * vocabulary, (tokens - 1) * vocabulary
+    logits, copy, upcast, log_softmax = take(2 * whole), take(2 * shifted), take(4 * shifted), take(4 * shifted)
+    give(upcast)
+    give(copy)
+    outputs = take(4 * whole)  # accelerate's fp32 copy
+    give(logits)
+    give(outputs)
+    of_loss, of_logits = take(4 * shifted), take(4 * shifted)
+    give(of_loss)
+    give(log_softmax)
+    low = take(2 * shifted)
+    give(of_logits)
+    padded = take(2 * whole)
+    give(low)
+    give(padded)
+
+
+def step(allocator: Allocator, tokens: int, vocabulary: int, *, fused: bool = False) -> None:
+    """One checkpointed training step under autocast, one sample; with the plain loss or one that has chunks alone."""
     take, give = allocator.take, allocator.give
 
     def layer(*, backward: bool) -> None:
@@ -79,40 +104,40 @@ def step(allocator: Allocator, tokens: int, vocabulary: int) -> None:
     for _ in range(LAYERS):
         kept.append(take(2 * tokens * HIDDEN))
         layer(backward=False)
-    whole, shifted = tokens * vocabulary, (tokens - 1) * vocabulary
-    logits, copy, upcast, log_softmax = take(2 * whole), take(2 * shifted), take(4 * shifted), take(4 * shifted)
-    give(upcast)
-    give(copy)
-    outputs = take(4 * whole)  # accelerate's fp32 copy
-    give(logits)
-    give(outputs)
-    of_loss, of_logits = take(4 * shifted), take(4 * shifted)
-    give(of_loss)
-    give(log_softmax)
-    low = take(2 * shifted)
-    give(of_logits)
-    padded = take(2 * whole)
-    give(low)
-    give(padded)
+    if fused:
+        gradient, chunk = take(2 * tokens * HIDDEN), max(1, tokens * HIDDEN // vocabulary) * vocabulary
+        for _ in range(vocabulary // HIDDEN):
+            low, high = take(2 * chunk), take(4 * chunk)
+            give(low)
+            give(high)
+        give(gradient)
+    else:
+        loss(allocator, tokens, vocabulary)
     for block in kept:
         layer(backward=True)
         give(block)
 
 
-def ratio(vocabulary: int, limit: int, seed: int | None) -> float:
+def ratio(vocabulary: int, limit: int, seed: int | None, *, fused: bool = False) -> float:
     """Reserved after 60 steps over the live peak of one sample at the limit; without a seed all are as long as that."""
     allocator, longest, lengths = Allocator(), Allocator(), random.Random(seed)
-    step(longest, limit, vocabulary)
+    step(longest, limit, vocabulary, fused=fused)
     for _ in range(60):
         tokens = limit if seed is None else limit + 1
         while not 91 <= tokens <= limit:
             tokens = round(lengths.lognormvariate(*LENGTHS))
-        step(allocator, tokens, vocabulary)
+        step(allocator, tokens, vocabulary, fused=fused)
     return allocator.reserved_bytes / longest.peak_bytes
 
 
 def test_samples_of_one_length_hold_half_as_much_again() -> None:
     assert ratio(151_936, 2_048, None) == pytest.approx(POOL_RATIO, abs=0.05)
+
+
+def test_without_logits_the_pool_wastes_less() -> None:
+    assert ratio(151_936, 2_048, None, fused=True) == pytest.approx(POOL_RATIO_FUSED, abs=0.05)
+    spread = statistics.median(ratio(151_936, 8_192, seed, fused=True) for seed in range(3))
+    assert spread == pytest.approx(POOL_RATIO_FUSED_VARYING, abs=0.15)
 
 
 @pytest.mark.long

@@ -158,7 +158,8 @@ def test_a_row_says_adapters_over_a_quantised_base() -> None:
         ({"model": "ViT-H"}, "image model"),
         ({"model": "bigscience/T0_3B"}, "no closed form"),
         ({"model": "Frobnicator 9B"}, "write it into the column arch"),
-        ({"framework": "nanotron", "tp": "4"}, "no model of tensor"),
+        ({"framework": "HF Trainer", "tp": "4"}, "no model of tensor"),
+        ({"framework": "MaxText (JAX)"}, "no model of the engine"),
         ({"framework": "torchtitan", "n_gpus": "8", "pp": "4"}, "no model of tensor, pipeline"),
     ],
 )

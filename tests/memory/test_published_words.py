@@ -12,6 +12,7 @@ from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import described_row
 from orchestrator.memory.published_words import rule_of
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import ActivationCheckpointing
 
 ROW = {
     "id": "x1",
@@ -132,3 +133,103 @@ def test_megatron_makes_gradients_of_logits_in_place_but_for_2022_and_compiled_l
     logits = today.tokens * today.shape.vocab
     for other in (replace(today, is_old=True), read(MEGATRON, compile_or_other="fused cross entropy")):
         assert head_bytes(other) - head_bytes(today) == 4 * logits
+
+
+# ----------------------------------------------------------------------------------------------------------- trainers
+
+
+SHARDED = ROW | {"model": "Llama-2-7b", "n_gpus": "4", "micro_batch": "8", "seq_len": "2048", "act_ckpt": "True"}
+
+
+def test_masters_have_fp32_states_beside_them() -> None:
+    """DeepSpeed's log of a 52B model on 64 ranks: 1.51 GB before its optimizer is there, 10.6 GB after.
+
+    bigscience-workshop/bigscience, experiments/gpt2-meg-ds-zero/meg_ds_zero_gpt2_perf_n16_nbs48_ms48.out.
+    """
+    training = read(SHARDED, framework="DeepSpeed", sharding="ZeRO-3")
+    states = dict(estimate_foreign(training).by_cause)["optimizer states"]
+    assert states == pytest.approx(12 * training.shape.parameters / 4, rel=0.01)
+
+
+def test_buckets_are_as_large_as_the_trainer_makes_them() -> None:
+    said = {"DeepSpeed": 500_000_000, "HF Trainer + DeepSpeed": 4096**2, "ColossalAI": 12 * 2**20}
+    found = {name: read(SHARDED, framework=name, sharding="ZeRO-2").bucket_elements for name in said}
+    assert found == said
+    assert read(SHARDED, framework="DeepSpeed", compile_or_other="reduce bucket 5e7").bucket_elements == 50_000_000
+
+
+def test_colossalai_holds_gradients_on_the_device_while_its_states_are_on_the_host() -> None:
+    offloaded = read(SHARDED, framework="ColossalAI zero2-cpu", sharding="zero2-cpu", offload="CPU")
+    causes = dict(estimate_foreign(offloaded).by_cause)
+    assert causes["gradients"] == pytest.approx(2 * offloaded.shape.parameters / 4, rel=0.01)
+    assert "optimizer states" not in causes
+    with pytest.raises(SpecError, match="no model of the engine"):
+        read(SHARDED, framework="ColossalAI gemini")
+
+
+def test_adapters_over_fp32_weights_that_are_cast_need_six_bytes_of_each() -> None:
+    row = ROW | {"model": "Llama-2-7b", "framework": "LitGPT", "peft": "LoRA r8 q v", "micro_batch": "1"}
+    true, mixed = read(row, precision="bf16-true"), read(row, precision="bf16-mixed")
+    assert (true.autocasts, mixed.autocasts) == (False, True)
+    more = allocated_bytes(mixed) - allocated_bytes(true)
+    assert more > 4 * 0.95 * mixed.shape.parameters
+
+
+def test_kernels_that_write_in_place_leave_less_at_work() -> None:
+    row = ROW | {"model": "Llama-3.2-1B", "act_ckpt": "True", "seq_len": "65536", "micro_batch": "1"}
+    plain = read(row, peft="LoRA r16 all linear", compile_or_other="liger fused linear cross-entropy")
+    liger = read(row, peft="LoRA r16 all linear", compile_or_other="Liger-Kernel")
+    fused = read(row, peft="LoRA r16 all linear", compile_or_other="fused LoRA kernels, Liger-Kernel")
+    assert allocated_bytes(plain) > allocated_bytes(liger) > allocated_bytes(fused)
+
+
+def test_norms_of_queries_and_keys_are_kept() -> None:
+    with_norms = read(ROW, model="Qwen3-8B", peft="LoRA r8 q v")
+    without = replace(with_norms, shape=replace(with_norms.shape, qk_norm=False))
+    assert allocated_bytes(with_norms) > allocated_bytes(without)
+
+
+def test_a_row_that_leaves_checkpointing_open_has_it_as_its_trainer_would() -> None:
+    assert read(ROW, framework="ms-swift").checkpointing is ActivationCheckpointing.FULL
+    assert read(ROW, framework="PyTorch").checkpointing is ActivationCheckpointing.NONE
+    assert read(ROW, framework="ms-swift", act_ckpt="False").checkpointing is ActivationCheckpointing.NONE
+
+
+@pytest.mark.parametrize(
+    "columns", [{"framework": "TRL DPO"}, {"framework": "ms-swift Megatron-LM", "sharding": "ZeRO-1+TP"}]
+)
+def test_what_says_too_little_of_its_size_is_refused(columns: dict[str, str]) -> None:
+    with pytest.raises(SpecError):
+        read(ROW, **columns)
+
+
+@pytest.mark.parametrize(
+    ("columns", "tokens"),
+    [
+        ({"seq_len": "2,048"}, 4 * 2048),
+        ({"seq_len": "4k"}, 4 * 4096),
+        ({"seq_len": "up to 1024"}, 4 * 1024),
+        ({"seq_len": "seq_len=512", "micro_batch": "bs 2"}, 2 * 512),
+        ({"seq_len": "~300"}, 4 * 300),
+    ],
+)
+def test_a_length_is_read_however_it_is_written(columns: dict[str, str], tokens: int) -> None:
+    assert read(ROW, **columns).tokens == tokens
+
+
+def test_words_for_devices_precision_and_offload_are_read() -> None:
+    assert read(SHARDED, sharding="FULL_SHARD", n_gpus="2 nodes x 8").dp == 16
+    assert read(ROW, precision="32-true").low_precision is False
+    assert read(ROW, precision="mixed (fp16)").low_precision is True
+    assert read(SHARDED, framework="DeepSpeed", sharding="ZeRO-2-offload").offload_optimizer is True
+    assert read(ROW, optimizer="AdamW", peft="LoRA r8, 8bit base").rule is Rule.ADAM
+    assert read(ROW, peft="LoRA (rank: 8) qkv").lora_targets == ("q", "k", "v")
+    assert read(ROW, framework="nanotron", tp="2", n_gpus="2", peft="").framework is Framework.MEGATRON
+
+
+def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes_one_parameter_at_a_time() -> None:
+    row = ROW | {"model": "bert-large-uncased", "framework": "HF Trainer (2022)", "precision": "fp32"}
+    old, new = read(row, gpu="V100"), read(row | {"framework": "HF Trainer"}, gpu="A100")
+    assert (old.foreach, new.foreach) == (False, True)
+    volta, ampere = (estimate_foreign(replace(old, on_volta=on)).device_bytes for on in (True, False))
+    assert ampere - volta == 503_000_000  # 1.78 GiB of an A100, 1,343 MiB of a V100
