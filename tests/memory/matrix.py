@@ -237,27 +237,29 @@ def predicted(spec: JobSpec, plan: Plan) -> int:
     return estimate(profile, plan, DEVICE).allocated_bytes
 
 
-def full(folder: Path) -> list[Row]:
-    """The whole matrix: both decoders, all precisions, every engine, layout, stage, micro-batch and checkpointing."""
-    found: list[Row] = []
+def full(folder: Path) -> dict[str, list[Row]]:
+    """The whole matrix, by family: all precisions, every engine, layout, stage, micro-batch and checkpointing."""
+    decoders = {"deep decoder": DEEP, "wide decoder": WIDE}
+    found: dict[str, list[Row]] = {name: [] for name in decoders}
     modes = (ActivationCheckpointing.NONE, ActivationCheckpointing.FULL)
-    for (name, decoder), engine in product((("deep", DEEP), ("wide", WIDE)), STAGES):
+    for (name, decoder), engine in product(decoders.items(), STAGES):
         tried = [each for precision in (Precision.FP32, Precision.BF16) for each in plans(engine, (1, 4, 8), precision)]
-        found += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
-    for (name, decoder), ranks in product((("deep", DEEP), ("wide", WIDE)), PARALLEL):
+        found[name] += rows(decoder, [*tried, *plans(engine, (4,), Precision.FP16)], folder / f"{name}-{engine}")
+    for (name, decoder), ranks in product(decoders.items(), PARALLEL):
         tried = [
             each
             for precision in (Precision.FP32, Precision.BF16)
             for each in parallel_plans(ranks, (1, 4), precision, modes)
             if each.layout.pp * each.pipeline_stages_per_rank <= decoder.num_hidden_layers
         ]
-        found += rows(decoder, tried, folder / f"{name}-{ranks}")
-    found += rows(DEEP, optimizer_plans(), folder / "optimizers")
-    found += rows(ADAPTED, adapted_plans(), folder / "adapted")
-    found += rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
-    found += rows(MIXED, mixed_plans(), folder / "mixed")
+        found[name] += rows(decoder, tried, folder / f"{name}-{ranks}")
+    found["deep decoder"] += rows(DEEP, optimizer_plans(), folder / "optimizers")
+    found["llama with adapters"] = rows(ADAPTED, adapted_plans(), folder / "adapted")
+    found["llama"] = rows(replace(ADAPTED, lora=None), adapted_plans(), folder / "unadapted")
+    found["mixtral"] = rows(MIXED, mixed_plans(), folder / "mixed")
     dropping = [each for engine in STAGES for each in plans(engine, (4,), Precision.FP32)]
-    return found + rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
+    found["decoder with dropout"] = rows(replace(DEEP, dropout=0.1), dropping, folder / "dropout")
+    return found
 
 
 def table(found: Sequence[Row]) -> str:

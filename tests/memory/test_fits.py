@@ -69,6 +69,11 @@ def draws(seed: int, count: int, ranks: int, names: Sequence[str]) -> list[Draw]
     return found
 
 
+def piece(number: int) -> list[Draw]:
+    """Those of PIECES x DRAWS that share a launch: on one, two or four ranks."""
+    return draws(number, DRAWS, (1, 2, 2, 4)[number % 4], list(KNOWN))
+
+
 def _plan(chance: random.Random, name: str, ranks: int) -> Plan | None:
     engine = chance.choice((Engine.TORCH, Engine.DEEPSPEED))
     layout = ParallelLayout(**chance.choice(LAYOUTS[ranks]))
@@ -165,8 +170,7 @@ def test_on_devices_of_just_the_memory_that_planning_asks_for_no_plan_runs_out_o
 @pytest.mark.timeout(7200)
 def test_of_320_draws_no_fitting_plan_runs_out_of_memory_and_5_percent_are_refused_in_vain(tmp_path: Path) -> None:
     refusals = fitting = 0
-    for piece in range(PIECES):
-        ranks = (1, 2, 2, 4)[piece % 4]
-        in_vain, would_fit = refused(draws(piece, DRAWS, ranks, list(KNOWN)), tmp_path / str(piece))
+    for number in range(PIECES):
+        in_vain, would_fit = refused(piece(number), tmp_path / str(number))
         refusals, fitting = refusals + in_vain, fitting + would_fit
     assert refusals <= REFUSED_MAX * fitting, f"{refusals} of {fitting} plans that fit were refused"

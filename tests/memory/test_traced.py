@@ -117,6 +117,10 @@ def test_a_lone_rank_reduces_its_gradients_in_one_piece(tmp_path: Path) -> None:
     assert bars_hold(found), table(found)
 
 
+def ragged_rows(name: str, folder: Path) -> list[Row]:
+    return rows(name, LONE, folder) + rows(name, PAIRS, folder)
+
+
 MOMENT_ERROR_MAX = 0.005
 MOMENTS = {
     "a first reduction that is the last": ("conv", plan(Engine.DEEPSPEED, 2, 2, 1, 1)),
@@ -139,7 +143,7 @@ def test_what_lives_for_a_moment_is_known(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bars_hold_over_ranks_stages_and_ragged_micro_batches(name: str, tmp_path: Path) -> None:
-    found = rows(name, LONE, tmp_path) + rows(name, PAIRS, tmp_path)
+    found = ragged_rows(name, tmp_path)
     assert bars_hold(found), table(found)
 
 
@@ -163,14 +167,18 @@ EXPERTS = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_what_is_reduced_while_a_leaf_waits_is_known(name: str, tmp_path: Path) -> None:
+    found = expert_rows(name, tmp_path)
+    assert bars_hold(found), table(found)
+
+
+def expert_rows(name: str, folder: Path) -> list[Row]:
     model, tried = ModelSpec(hf=EXPERTS[name]), [plan(Engine.DEEPSPEED, 3, 2, micro, 1) for micro in (1, 3)]
     (known,) = traced(model, (Precision.FP32, False)).values()
-    measured = peaks(model, SEQUENCE_LENGTH, tried, tmp_path)
-    found = [
+    measured = peaks(model, SEQUENCE_LENGTH, tried, folder / f"experts-{name}")
+    return [
         Row(plan=each, predicted_bytes=estimate(known, each, DEVICE).allocated_bytes, measured_bytes=one)
         for each, one in zip(tried, measured, strict=True)
     ]
-    assert bars_hold(found), table(found)
 
 
 FROZEN: dict[str, tuple[str, ...]] = {
@@ -223,6 +231,16 @@ def test_what_is_frozen_has_neither_gradients_nor_states_nor_saves_what_they_wou
 def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Path) -> None:
     found = frozen_rows(FROZEN[which], PAIRS, tmp_path)
     assert bars_hold(found), table(found)
+
+
+def full(folder: Path) -> dict[str, list[Row]]:
+    """All that the long tests measure, by family."""
+    found = {name: ragged_rows(name, folder) for name in MODELS}
+    for name in EXPERTS:
+        found[name] = found.get(name, []) + expert_rows(name, folder)
+    for which, names in FROZEN.items():
+        found[f"llama, {which} frozen"] = frozen_rows(names, PAIRS, folder / which)
+    return found
 
 
 def test_a_decoder_that_is_frozen_in_part_is_traced_but_where_ranks_hold_parts_of_it() -> None:
