@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from orchestrator.memory.moments import FORWARDED, FP32_BYTES, NOTHING, Passage, Point, Rank, passages
+from orchestrator.memory.moments import FORWARDED, FP32_BYTES, NOTHING, Passage, Point, Rank, passages, traced_passages
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
@@ -56,10 +56,11 @@ def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
 @lru_cache(maxsize=8192)
 def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: bool) -> frozenset[int]:
     """Those of one micro-batch: the others in flight add as much to all."""
-    found = set()
+    points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers)
+    places, found = [at for at, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
     for mode in ActivationCheckpointing:
         passing = _of_one_micro_batch(stage, has_loss, gathers, mode, casts)[:FORWARDED]
-        found.add(max(range(len(passing)), key=lambda at: passing[at].per_sample_bytes))
+        found.add(max(places, key=lambda at: passing[at].per_sample_bytes))
         found.update(at for at, live in enumerate(passing) if live.chunks is not None)
     return frozenset(found)
 

@@ -67,13 +67,19 @@ def filling(profile: ModelProfile, bucket: int, *, leaves: bool = False) -> Fill
 @lru_cache(maxsize=4096)
 def largest_share(profile: ModelProfile, shares: int) -> int:
     """Elements of all tensors that lie in one of so many equal shares of what is trained, even if in part."""
-    ends = list(accumulate(reversed([size for _, size in _in_backward_order(profile)]))) or [0]
+    ends = list(accumulate(_registered(profile))) or [0]
     starts, each = [0, *ends[:-1]], -(-ends[-1] // shares)
     largest = 0
     for begin in range(0, ends[-1], max(1, each)):
         end = min(begin + each, ends[-1])
         largest = max(largest, ends[bisect_left(ends, end)] - starts[bisect_right(starts, begin) - 1])
     return largest
+
+
+def _registered(profile: ModelProfile) -> Iterator[int]:
+    for segment in profile.segments:
+        for _ in range(segment.count):
+            yield from segment.registered or reversed(segment.gradients)
 
 
 def _in_backward_order(profile: ModelProfile, *, leaves: bool = False) -> Iterator[tuple[Part, int]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
-from orchestrator.memory.buckets import Part, Reduction, filling, largest_share
+from orchestrator.memory.buckets import Reduction, filling, largest_share
 from orchestrator.memory.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.updates import state_bytes, temporaries
 from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
@@ -55,7 +54,8 @@ def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> lis
     found = []
     for at in places:
         passage = rank.passages[at]
-        found.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at))
+        if passage.point is not Point.ARRIVAL or _reductions(profile, plan, buckets, passage)[0]:
+            found.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at))
     found.append(_build(rank, plan))
     if stage >= ZeroStage.GRADIENTS:
         found.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))
@@ -131,7 +131,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         partition = _partition(profile, dp)
         partitions = partition * (int(accumulates) + int(has_reduced))
         bucket = buckets.reduce if begun else 0
-        meets = bool(profile.moments) or passage.own == passage.segment.trained_parameters
+        meets = _meets(profile, passage) or passage.own == passage.segment.trained_parameters
         alone = copied = 0
         for one in reductions:
             if alone < one.elements > buckets.reduce:
@@ -142,9 +142,11 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     waiting = passage.own if passage.own < passage.segment.leaf_until else 0
     kept, copies, gathered = own + waiting, 0, _gathered(profile, plan, buckets, passage)
+    meets = _meets(profile, passage) or not (profile.moments or passage.segment.arrivals)
     for one in reductions:
         alone = one.elements if one.elements > buckets.reduce else 0
-        held, copied = own + one.waiting + alone, buckets.copies * one.elements - alone
+        held = (0 if one.waiting else own) + one.waiting + alone
+        copied = buckets.copies * one.elements - alone if meets else 0
         beside = _gathered(profile, plan, buckets, passage, in_leaf=True) if one.waiting else gathered
         if held + copied + beside > kept + copies + gathered:
             kept, copies, gathered = held, copied, beside
@@ -242,8 +244,8 @@ def _copied(reduced: int, dp: int) -> int:
 def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[list[Reduction], bool]:
     """What is reduced while the part goes backward, and whether anything was by then.
 
-    That is when a gradient comes that the bucket has no room for. What a trace saw before it does not meet it; where
-    the trace has nothing later of the part, what it saw last does.
+    That is when a gradient comes that the bucket has no room for: a trace knows what is live then. At its other moments
+    only what no bucket holds is there, until it is reduced with the next gradient.
     """
     if not passage.backward:
         return [], False
@@ -252,10 +254,13 @@ def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
         return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
     found = filling(profile, buckets.reduce, leaves=plan.zero_stage is ZeroStage.PARAMETERS)
     part = passage.place, passage.position
-    peaked = passage.segment.is_unit or passage.peak is not None
+    peaked = passage.segment.is_unit or passage.peak is not None or passage.point is Point.ARRIVAL
     own = passage.own if peaked else passage.segment.trained_parameters
-    if profile.moments and passage.segment.is_unit and own < _seen_last(profile, part, plan.activation_checkpointing):
-        own -= 1
+    if passage.point is Point.ARRIVAL:
+        return [one for one in found.at(part, own - 1) if one.own >= passage.since], found.has_begun(part, own - 1)
+    if profile.moments or passage.segment.arrivals:
+        large = [one for one in found.at(part, own) if one.elements > buckets.reduce and (one.own == own or not peaked)]
+        return large, found.has_begun(part, own - peaked)
     if not passage.segment.peaks:
         return found.at(part, own), found.has_begun(part, own)
     earlier = max((peak.own for peak in passage.segment.peaks if peak.own < own), default=0)
@@ -263,11 +268,9 @@ def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     return reduced, found.has_begun(part, own - 1)
 
 
-@lru_cache(maxsize=4096)
-def _seen_last(profile: ModelProfile, part: Part, mode: ActivationCheckpointing) -> int:
-    """The most gradients of a traced part that any of its moments has."""
-    moments = (one for one in profile.moments if (one.segment, one.position, one.mode) == (*part, mode))
-    return max((one.own for one in moments), default=0)
+def _meets(profile: ModelProfile, passage: Passage) -> bool:
+    """Whether what is reduced is copied beside what a trace has seen at this moment."""
+    return passage.point is Point.ARRIVAL or bool(profile.turns)
 
 
 def _buckets(profile: ModelProfile) -> int:

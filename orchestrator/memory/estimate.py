@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from orchestrator.memory import deepspeed, torch_engines
 from orchestrator.memory.activations import activations, highest_places
-from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Rank
+from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
 from orchestrator.memory.pipeline import in_flight, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
@@ -181,6 +181,8 @@ def _outside_bytes(plan: Plan, device: DeviceSpec) -> int:
 def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:
     """Those of the model's passages at the places, and all that are none of its passages."""
     cuda = device.kind is DeviceKind.CUDA
+    if plan.engine is Engine.TORCH or plan.zero_stage < ZeroStage.GRADIENTS or plan.sharding is Sharding.FSDP:
+        places = [at for at in places if rank.passages[at].point is not Point.ARRIVAL]
     if plan.engine is Engine.DEEPSPEED:
         return deepspeed.moments(rank, plan, places, cuda=cuda)
     if plan.engine is Engine.TORCH:

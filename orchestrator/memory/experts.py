@@ -102,6 +102,7 @@ def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: i
         largest_parameter=2 * down,
         factored=(layer.factored or 0) + _factored(experts, h),
         tensors=(*parts, *attention),
+        arrivals=(),
         side_by_side=sum(parts),  # its block is one of DeepSpeed's leaf modules
         viewed=3 * down,  # transposed (`_grouped_linear`)
         peaks=_peaks(profile, experts, h, tokens, autocast=autocast),

@@ -108,8 +108,15 @@ def as_transformers(
     if low and not autocast:  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
         wider = 4 if family == "gemma" and model.lora is None else 0
         layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 4) * shape.hidden_size)
-    tensors = (*layer.tensors, more) if more else layer.tensors
-    layer = replace(layer, parameters=layer.parameters + more, factored=(layer.factored or 0) + more, tensors=tensors)
+    if more:
+        *arrivals, last = layer.arrivals
+        layer = replace(
+            layer,
+            parameters=layer.parameters + more,
+            factored=(layer.factored or 0) + more,
+            tensors=(*layer.tensors, more),
+            arrivals=(*arrivals, last._replace(own=last.own + more)),
+        )
     if model.lora is None:
         layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
     else:
@@ -183,6 +190,7 @@ def _adapted(
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
             tensors=tuple(lora.rank * width for inputs, outputs in reversed(sizes) for width in (outputs, inputs)),
+            arrivals=(),
         ),
         replace(
             head,

@@ -47,6 +47,7 @@ class Point(Enum):
     START = "start of backward"
     PEAK = "backward"
     GRADIENT = "gradient"
+    ARRIVAL = "coming gradient"
     END = "end of backward"
 
 
@@ -67,6 +68,7 @@ class Passage(NamedTuple):
     behind: Segment | None = None  # and its other neighbour
     turn: int = 0  # trained parameters of its recipe, where several train in turn
     outside: bool = False  # see TracedMoment
+    since: int = 0  # of an arrival: `own` at the one before that is known
     peak: BackwardPeak | None = None  # of a part that says several
 
     @property
@@ -174,8 +176,9 @@ def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Pas
                     ahead=layers[at - 1] if repeated and at > 0 else None,
                     behind=layers[at + 1] if repeated and at + 1 < len(layers) else None,
                     peak=peak,
+                    since=max((each.own for each in segment.arrivals if each.own < own), default=0),
                 )
-                for point, own, peak in _backward(segment, is_loss=is_loss)
+                for point, own, peak in _backward(segment, is_loss=is_loss, arrives=gathers)
             ]
         done += segment.count * segment.trained_parameters
         units += segment.count * segment.parameters if repeated else 0
@@ -191,13 +194,18 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
     first = {place: sum(before.count for _, before in layers[:number]) for number, (place, _) in enumerate(layers)}
     units = [segment for _, segment in layers for _ in range(segment.count)]
     found = []
+    come: dict[object, int] = {}
     for moment in stage.moments:
         segment, ahead, behind = stage.segments[moment.segment], None, None
         if segment.is_unit:
             at = first[moment.segment] + segment.count - 1 - moment.position
             ahead = units[at - 1] if at > 0 else None
             behind = units[at + 1] if at + 1 < len(units) else None
-        if moment.backward:
+        since = 0
+        if moment.fresh:
+            part = moment.mode, moment.turn, moment.segment, moment.position, moment.sharded
+            point, since, come[part] = Point.ARRIVAL, come.get(part, 0), moment.own
+        elif moment.backward:
             point = Point.START if moment.starts else Point.PEAK
         else:
             point = Point.ENTRY if moment.starts else Point.FORWARD
@@ -210,13 +218,14 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
                 position=moment.position,
                 done=moment.done,
                 own=moment.own,
-                fresh=0,
+                fresh=moment.fresh,
                 units_done=moment.units_done,
                 ends_done=moment.ends_done,
                 ahead=ahead,
                 behind=behind,
                 turn=stage.turns[moment.turn] if stage.turns else 0,
                 outside=moment.outside,
+                since=since,
             )
         )
     return tuple(found)
@@ -228,7 +237,7 @@ def _order(segment: Segment, position: int) -> str:
     return "last " if position == 0 else "first " if position == segment.count - 1 else ""
 
 
-def _backward(segment: Segment, *, is_loss: bool) -> list[tuple[Point, int, BackwardPeak | None]]:
+def _backward(segment: Segment, *, is_loss: bool, arrives: bool) -> list[tuple[Point, int, BackwardPeak | None]]:
     """Backward pass of one part, with the gradients that it has by then: its start, its peaks, all of them made.
 
     In a repeated part the largest activations and the gradient of the largest matrix (of the feed-forward) meet, where
@@ -244,4 +253,5 @@ def _backward(segment: Segment, *, is_loss: bool) -> list[tuple[Point, int, Back
         return [(Point.PEAK, 0, None), (Point.GRADIENT, largest, None), (Point.END, trained, None)]
     found: list[tuple[Point, int, BackwardPeak | None]] = [(Point.START, 0, None)]
     found += [(Point.PEAK, peak.own, peak) for peak in segment.peaks] or [(Point.PEAK, largest, None)]
+    found += [(Point.ARRIVAL, arrival.own, arrival) for arrival in segment.arrivals if arrives]
     return [*found, (Point.END, trained, None)]

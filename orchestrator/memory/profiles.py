@@ -225,6 +225,11 @@ def decoder_profile(
         factored=2 * (q + h) + 2 * (kv + h) + 3 * (f + h) + 2 * h,
         matmuls=((s, h, q), (s, h, kv), (s, h, kv), (s, q, h), (s, h, f), (s, h, f), (s, f, h)),
         tensors=(h * f, h * f, h * f, h, h * q, h * kv, h * kv, h * q, h),
+        arrivals=(
+            BackwardPeak(h * f, h * f, 0),
+            BackwardPeak(3 * h * f, h * f, s * width * (h - 2 * f)),
+            BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
+        ),
     )
     return ModelProfile(
         family=family,

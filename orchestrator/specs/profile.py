@@ -68,6 +68,8 @@ class Segment:
     leaf_until: int = 0  # elements of the part's gradients by which those of the leaf have all been made
     last_parameter: int | None = None  # elements of what stands last in its module; None: of the first of `tensors`
     peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
+    arrivals: tuple[BackwardPeak, ...] = ()  # the most that is live as its gradients come, up to so many; none: unknown
+    registered: tuple[int, ...] = ()  # `tensors` in the order of the module; none: in that of its forward pass
 
     @property
     def is_unit(self) -> bool:
@@ -120,6 +122,7 @@ class TracedMoment(NamedTuple):
     units_done: int  # parameters of layers that are through their backward pass
     sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
     outside: bool = False  # in the loss of what the model returned, whose gradient has not come back to it
+    fresh: int = 0  # of a gradient that has just come, the last of `own`, which here are those of any part; else 0
 
 
 class Source(StrEnum):

@@ -125,6 +125,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Around the forward and backward pass of the recipe of that number; then its gradients go."""
         self._turn, self._layers_passed, self._is_forward, self._is_outside = number, 0, True, False
         self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
+        self._come: Counter[int] = Counter()  # id of a place -> elements of its gradients
         self._gradient_bytes = 0
         self._passed_back: dict[int, int] = {}  # layer -> parameters
         self._hooked: Any = WeakIdKeyDictionary()
@@ -168,6 +169,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 leaves[leaf] += parameter.numel()
                 home.side_by_side = max(home.side_by_side, leaves[leaf])
                 home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
+        for parameter in self._parameters:
+            if id(parameter) in self._trained:
+                self._home[id(parameter)].registered += (parameter.numel(),)
         self._arrived.clear()
         self._find_last_parameters()
         for (turn, passed), at in self._place_of.items():
@@ -247,6 +251,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._arrived.setdefault(id(parameter), parameter)
         self._gradients[self._layer_of[id(parameter)]] += parameter.numel()
         self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
+        home, place = self._home.get(id(parameter)), self.places[self.phases[-1].place]
+        if home is place and len(self._recipes) == 1:
+            self._come[id(home)] += parameter.numel()
+            event, own = self._event(), self._come[id(home)]
+            found = event._replace(own=own, done=event.own + event.done - own, fresh=parameter.numel())
+            self.phases[-1].events.append(found)
 
     # -------------------------------------------------------------------------------------------------------- phases
 

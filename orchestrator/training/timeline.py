@@ -29,6 +29,7 @@ class Event(NamedTuple):
     ends_done: int
     units_done: int
     outside: bool
+    fresh: int = 0
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Place:
     side_by_side: int = 0
     looked_up: int = 0
     last_parameter: int = 0
+    registered: tuple[int, ...] = ()
 
     def is_like(self, other: Place) -> bool:
         """Whether both are layers that differ in nothing but their names."""
@@ -173,6 +175,7 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
                 side_by_side=place.side_by_side,
                 looked_up=place.looked_up,
                 last_parameter=place.last_parameter,
+                registered=place.registered if sum(place.tensors) == place.trained else (),
             )
             for at, (place, count) in enumerate(found.segments)
         ),
@@ -216,6 +219,7 @@ def _lines(steps: Steps) -> list[Stretch]:
                     units_done=two.units_done,
                     sharded=steps.sharded,
                     outside=two.outside,
+                    fresh=two.fresh,
                 )
             )
         found.append(tuple(stretch))
@@ -301,7 +305,7 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
     for stretch in reversed(found.stretches):  # the backward pass first
         start, *others = stretch
         place, _ = found.segments[start.segment]
-        moments = others if place.is_layer else [start, *others]
+        moments = [one for one in (others if place.is_layer else [start, *others]) if not one.fresh]
         moments.sort(key=lambda one: (one.own + one.done, one.fixed_bytes + one.sample_bytes), reverse=True)
         worst = [start] if place.is_layer else []
         for moment in moments:
@@ -313,5 +317,14 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
             ):
                 beaten.append(moment)
                 worst.append(moment)
-        kept.append(worst)
+        kept.append([*worst, *_arrivals(stretch)])
     return tuple(moment for worst in reversed(kept) for moment in worst)
+
+
+def _arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
+    """The moments at which gradients come, but those that the next one stands for, as nothing of it is less."""
+    arrivals = [moment for moment in stretch if moment.fresh]
+    for this, following in itertools.zip_longest(arrivals, arrivals[1:]):
+        names = ("fixed_bytes", "sample_bytes", "fresh")
+        if following is None or any(getattr(this, name) > getattr(following, name) for name in names):
+            yield this

@@ -35,9 +35,9 @@ def model(parts: list[tuple[int, list[int]]]) -> ModelProfile:
 
 
 def in_order(profile: ModelProfile) -> list[int]:
-    """Of parameters: the reverse of the order of gradients."""
-    backward = [each for segment in reversed(profile.segments) for each in segment.tensors * segment.count]
-    return backward[::-1]
+    """Of parameters: as they were registered, else the reverse of the order of gradients."""
+    parts = [segment.registered or segment.tensors[::-1] for segment in profile.segments for _ in range(segment.count)]
+    return [each for sizes in parts for each in sizes]
 
 
 @given(MODELS, st.integers(1, 200))
@@ -79,11 +79,14 @@ def test_gradients_of_a_leaf_wait_until_all_are_made_and_are_reduced_as_they_wer
     assert [(one.own, one.waiting) for one in as_made] == [(23, 0)]
 
 
-@given(MODELS, st.integers(1, 9))
+@given(MODELS, st.integers(1, 9), st.booleans())
 def test_a_share_holds_all_of_every_tensor_that_reaches_into_it(
-    parts: list[tuple[int, list[int]]], shares: int
+    parts: list[tuple[int, list[int]]], shares: int, is_known: bool
 ) -> None:
     profile = model(parts)
+    if is_known:
+        segments = tuple(replace(segment, registered=tuple(sorted(segment.tensors))) for segment in profile.segments)
+        profile = replace(profile, segments=segments)
     sizes, each = in_order(profile), -(-profile.trained_parameters // shares)
     owners = [rank for tensor, size in enumerate(sizes) for rank in [tensor] * size]
     held = [sum(sizes[tensor] for tensor in set(owners[begin : begin + each])) for begin in range(0, len(owners), each)]

@@ -138,6 +138,10 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
         )
         for stage in (1, 2)
     ],
+    "a reduction when a gradient comes": [
+        (DEEPER, plan(Engine.DEEPSPEED, stage, micro, layout={"dp": 2}, activation_checkpointing=FULL))
+        for stage, micro in ((2, 1), (3, 8))
+    ],
     "casts of cut weights": [
         (DEEPER, plan(Engine.TORCH, 0, 1, layout={"tp": 2}, activation_checkpointing=FULL, precision=Precision.BF16))
     ],
