@@ -130,10 +130,10 @@ def _busy_s(
 ) -> float:
     """Seconds of kernels, launches and tensor-parallel messages of one micro-batch.
 
-    A rank all-reduces what a layer hands on, and everything waits for it: twice in each direction (Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3), and twice where the layer is recomputed. A CUDA device works off what its host has
-    launched, so that the longer hides the shorter, the better the longer it is; a CPU rank is its own host, and where
-    launches block the device waits for its host as long as the host for the device.
+    A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
+    layer is recomputed. A CUDA device works off what its host has launched, so that the longer hides the shorter, the
+    better the longer it is; a CPU rank is its own host, and where launches block the device waits for its host as long
+    as the host for the device.
     """
     device, tp = hardware.device, profile.tensor_parallel
     one = micro_batch(profile, size, device, precision)
@@ -146,7 +146,7 @@ def _busy_s(
         device_s += one.selective_replay_s
     launches_s = host_s(one.parts, replayed, 3, device)
     if tp > 1:
-        across, messages = _ring(tp, 1, hardware), 4 * one.parts + 2 * replayed
+        across, messages = _ring(tp, 1, hardware), one.messages + 2 * replayed
         device_s += messages * across.all_reduce_s(profile.boundary_bytes * size)
         launches_s += messages * (across.start_s + DISPATCH_S)
     if device.kind is not DeviceKind.CUDA or hardware.launches_block:

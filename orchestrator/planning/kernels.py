@@ -43,6 +43,10 @@ KERNEL_S = 3e-6
 # which 34 sbh + 5 as^2 are kept (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1): norms, activation, dropouts
 # and residuals read and write 38 sbh, softmax and its dropout 9 as^2; backwards 77 and 11.
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.25
+# All-reduces of a layer that is cut over ranks: of the outputs of its two pairs of products, and of their inputs'
+# gradients (Shoeybi et al. 2019, arXiv:1909.08053, section 3). What has fewer products has one of these: an embedding
+# that of its output, a head that of its input's gradient.
+LAYER_MESSAGES = 4
 # Python and launches of one forward pass of one layer: Megatron needs (2384.8 - 660.4) ms for 24 more tokens and 384
 # more of prompt on 96 layers at batch 1 (NVIDIA/FasterTransformer docs, GPT-175B on 8 A100): 0.7 ms a layer, behind
 # which its kernels hide. A backward pass launches twice as many.
@@ -61,13 +65,14 @@ class MicroBatch:
     selective_replay_s: float  # the same for what selective checkpointing does not keep
     parts: int
     replayed_parts: int
+    messages: int  # that tensor-parallel ranks wait for, recomputing left out
 
 
 @lru_cache(maxsize=16384)
 def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision: Precision) -> MicroBatch:
     """What `size` samples take on a device that holds `profile`."""
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
-    parts = replayed = 0
+    parts = replayed = messages = 0
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
     attention_backward = EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     for segment in profile.segments:
@@ -76,6 +81,7 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
         backward_s += segment.count * back
         parts += segment.count
         known = bool(segment.matmuls) or not segment.forward_flops
+        messages += segment.count * (min(LAYER_MESSAGES, max(1, len(segment.matmuls))) if known else LAYER_MESSAGES)
         if segment.checkpointed_bytes < segment.saved_bytes or not known:
             replay_s += segment.count * ahead
             replayed += segment.count
@@ -89,6 +95,7 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
         selective_replay_s=selective_replay_s,
         parts=parts,
         replayed_parts=replayed,
+        messages=messages,
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.planning.collectives import ring, send_s
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.kernels import matmul_s, product_flops
+from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops
 from orchestrator.planning.search import plans, profile_for
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
@@ -240,6 +240,11 @@ def test_rings_between_the_same_nodes_share_the_network() -> None:
     assert beside.bandwidth == 2 * alone.bandwidth
     crossing, within = (send_s(10**9, device(), bandwidth) for bandwidth in (10**11 / 8, math.inf))
     assert crossing > within
+
+
+def test_a_cut_layer_waits_for_four_messages_and_either_end_of_the_model_for_one() -> None:
+    cut = profile_for(job(), machine(), plan(tp=8))
+    assert micro_batch(cut, 1, device(), Precision.BF16).messages == 4 * 24 + 1 + 1
 
 
 def test_every_plan_takes_some_time_and_deepspeed_more_than_torch_where_both_would_do() -> None:
