@@ -41,6 +41,8 @@ class Loss(StrEnum):
     COMPILED = "compiled"  # low-precision logits and gradients of all tokens
     LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
     FUSED = "fused"  # logits of a chunk
+    LABELS = "labels"  # the plain one, but that labels are shifted instead of logits
+    LOW = "low precision"  # logits, their copy, log-softmax and its gradient, none of them wide
 
 
 class Rule(StrEnum):
@@ -319,7 +321,8 @@ def _norm_bytes(training: Training) -> int:
 def score_bytes(training: Training) -> int:
     """Attention that holds its scores: 5 a s^2 b with dropout (section 4.1), of which the mask is one byte.
 
-    transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward).
+    transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward), so does
+    autocast (aten/src/ATen/autocast_mode.h, its fp32 list).
     """
     if training.flash:
         return 0
@@ -327,6 +330,8 @@ def score_bytes(training: Training) -> int:
     kept = 2 * width + (1 if shape.dropout else 0) if shape.dropout else width
     if shape.gated and training.low_precision:
         kept = width + 4
+    elif training.autocasts:
+        kept = width + 4 + (1 if shape.dropout else 0)
     return kept * shape.heads * training.sequence_length * training.tokens // training.tp
 
 
@@ -411,15 +416,17 @@ def head_bytes(training: Training) -> int:
     """Norm, logits and loss at their peak, of one micro-batch.
 
     Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
-    and that of the logits: 12 bytes. In place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits
-    alone. Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its
-    place and becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands
-    beside. Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states.
-    Chunked (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the
-    plain loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48
-    copies the logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed
-    (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A
-    head in 4 bits is dequantised to fp16, then cast.
+    and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): logits,
+    their fp32 copy, its log-softmax; on the way back a gradient in place of the copy. Low: the same without wide ones
+    (Qwen/Qwen-7B, modeling_qwen.py). In place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits alone.
+    Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
+    becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands beside.
+    Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
+    (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the plain
+    loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48 copies the
+    logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed (litgpt/utils.py,
+    chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A head in 4 bits is
+    dequantised to fp16, then cast.
     """
     shape, t = training.shape, training.tokens
     cut = training.tp
@@ -439,6 +446,10 @@ def head_bytes(training: Training) -> int:
         return states + training.width * logits + (8 + training.width) * logits // training.loss_chunks
     if training.loss is Loss.IN_PLACE:
         return states + training.width * logits
+    if training.loss is Loss.LABELS:
+        return states + (training.width + 8) * logits
+    if training.loss is Loss.LOW:
+        return states + 4 * training.width * logits
     if training.loss is Loss.COMPILED:
         return states + 2 * training.width * logits
     if training.loss is Loss.SHIFTED:

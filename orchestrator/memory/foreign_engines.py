@@ -372,6 +372,8 @@ def _plain(training: Training) -> Iterator[Live]:
 # of 512 to 8,192, four orders each), of which this is the median. tests/memory/test_allocator_replay.py does it again.
 POOL_RATIO = 1.45
 POOL_RATIO_VARYING = 2.9
+POOL_RATIO_LABELS = 1.17  # where no copy of the logits is a row shorter
+POOL_RATIO_LABELS_VARYING = 2.03
 POOL_RATIO_FUSED = 1.15  # without logits, but for those of a chunk; and the lengths spread, median of three orders
 POOL_RATIO_FUSED_VARYING = 1.45
 POOL_RATIO_EXPANDABLE = 1.05  # segments grow and are cut page by page
@@ -382,6 +384,8 @@ def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int,
     ratio = POOL_RATIO_VARYING if training.lengths_vary else POOL_RATIO
     if training.loss is Loss.FUSED:
         ratio = POOL_RATIO_FUSED_VARYING if training.lengths_vary else POOL_RATIO_FUSED
+    if training.loss is Loss.LABELS:
+        ratio = POOL_RATIO_LABELS_VARYING if training.lengths_vary else POOL_RATIO_LABELS
     if training.expandable_segments:
         ratio = POOL_RATIO_EXPANDABLE
     return allocated_bytes + round((ratio - 1) * activation_bytes) + pooled_bytes

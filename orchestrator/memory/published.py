@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.memory.architectures import Architecture, described, known
-from orchestrator.memory.foreign import Framework, Rule, Training, base_bytes_of
+from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
 from orchestrator.memory.published_words import (
     CHECKPOINTS,
     CONVOLUTIONS,
@@ -416,7 +416,7 @@ class _Reader:
             and not re.search(r"fused adam|fused optim", optimizer)
             and "fused" not in row["optimizer"].lower()
             and "torchtune" not in self.said,  # whose configurations say fused=True
-            loss=loss_of(self.said, self.other),
+            loss=self._loss(framework),
             loss_chunks=max(1, training.sequence_length // 128) if self.is_litgpt else training.loss_chunks,
             offload_parameters=(everything and training.zero_stage not in (1, 2)) or "param=y" in offload,
             offload_optimizer=everything or only_optimizer,
@@ -429,6 +429,12 @@ class _Reader:
     def _is_hf_fsdp(self, framework: Framework) -> bool:
         """transformers' Trainer: torch.optim steps over FSDP's shards, reentrant checkpointing wraps FSDP's units."""
         return framework is Framework.FSDP1 and re.search("hf trainer|transformers", self.said) is not None
+
+    def _loss(self, framework: Framework) -> Loss:
+        """As the trainer has it; the first Qwen's own code casts no logits, but for what accelerate does outside."""
+        loss = loss_of(self.said, self.other)
+        own = re.match(r"(?:qwen/)?qwen-\d", self.row["model"].lower()) is not None
+        return Loss.LOW if own and loss is Loss.PLAIN and framework is Framework.DEEPSPEED else loss
 
     def _old_zero_3(self) -> bool:
         """DeepSpeedExamples/Megatron-LM-v1.1.5-ZeRO3 ran with --partition-activations --checkpoint-in-cpu."""

@@ -138,4 +138,6 @@ def loss_of(said: str, other: str) -> Loss:
         return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
     if re.search(r"fused[^;]*cross.?entropy|cross.?entropy.*fusion", other) and "linear" not in other:
         return Loss.SHIFTED
-    return Loss.CHUNKED if "torchtune default config" in said or "chunk" in other else Loss.PLAIN
+    if "torchtune default config" in said or "chunk" in other:
+        return Loss.CHUNKED
+    return Loss.LABELS if re.search(r"transformers v?(?:4\.(?:49|5\d)|5)\b", said) else Loss.PLAIN

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.architectures import KNOWN, described, known
-from orchestrator.memory.foreign import Framework, Rule, Training, head_bytes
+from orchestrator.memory.foreign import Framework, Rule, Training, head_bytes, score_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import described_row
 from orchestrator.memory.published_words import rule_of
@@ -233,3 +233,27 @@ def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes
     assert (old.foreach, new.foreach) == (False, True)
     volta, ampere = (estimate_foreign(replace(old, on_volta=on)).device_bytes for on in (True, False))
     assert ampere - volta == 503_000_000  # 1.78 GiB of an A100, 1,343 MiB of a V100
+
+
+@pytest.mark.parametrize(
+    ("columns", "bytes_of_a_logit"),
+    [
+        ({"framework": "HF Trainer"}, 12),
+        ({"framework": "HF transformers 4.52"}, 10),
+        ({"framework": "transformers 5.13"}, 10),
+        ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-2", "model": "Qwen-7B-Chat"}, 8),
+    ],
+)
+def test_a_loss_holds_the_copies_of_logits_that_its_code_makes(columns: dict[str, str], bytes_of_a_logit: int) -> None:
+    training = read(ROW, **columns)
+    wider = replace(training, shape=replace(training.shape, vocab=2 * training.shape.vocab))
+    more = head_bytes(wider) - head_bytes(training)
+    assert more == bytes_of_a_logit * training.tokens * training.shape.vocab
+
+
+def test_autocast_keeps_attention_in_fp32() -> None:
+    row = ROW | {"model": "bert-large-uncased", "framework": "HF Trainer (2022)", "precision": "fp16 (AMP)"}
+    mixed = read(row)
+    assert mixed.autocasts
+    scores = mixed.shape.heads * mixed.sequence_length * mixed.tokens
+    assert score_bytes(mixed) - score_bytes(replace(mixed, autocasts=False)) == 2 * scores
