@@ -101,13 +101,13 @@ def is_known(spec: JobSpec) -> bool:
 def _traced(
     known: tuple[TracedProfile, ...], precision: Precision, sequence_length: int, autocast: bool, cuda: bool
 ) -> ModelProfile | None:
-    """That of the shortest samples which are at least as long, with the autocast of the device where it is known."""
+    """That of the shortest samples which are at least as long, as on the device where that differs."""
     fitting = [
         one
         for one in known
         if (one.profile.precision, one.autocast) == (precision, autocast) and one.sequence_length >= sequence_length
     ]
-    best = min(fitting, key=lambda one: (one.cuda is not (cuda and autocast), one.sequence_length), default=None)
+    best = min(fitting, key=lambda one: (one.cuda is not cuda, one.sequence_length), default=None)
     return best.profile if best else None
 
 

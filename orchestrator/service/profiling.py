@@ -57,7 +57,7 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
     arithmetics = _arithmetics(spec)
-    found = []
+    found: list[TracedProfile] = []
     for length in _lengths(spec):
         request = {
             "model": dataclasses.asdict(spec.known_model),
@@ -68,18 +68,19 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
         }
         kept = home / "profiles" / f"{_digest(spec, request)}.json"
         profiles = _read(kept) or _trace(request, kept, source, spec.workdir if spec.is_script else None)
-        found += [
-            TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
-            for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True)
-        ]
+        told: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # what CUDA does no otherwise, once
+        for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
+            one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
+            told.setdefault((autocast, profile), one)
+        found += told.values()
     return tuple(found)
 
 
 def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool, bool]]:
     """Precisions, whether autocast computes in them, and as on CUDA, of plans and of what may be recommended."""
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
-    full = [(Precision.FP32, False, False)] if spec.precision is Precision.FP32 else []
-    return [*full, (low, True, False), (low, True, True), (low, False, False)]
+    cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
+    return [(*case, cuda) for case in (*cases, (low, True), (low, False)) for cuda in (False, True)]
 
 
 def _lengths(spec: JobSpec) -> list[int]:

@@ -1,13 +1,15 @@
-"""What autocast does on CUDA, done to CPU tensors: there more operations compute in fp32, and save it."""
+"""What CUDA does, done to CPU tensors: autocast computes more in fp32, and attention saves no scores."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE in torch/include/ATen/autocast_mode.h, torch 2.13.0.
@@ -34,7 +36,7 @@ _AUTOCAST = torch._C.DispatchKey.AutocastCPU
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within, `torch.autocast("cpu")` computes in fp32 what `torch.autocast("cuda")` does.
+    """Within, `torch.autocast("cpu")` computes in fp32 what `torch.autocast("cuda")` does, and attention is as there.
 
     What both do is left to torch. What only the CPU's does in fp32 (pooling, padding, sampling of images) stays so.
     """
@@ -43,10 +45,41 @@ def as_on_cuda() -> Iterator[None]:
     for name, kernel in names:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+    attention = _without_scores(functional.scaled_dot_product_attention)
     try:
-        yield
+        with patch.object(functional, "scaled_dot_product_attention", attention):
+            yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]  # private: it ends with the context, not with the process
+
+
+def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention that keeps its inputs, output and log-sum-exp only, also where a CPU makes a matrix of scores.
+
+    That is with dropout, and where values are not as wide as keys (`use_flash_attention_cpp` in
+    aten/src/ATen/native/transformers/sdp_utils_cpp.cpp; the memory-efficient kernel of CUDA takes both:
+    `can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.13.0).
+    """
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0 and query.shape[-1] == value.shape[-1]:
+            return on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+        bias = attn_mask.to(low) if attn_mask is not None else None  # of a mask of truths as many numbers are made
+        inputs = query.to(low), key.to(low), value.to(low), bias
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+    return attention
 
 
 def _overload(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,15 @@ from transformers.utils.hub import cached_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.recipe import seeded_generator
 
+# What has at least so many elements, and no values yet, becomes a parameter: no buffer is that large.
+PARAMETER_ELEMENTS = 2**28
+
 
 class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes how a library fills its parameters while they are on the meta device, and does the same later, by name.
 
-    So a model has its family's own initialisation without one process ever holding all of it.
+    So a model has its family's own initialisation without one process ever holding all of it. The largest parameters
+    begin there: experts of one layer can be more than a host has.
     """
 
     def __init__(self) -> None:
@@ -33,6 +38,8 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: list[Tensor] = []  # kept, so that no id is given twice
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.empty.memory_format and math.prod(args[0]) >= PARAMETER_ELEMENTS:
+            kwargs = {**(kwargs or {}), "device": "meta"}
         out = op(*args, **(kwargs or {}))
         target = args[0] if args else None
         if isinstance(target, Tensor) and target.is_meta and op._schema.is_mutable and not target._is_view():

@@ -31,6 +31,7 @@ LEAF_MODULES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
+MATRICES = "matrices of scores"  # what attention makes on a CPU where no kernel of its own takes it
 # Of rows, each with the matrix of its expert, of which torch's flop_registry (2.13.0) knows neither; the second is of
 # transformers (integrations/moe.py, 5.23), for types that the first does not take.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
@@ -348,11 +349,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
             place.viewed += args[0].numel()  # tensors of experts: what multiplies them saves the view
             place.side_by_side = max(place.side_by_side, place.viewed)
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-            query, key, value, _, causal, *_ = (*args, 0.0, False)[: max(len(args), 5)]
-            flops = sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
-            place.flops += (flops / 2 if causal else flops) / samples
-            self.attention = "memory-efficient" if kwargs.get("attn_mask") is not None else "flash"
+        if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
+            is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
+            said = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
+            flops = sdpa_flop_count(*(said[name].shape for name in ("query", "key", "value")))  # type: ignore[no-untyped-call]
+            place.flops += (flops / 2 if said.get("is_causal") else flops) / samples
+            self.attention = "flash" if is_flash and said.get("attn_mask") is None else "memory-efficient"
         elif op.name() in GROUPED_PRODUCTS:
             (rows, inner), columns = args[0].shape, args[1].shape[-1]
             place.flops += 2 * rows * inner * columns / samples
@@ -361,6 +363,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
             products = _products(packet, args, out)
             place.matmuls += tuple((-(-rows // samples), inner, columns) for rows, inner, columns in products)
+        elif packet is aten._safe_softmax:
+            self.attention = MATRICES
         elif packet is aten._softmax and out.dim() == 4:
             self.attention = self.attention or "eager"
 

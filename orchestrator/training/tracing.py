@@ -44,7 +44,7 @@ from orchestrator.training.freezing import freeze_for
 from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.recipe import Batch, Recipe, from_factory
 from orchestrator.training.recompute import recompute
-from orchestrator.training.recorder import Recorder
+from orchestrator.training.recorder import MATRICES, Recorder
 from orchestrator.training.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
 
 SAMPLES = (2, 3)  # micro-batches: from there on everything is linear; of one sample some copies are not made
@@ -91,21 +91,38 @@ def request_from_json(data: dict[str, Any]) -> Request:
 
 
 def profiles(request: Request) -> list[ModelProfile]:
-    """One for each of the arithmetics. Raises SpecError, and what the model's own code raises."""
-    return [_profile(request, arithmetic) for arithmetic in request.arithmetics]
+    """One for each of the arithmetics. Raises SpecError, and what the model's own code raises.
+
+    What CUDA does otherwise without autocast is attention that a CPU computes by its matrices of scores.
+    """
+    found: dict[Arithmetic, ModelProfile] = {}
+    for arithmetic in request.arithmetics:
+        on_cpu = found.get(replace(arithmetic, cuda=False))
+        alike = on_cpu is not None and not arithmetic.autocast and on_cpu.attention != MATRICES
+        found[arithmetic] = on_cpu if on_cpu is not None and alike else _profile(request, arithmetic)
+    return list(found.values())
 
 
 def _profile(request: Request, arithmetic: Arithmetic) -> ModelProfile:
     config = _config(request.model) if request.model.hf is not None else None
     by_number = any(set(frozen.parameters) & set("0123456789?[") for frozen in request.training.freeze)
     layers = 0 if by_number else _equal_layers(config)
-    if layers > DEPTHS[1]:
+    leading = getattr(config, "first_k_dense_replace", None) or 0  # layers without experts before those with them
+    depths = leading + DEPTHS[0], leading + DEPTHS[1]
+    if layers > depths[1]:
         with contextlib.suppress(Unlike):
-            few, many = (_Traced(request, arithmetic, _cut(config, depth)) for depth in DEPTHS)
-            apart, more = DEPTHS[1] - DEPTHS[0], layers - DEPTHS[1]
-            return many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
+            few, many = (_Traced(request, arithmetic, _cut(config, depth)) for depth in depths)
+            apart, more = depths[1] - depths[0], layers - depths[1]
+            found = many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
+            if found.parameters == _parameters(request, arithmetic, config):
+                return found
     whole = _Traced(request, arithmetic, config)
     return whole.profile(whole.timeline)
+
+
+def _parameters(request: Request, arithmetic: Arithmetic, config: Any) -> int:
+    """Of all of the model: its layers need not be what the first few are."""
+    return sum(parameter.numel() for parameter in build(request, arithmetic, config).module.parameters())
 
 
 class _Traced:
@@ -242,8 +259,9 @@ def _cut(config: Any, layers: int) -> Any:
     """The configuration with so many layers."""
     cut = type(config).from_dict(config.to_dict())
     cut.num_hidden_layers = layers
-    if getattr(cut, "layer_types", None):
-        cut.layer_types = cut.layer_types[:layers]
+    kinds = getattr(cut, "layer_types", None)
+    if kinds and len(kinds) > layers:  # some families' follow from the number
+        cut.layer_types = kinds[:layers]
     return cut
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from orchestrator.memory.profiles import decoder_profile
 from orchestrator.service.profiling import PROGRAM
@@ -22,7 +23,9 @@ from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, TracedMoment
 from orchestrator.training import tracing
 from orchestrator.training.cuda_autocast import as_on_cuda
+from orchestrator.training.hf_weights import FirstValues, without_memory
 from orchestrator.training.recipe import Recipe
+from orchestrator.training.recorder import MATRICES
 from orchestrator.training.timeline import Place, Timeline, Unlike, deeper
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 
@@ -36,6 +39,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}
 NONE = ActivationCheckpointing.NONE
 
 
@@ -63,12 +67,52 @@ def test_a_few_layers_stretched_are_the_profile_of_all_layers(monkeypatch: pytes
 
     monkeypatch.setattr(tracing, "build", counted)
     stretched = traced(ModelSpec(hf=LLAMA))
-    assert depths == [4, 6]
+    assert depths == [4, 6, 8]  # the last one only to count its parameters
     monkeypatch.setattr(tracing, "DEPTHS", (4, 100))
     assert stretched == traced(ModelSpec(hf=LLAMA))
-    assert depths == [4, 6, 8]
+    assert depths == [4, 6, 8, 8]
     assert [(segment.name, segment.count) for segment in stretched.segments][1] == ("model.layers", 8)
     assert stretched.attention == "flash"
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_key_value_heads": 4}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+DEEPSEEK = {**LLAMA, **EXPERTS, **LATENT, "model_type": "deepseek_v3", "n_routed_experts": 8, "n_group": 2}
+DEEPSEEK |= {"topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2}
+QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("config", "depths"),
+    [
+        (DEEPSEEK | {"num_hidden_layers": 9}, [5, 7, 9]),
+        (QWEN | {"num_hidden_layers": 8, "mlp_only_layers": [6]}, [4, 6, 8, 8]),
+    ],
+)
+def test_layers_without_experts_are_not_taken_for_layers_with_them(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], depths: list[int]
+) -> None:
+    seen: list[int] = []
+    build = tracing.build
+
+    def counted(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+        seen.append(config.num_hidden_layers)
+        return build(request, arithmetic, config)
+
+    monkeypatch.setattr(tracing, "build", counted)
+    found = traced(ModelSpec(hf=config))
+    assert seen == depths
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert found.parameters == sum(parameter.numel() for parameter in whole.parameters())
+
+
+def test_the_largest_parameters_never_have_memory() -> None:
+    with without_memory(FirstValues()):
+        large, small = torch.empty(2**14, 2**14), torch.empty(2**14)
+    assert large.is_meta
+    assert not small.is_meta
 
 
 def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_but_under_fsdp2() -> None:
@@ -127,6 +171,26 @@ def test_autocast_as_on_cuda_widens_what_cuda_does_and_nothing_else() -> None:
     assert {name for name, dtype in inside.items() if dtype is torch.float32} == {"norm", "softmax", "sum", "enlarged"}
     assert set(before.values()) == {torch.bfloat16}
     assert widths() == before
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("config", [DEEPSEEK, GPT2])
+def test_attention_saves_no_scores_on_cuda_where_it_does_on_a_cpu(config: dict[str, Any]) -> None:
+    kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
+    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 64}
+    on_cpu, on_cuda = profiles(Request(model=ModelSpec(hf=config), arithmetics=kinds, **said))
+    assert (on_cpu.attention, on_cuda.attention) == (MATRICES, "memory-efficient")
+    scores_bytes = 2 * config.get("num_attention_heads", 4) * 64**2
+    for one, other in zip(on_cpu.segments[1:-1], on_cuda.segments[1:-1], strict=True):
+        assert one.saved_bytes > other.saved_bytes + scores_bytes
+
+
+def test_attention_that_is_alike_on_both_is_traced_once() -> None:
+    kinds = tuple(Arithmetic(precision=Precision.BF16, autocast=False, cuda=cuda) for cuda in (False, True))
+    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
+    model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2})
+    on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **said))
+    assert on_cuda is on_cpu
 
 
 def test_what_is_frozen_has_no_gradients() -> None:
