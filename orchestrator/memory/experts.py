@@ -33,6 +33,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
+# Names that a configuration may say instead (`attribute_map` of its class).
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,12 @@ class Experts:
     weights_in_fp32: bool = True
     weights_add_up: bool = True  # they are divided by their sum
     router_first: bool = True  # the router's parameter stands before those of the experts
+
+
+def renamed(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of a family with experts, by the names of DEFAULTS."""
+    names = OTHER_NAMES.get(said["model_type"], {})
+    return {names.get(name, name): value for name, value in said.items()}
 
 
 def experts_of(config: Mapping[str, Any]) -> Experts | None:

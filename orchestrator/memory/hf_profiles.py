@@ -25,6 +25,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
 }
+# Activations that keep their input and nothing else, and the widest heads that a CPU's attention takes without scores.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+HEAD_DIM_MAX = 256
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Families with experts whose layers are otherwise those of another.
 ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
@@ -63,7 +66,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     mixed = family in mixtures.DEFAULTS
     if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
         return None
-    config = {**(mixtures.DEFAULTS if mixed else DEFAULTS)[family], **said}
+    config = {**mixtures.DEFAULTS[family], **mixtures.renamed(said)} if mixed else {**DEFAULTS[family], **said}
     experts = mixtures.experts_of(config) if mixed else None
     if mixed and experts is None:
         return None
@@ -76,10 +79,14 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
         return None  # attention through a mask
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    activations = {config.get("hidden_act"), config.get("hidden_activation")} - {None}
+    if config.get("attention_dropout") or head_dim > HEAD_DIM_MAX or activations - set(ACTIVATIONS):
+        return None
     return DecoderShape(
         **sizes,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
     )
@@ -94,7 +101,7 @@ def as_transformers(
     family = ATTENTION.get(config["model_type"], config["model_type"])
     q, kv = shape.num_attention_heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
     more = 0
-    if family == "qwen2" or config.get("attention_bias"):
+    if (family == "qwen2" and config.get("qkv_bias", True)) or config.get("attention_bias"):
         more += q + 2 * kv
     if config.get("attention_bias") and family != "qwen2":
         more += shape.hidden_size

@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from orchestrator.memory import experts
 from orchestrator.memory.hf_profiles import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.hf_adapters import adapt
+from orchestrator.training.hf_model import read_config
 from orchestrator.training.virtual_device import VirtualDevice
 
 SIZES: dict[str, Any] = {
@@ -36,6 +39,7 @@ CONFIGS = {
 }
 CONFIGS["defaults"]["num_attention_heads"] = 64
 LENGTHS = (64, 128)
+SILENT = ("model_type", "num_experts_per_tok")  # more experts than there are cannot be chosen
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 3},
     "qwen2_moe": {
@@ -56,6 +60,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+
+
+SAID_OTHERWISE = {
+    "mixtral by another name": {**MIXTURES["mixtral"], "num_experts": 3},
+    "qwen3_moe by another name": {**MIXTURES["qwen3_moe"], "num_local_experts": 5},
+    "qwen2_moe without biases": {**MIXTURES["qwen2_moe"], "qkv_bias": False},
+}
+del SAID_OTHERWISE["mixtral by another name"]["num_local_experts"]
+del SAID_OTHERWISE["qwen3_moe by another name"]["num_experts"]
 
 
 def profile(config: dict[str, Any], lora: LoraSpec | None = None, **changes: Any) -> ModelProfile:
@@ -80,9 +93,9 @@ def model(config: dict[str, Any], *, real: bool) -> Any:
     return made
 
 
-@pytest.mark.parametrize("name", (CONFIGS | MIXTURES))
+@pytest.mark.parametrize("name", (CONFIGS | MIXTURES | SAID_OTHERWISE))
 def test_the_parameters_are_those_of_the_model(name: str) -> None:
-    config = (CONFIGS | MIXTURES)[name]
+    config = (CONFIGS | MIXTURES | SAID_OTHERWISE)[name]
     made, found = model(config, real=False), profile(config)
     assert found.parameters == sum(parameter.numel() for parameter in made.parameters())
     assert sum(found.segments[1].tensors) == found.segments[1].parameters
@@ -154,6 +167,41 @@ def test_a_layer_of_experts_saves_what_the_closed_form_says(family: str, precisi
     assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
 
 
+def other_values(config: dict[str, Any], setting: str, default: Any) -> list[Any]:
+    said = config.get(setting, default)
+    if isinstance(said, bool):
+        return [not said]
+    if setting == "hidden_act":
+        return ["relu", "gelu"]
+    if isinstance(said, list):
+        return [[1]]
+    return [2 * said] if isinstance(said, int) else [0.1] if isinstance(said, float) else [2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", DEFAULTS | experts.DEFAULTS)
+def test_no_setting_of_a_family_is_overlooked(family: str) -> None:
+    config, default = (CONFIGS | MIXTURES)[family], AutoConfig.for_model(family)
+    settings = {**default.to_dict(), **dict.fromkeys(default.attribute_map, 2)}
+    of_all = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    for setting in settings.keys() - of_all - set(SILENT):
+        for value in other_values(config, setting, settings[setting]):
+            changed = {**config, setting: value}
+            if setting in default.attribute_map:
+                changed.pop(default.attribute_map[setting], None)
+                changed["num_experts_per_tok"] = 1
+            try:
+                read_config(changed)
+                made = model(changed, real=False)
+            except (SpecError, StrictDataclassError, ValueError, TypeError, KeyError):
+                continue  # transformers refuses it, or it says nothing of the model
+            if decoder_shape(ModelSpec(hf=changed), LENGTHS[0]) is not None:
+                found = profile(changed)
+                assert found.parameters == sum(each.numel() for each in made.parameters()), setting
+                measured = saved_bytes_per_token(changed, None, "fp32")
+                assert found.segments[1].saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3), setting
+
+
 def test_every_family_with_experts_is_known_by_its_defaults() -> None:
     assert set(MIXTURES) == set(experts.DEFAULTS)
     for family, said in experts.DEFAULTS.items():
@@ -165,10 +213,14 @@ def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
     unknown = [
         {"model_type": "gpt2", **SIZES},
         {"model_type": "llama", **{key: SIZES[key] for key in SIZES if key != "hidden_size"}},
+        {"model_type": "llama", **SIZES, "attention_dropout": 0.1},
+        {"model_type": "llama", **SIZES, "hidden_act": "relu"},
+        {"model_type": "gemma", **SIZES, "hidden_activation": "gelu_new"},
+        {"model_type": "gemma", **SIZES, "head_dim": 512},
         {"model_type": "mistral", **SIZES, "sliding_window": LENGTHS[0] - 1},
     ]
-    assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 3
-    assert decoder_shape(ModelSpec(hf={**unknown[2], "sliding_window": None}), LENGTHS[0]) is not None
+    assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 7
+    assert decoder_shape(ModelSpec(hf={**unknown[-1], "sliding_window": None}), LENGTHS[0]) is not None
     mixture = MIXTURES["qwen3_moe"]
     without_width = {name: size for name, size in mixture.items() if name != "intermediate_size"}
     assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == decoder_shape(ModelSpec(hf=without_width), LENGTHS[0])
