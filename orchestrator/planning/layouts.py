@@ -56,13 +56,13 @@ def _measured_layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout
 def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...]:
     """1, and the powers of two that divide a node and all that is cut: heads, feed-forward and vocabulary.
 
-    Of a model that brings its own plan, the degrees that its profile declares.
+    Experts are not cut. Of a model that brings its own plan, the degrees that its profile declares.
     """
     per_node = hardware.devices_per_node
     if spec.model is not None and spec.profile is not None:
         return (1, *(degree for degree in spec.profile.tensor_parallel if per_node % degree == 0))
     shape = known_shape(spec)
-    if shape is None:
+    if shape is None or (isinstance(shape, DecoderShape) and shape.experts is not None):
         return (1,)
     cut = (per_node, shape.num_attention_heads, shape.kv_heads, shape.intermediate_size, shape.vocab_size)
     powers = (1 << power for power in range(per_node.bit_length()))
@@ -84,14 +84,13 @@ def layers_to_cut(spec: JobSpec) -> int:
 
 
 def known_shape(spec: JobSpec) -> DecoderSpec | DecoderShape | None:
-    """Of a model that our engines know how to cut, its sizes. Adapters and mixtures of experts are not cut."""
+    """Of a model that our engines know how to cut, its sizes. One with adapters is not cut."""
     model = spec.model
     if model is None or model.lora is not None:
         return None
     if model.hf is None:
         return model.decoder
-    shape = decoder_shape(model, spec.data.sequence_length)
-    return None if shape is None or shape.experts is not None else shape
+    return decoder_shape(model, spec.data.sequence_length)
 
 
 @lru_cache(maxsize=1024)

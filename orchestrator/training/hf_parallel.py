@@ -37,7 +37,7 @@ PLANS = {
     "gemma": LLAMA_PLAN,
     "t5": T5_PLAN,
 }
-STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def tensor_parallel_of(module: Any) -> Mapping[str, str]:

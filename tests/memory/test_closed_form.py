@@ -124,6 +124,10 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "experts that saved views keep gathered": [
         (MIXED, _once(Engine.DEEPSPEED, 3, mode, Precision.FP32, 2)) for mode in (NONE, FULL)
     ],
+    "experts of two stages": [
+        (MIXED, plan(Engine.TORCH, 0, 2, layout={"pp": 2}, activation_checkpointing=mode, precision=precision))
+        for mode, precision in ((NONE, Precision.FP32), (FULL, Precision.BF16))
+    ],
     "a shared table's gradient that waits for its other use": [
         (ModelSpec(hf=MANY_WORDS), _several(Engine.TORCH, 2, FULL, Precision.BF16)),
         (ModelSpec(hf=SHARED), _several(Engine.DEEPSPEED, 2, NONE, Precision.FP32)),

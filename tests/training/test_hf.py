@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from orchestrator.memory import hf_profiles
+from orchestrator.memory import experts, hf_profiles
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
@@ -176,6 +176,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     two |= {f"{family} fsdp2": world.run(f"two-{family}", family, ON_TWO_RANKS["fsdp2"]) for family in ("qwen2", "t5")}
     two |= {f"{family} tp": world.run(f"tp-{family}", family, TP) for family in TENSOR_PARALLEL}
     two |= {f"{family} pp": world.run(f"pp-{family}", family, PP) for family in PIPELINE}
+    two["mixtral pp"] = world.run("pp-mixtral", "mixtral", PP, training=FROZEN)
     two |= {
         f"lora {name}": world.run(f"lora-{n}", "llama", p, LORA) for n, (name, p) in enumerate(ON_TWO_RANKS.items())
     }
@@ -207,7 +208,7 @@ def test_one_process_trains_as_a_loop_written_by_hand(curves: Curves, family: st
         *(f"{kind} {layout}" for kind in ("llama", "lora") for layout in ON_TWO_RANKS),
         *(f"{family} tp" for family in TENSOR_PARALLEL),
         *(f"{family} pp" for family in PIPELINE),
-        *("qwen2 fsdp2", "t5 fsdp2", "lora hops"),
+        *("mixtral pp", "qwen2 fsdp2", "t5 fsdp2", "lora hops"),
     ],
 )
 def test_every_layout_trains_as_one_process(curves: Curves, name: str) -> None:
@@ -322,7 +323,7 @@ def test_missing_weights_are_said_with_a_name(tmp_path: Path) -> None:
 
 
 def test_the_closed_form_and_the_engines_cut_the_same_families() -> None:
-    assert set(hf_parallel.STAGED) == set(hf_profiles.DEFAULTS)
+    assert set(hf_parallel.STAGED) == hf_profiles.DEFAULTS.keys() | experts.DEFAULTS.keys()
     assert set(hf_parallel.PLANS) >= set(hf_profiles.DEFAULTS)
 
 
