@@ -181,6 +181,8 @@ def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pass
     if leaf_ended and not in_leaf:
         side_by_side = 0
     at_once = min(at_once, max(segment.parameters, segment.largest_parameter))  # which a head may share
+    if passage.outside:
+        at_once = side_by_side = 0
     gathered = min(profile.parameters, buckets.live) or max(at_once, side_by_side)
     if passage.backward and not buckets.live:
         gathered += _looked_up(profile, passage.place)

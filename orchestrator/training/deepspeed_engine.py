@@ -50,6 +50,7 @@ from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.randomness import Randomness
 from orchestrator.training.recipe import Batch, Recipe, materialise
 from orchestrator.training.results import StepResult
+from orchestrator.training.virtual_device import host_memory
 
 
 class DeepSpeedEngine:
@@ -221,7 +222,8 @@ class DeepSpeedEngine:
         """Initial fp32 weights by name: made again one by one where the recipe can, else from copies in host memory."""
         if self._recipe.initialise is None:
             named = dict(self._module.named_parameters())
-            copies = {name: named[name].detach().to("cpu", copy=True) for name in self._changing}
+            with host_memory():
+                copies = {name: named[name].detach().to("cpu", copy=True) for name in self._changing}
             return copies.__getitem__
         initialise = self._recipe.initialise
 
@@ -236,7 +238,9 @@ class DeepSpeedEngine:
         """In host memory, this rank's part of the exact weights that are trained later."""
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
             start, count = own_run(self._shapes[name].numel())
-            yield Piece(name=name, flat=torch.zeros(count), offset=0, start=start, count=count)
+            with host_memory():
+                flat = torch.zeros(count)
+            yield Piece(name=name, flat=flat, offset=0, start=start, count=count)
 
     def _frozen_until_later(self) -> Mapping[str, Any]:
         """`model.<name>` of what later steps train: from exact copies, or as it is computed with."""

@@ -85,6 +85,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if f"{type(module).__module__}.{type(module).__qualname__}" in LEAF_MODULES
             for parameter in module.parameters()
         }
+        self._packed = {
+            id(module.in_proj_weight)
+            for recipe in recipes
+            for module in recipe.module.modules()
+            if isinstance(module, nn.MultiheadAttention)
+        }
         self._is_first_step, self._is_ahead = True, False
         self._live_bytes = self._resident_bytes = 0
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -377,6 +383,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.name = self._names[id(parameter)].rpartition(".")[0]
         place.parameters += count
         place.largest_parameter = max(place.largest_parameter, count)
+        if id(parameter) in self._packed:
+            place.viewed += count  # ZeRO-3 hands on its inputs one by one: to torch they are not one tensor
         if id(parameter) in self._trained:
             place.trained += count
             place.factored += _factored(parameter.shape)

@@ -161,7 +161,7 @@ def parallel_plans(
 
 
 def adapted_plans() -> list[Plan]:
-    """Where what is gathered, recomputed and returned by adapters shows; DeepSpeed, which leaves some behind, last."""
+    """Where what is gathered, recomputed and returned by adapters shows."""
     none, selective, whole = ActivationCheckpointing
     low = Precision.BF16
     return _legal(

@@ -158,11 +158,10 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
 
 @pytest.fixture(scope="module")
 def momentary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
-    """All of MOMENTS, in one launch for each number of ranks; DeepSpeed, which leaves something behind, last."""
+    """All of MOMENTS, in one launch for each number of ranks."""
     found: dict[str, list[Row]] = {}
     for ranks in (1, 2, 4):
         tried = [(name, *each) for name, them in MOMENTS.items() for each in them if each[1].world_size == ranks]
-        tried.sort(key=lambda each: each[2].engine is Engine.DEEPSPEED)
         runs = [Run(model=model, plan=one, sequence_length=SEQUENCE_LENGTH) for _, model, one in tried]
         peaks = measured_peaks(runs, tmp_path_factory.mktemp(f"moments-{ranks}"))
         for (name, model, one), peak in zip(tried, peaks, strict=True):

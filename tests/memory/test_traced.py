@@ -125,6 +125,7 @@ MOMENT_ERROR_MAX = 0.005
 MOMENTS = {
     "a first reduction that is the last": ("conv", plan(Engine.DEEPSPEED, 2, 2, 1, 1)),
     "nothing gathered for the loss of what was returned": ("codebooks", plan(Engine.TORCH, 3, 2, 4, 1, precision=BF16)),
+    "weights of which views are saved": ("codebooks", plan(Engine.DEEPSPEED, 3, 2, 4, 1)),
     "a reduction when a gradient comes": (
         "decoder",
         plan(Engine.DEEPSPEED, 3, 2, 8, 1, activation_checkpointing=FULL),
