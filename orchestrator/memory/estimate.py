@@ -154,17 +154,19 @@ class DeviceBytes:
 
 
 @lru_cache(maxsize=256)
-def _as_run(profile: ModelProfile, *, sharded: bool) -> ModelProfile:
-    """Recipes in turn run otherwise under FSDP2, of which their trace has moments of its own."""
-    if not any(moment.sharded for moment in profile.moments):
-        return profile
-    return replace(profile, moments=tuple(moment for moment in profile.moments if moment.sharded is sharded))
+def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfile:
+    """Recipes in turn under FSDP2 and frozen weights under ZeRO-3 have moments of their own in a trace."""
+    sharded &= any(moment.sharded for moment in profile.moments)
+    zero3 &= any(moment.zero3 for moment in profile.moments)
+    kept = tuple(moment for moment in profile.moments if (moment.sharded, moment.zero3) == (sharded, zero3))
+    return profile if len(kept) == len(profile.moments) else replace(profile, moments=kept)
 
 
 def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
     sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
-    return ranks(_as_run(profile, sharded=sharded), plan)
+    zero3 = plan.engine is Engine.DEEPSPEED and plan.zero_stage is ZeroStage.PARAMETERS
+    return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan)
 
 
 def _reserved_bytes(allocated_bytes: int, device: DeviceSpec) -> int:

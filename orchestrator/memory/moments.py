@@ -203,7 +203,7 @@ def traced_passages(stage: ModelProfile) -> tuple[Passage, ...]:
             behind = units[at + 1] if at + 1 < len(units) else None
         since = 0
         if moment.fresh:
-            part = moment.mode, moment.turn, moment.segment, moment.position, moment.sharded
+            part = moment.mode, moment.turn, moment.segment, moment.position, moment.zero3
             point, since, come[part] = Point.ARRIVAL, come.get(part, 0), moment.own
         elif moment.backward:
             point = Point.START if moment.starts else Point.PEAK

@@ -123,6 +123,7 @@ class TracedMoment(NamedTuple):
     sharded: bool = False  # of recipes in turn under FSDP2, where those that stand still have gradients all the same
     outside: bool = False  # in the loss of what the model returned, whose gradient has not come back to it
     fresh: int = 0  # of a gradient that has just come, the last of `own`, which here are those of any part; else 0
+    zero3: bool = False  # as under ZeRO-3, where a product saves what it was given although its weight is frozen
 
 
 class Source(StrEnum):

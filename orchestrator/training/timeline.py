@@ -75,6 +75,7 @@ class Steps:
 
     mode: ActivationCheckpointing
     sharded: bool
+    zero3: bool
     samples: tuple[int, int]
     phases: tuple[list[Phase], list[Phase]]
 
@@ -220,6 +221,7 @@ def _lines(steps: Steps) -> list[Stretch]:
                     sharded=steps.sharded,
                     outside=two.outside,
                     fresh=two.fresh,
+                    zero3=steps.zero3,
                 )
             )
         found.append(tuple(stretch))
@@ -244,8 +246,8 @@ def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpoint
     found: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):
         start, end = this[0], following[0]
-        is_same_pass = (start.mode, start.turn, start.sharded) == (end.mode, end.turn, end.sharded)
-        if is_same_pass and not start.backward and not start.sharded:
+        passes = [(each.mode, each.turn, each.sharded, each.zero3) for each in (start, end)]
+        if passes[0] == passes[1] and not (start.backward or start.sharded or start.zero3):
             key = start.segment, start.mode
             found[key] = found.get(key, 0) + max(0, end.sample_bytes - start.sample_bytes)
     return found
@@ -288,7 +290,7 @@ def _is_line(*stretches: Stretch) -> bool:
 
 
 def _kind(moment: TracedMoment) -> tuple[object, ...]:
-    return (moment.segment, moment.mode, moment.sharded, moment.turn, moment.backward)
+    return (moment.segment, moment.mode, moment.sharded, moment.zero3, moment.turn, moment.backward)
 
 
 def _worst(found: Timeline) -> tuple[TracedMoment, ...]:

@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
 
@@ -46,6 +47,7 @@ from orchestrator.training.recipe import Batch, Recipe, from_factory
 from orchestrator.training.recompute import recompute
 from orchestrator.training.recorder import MATRICES, Recorder
 from orchestrator.training.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
+from orchestrator.training.zero3_linear import Zero3Linear
 
 SAMPLES = (2, 3)  # micro-batches: from there on everything is linear; of one sample some copies are not made
 DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
@@ -144,10 +146,16 @@ class _Traced:
         self._recorder = Recorder(self._recipes, held_bytes)
         gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
         with _as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
-            cases = [(mode, False) for mode in ActivationCheckpointing]
+            cases = [(False, False)]
             if recipe.then and self._autocast is None:
-                cases += [(mode, True) for mode in ActivationCheckpointing]
-            recorded = [self._steps(mode, sharded=sharded) for mode, sharded in cases]
+                cases.append((True, False))
+            elif self._autocast is None and not all(each.requires_grad for each in recipe.module.parameters()):
+                cases.append((False, True))
+            recorded = [
+                self._steps(mode, sharded=sharded, zero3=zero3)
+                for sharded, zero3 in cases
+                for mode in ActivationCheckpointing
+            ]
         self.timeline: Timeline = timeline(self._recorder.named_places(), recorded)
 
     def profile(self, found: Timeline) -> ModelProfile:
@@ -162,13 +170,14 @@ class _Traced:
             updated_before_largest=self._recorder.updated_before_largest,
         )
 
-    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool) -> Steps:
+    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]
         norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
-        with _forwards_put_back((*layers, *norms)):
+        linear = patch.object(functional, "linear", Zero3Linear.apply) if zero3 else contextlib.nullcontext()
+        with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
             first, second = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
-        return Steps(mode=mode, sharded=sharded, samples=SAMPLES, phases=(first, second))
+        return Steps(mode=mode, sharded=sharded, zero3=zero3, samples=SAMPLES, phases=(first, second))
 
     def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> list[Phase]:
         """The forward and backward passes of one optimizer step, every recipe in its turn.

@@ -238,6 +238,18 @@ def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Pat
     assert bars_hold(found), table(found)
 
 
+def test_zero3_keeps_what_frozen_products_were_given() -> None:
+    training = TrainingSpec(freeze=(Freeze(parameters="*.self_attn.*"),))
+    (known,) = traced(LLAMA, (Precision.FP32, False), training=training).values()
+    most = {
+        zero3: max(one.sample_bytes for one in known.moments if (one.mode, one.zero3) == (NONE, zero3))
+        for zero3 in (False, True)
+    }
+    assert isinstance(LLAMA.hf, dict)
+    normed = 4 * SEQUENCE_LENGTH * LLAMA.hf["hidden_size"]  # of attention: its result is saved in any case
+    assert most[True] - most[False] == LLAMA.hf["num_hidden_layers"] * normed
+
+
 def full(folder: Path) -> dict[str, list[Row]]:
     """All that the long tests measure, by family."""
     found = {name: ragged_rows(name, folder) for name in MODELS}

@@ -1,0 +1,32 @@
+"""The product with a weight as DeepSpeed's stage 3 has it, for traces: they are made without DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Zero3Linear(torch.autograd.Function):
+    """It saves what it was given, whatever asks for gradients, and comes in the place of torch's linear function.
+
+    (`LinearFunctionForZeroStage3` in deepspeed/runtime/zero/linear.py, 0.19.8.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(given, weight, bias)
+        product = given.matmul(weight.t())
+        return product if bias is None else product.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        given, weight, _ = ctx.saved_tensors
+        asks = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        return (
+            grad.matmul(weight) if asks[0] else None,
+            rows.t().matmul(given.reshape(-1, given.shape[-1])) if asks[1] else None,
+            rows.sum(0) if asks[2] else None,
+        )
