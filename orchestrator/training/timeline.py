@@ -28,7 +28,7 @@ class Event(NamedTuple):
     done: int
     ends_done: int
     units_done: int
-    outside: bool
+    outside: bool = False
     fresh: int = 0
 
 

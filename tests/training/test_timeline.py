@@ -26,6 +26,7 @@ def test_where_the_micro_batch_changes_what_is_done_a_line_joins_moments_of_the_
     steps = Steps(
         mode=ActivationCheckpointing.NONE,
         sharded=False,
+        zero3=False,
         samples=(1, 2),
         phases=([Phase(0, 0, True, one)], [Phase(0, 0, True, two)]),
     )
