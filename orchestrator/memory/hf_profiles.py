@@ -28,6 +28,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # Activations that keep their input and nothing else, and the widest heads that a CPU's attention takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 HEAD_DIM_MAX = 256
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Families with experts whose layers are otherwise those of another.
 ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
@@ -59,7 +60,7 @@ def config_of(model: ModelSpec) -> Mapping[str, Any]:
 def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
     """What the closed form has to know; None where it does not hold for this model at this length.
 
-    Adapters beside a mixture of experts are traced.
+    Adapters beside a mixture of experts are traced, and those beside anything but the seven projections of a layer.
     """
     said = config_of(model)
     family = str(said.get("model_type"))
@@ -78,6 +79,8 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
     windowed = family in ("mistral", "mixtral") or config.get("use_sliding_window")
     if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
         return None  # attention through a mask
+    if model.lora is not None and set(model.lora.target_modules) - set(PROJECTIONS):
+        return None
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     activations = {config.get("hidden_act"), config.get("hidden_activation")} - {None}
@@ -250,8 +253,8 @@ def _projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of a layer's matrices, by name."""
     h, f = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
-    return attention | {"gate_proj": (h, f), "up_proj": (h, f), "down_proj": (f, h)}
+    sizes = (h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)
+    return dict(zip(PROJECTIONS, sizes, strict=True))
 
 
 def _adapted_projections(lora: LoraSpec, shape: DecoderShape) -> dict[str, tuple[int, int]]:

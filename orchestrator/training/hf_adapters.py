@@ -16,6 +16,8 @@ from orchestrator.specs.plan import Engine, ZeroStage
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.precision import LOW_PRECISION
 
+# Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
+NF4_BYTES = (4 + 0.127) / 8
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
 
 
@@ -47,6 +49,21 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
             got=lora.target_modules,
             allowed=", ".join(linear),
         ) from None
+
+
+def in_four_bits(module: Any) -> frozenset[str]:
+    """Names of the frozen weights of a model with adapters that `quantised` would hold in 4 bits; its head gets fp32.
+
+    That are linear layers' (transformers/integrations/bitsandbytes.py, 5.23): experts in one tensor stay as they are.
+    """
+    head = module.get_output_embeddings()
+    if head.weight.dtype is not torch.float32:
+        head.weight = torch.nn.Parameter(head.weight.float(), requires_grad=False)
+    return frozenset(
+        f"{name}.weight"
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer is not head and not layer.weight.requires_grad
+    )
 
 
 def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:

@@ -52,7 +52,7 @@ AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.defaul
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
 
-    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, int]) -> None:
+    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, float]) -> None:
         """`held_bytes`: by id of a parameter, of one of its elements where it is held, whatever computes with it."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
@@ -389,7 +389,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place.trained += count
             place.factored += _factored(parameter.shape)
         else:
-            place.frozen_bytes += count * self._held_bytes[id(parameter)]
+            place.frozen_bytes += round(count * self._held_bytes[id(parameter)])
 
 
 def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -137,9 +137,11 @@ class _Traced:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         low = LOW_PRECISION.get(arithmetic.precision)
         self._autocast = low if arithmetic.autocast else None
-        held_bytes: dict[int, int] = {}
+        held_bytes: dict[int, float] = {}
         for each in self._recipes:
+            four_bits = _in_four_bits(request.model, each.module)
             held_bytes |= _without_memory(each.module, self._fake, None if arithmetic.autocast else low)
+            held_bytes |= {id(each.module.get_parameter(name)): width for name, width in four_bits.items()}
             if low and not arithmetic.autocast:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
@@ -211,7 +213,8 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
     elif model.hf is not None:
         from orchestrator.training.hf_model import hf_recipe  # only here: importing transformers takes seconds
 
-        said = replace(model, hf=_as_said(config))
+        lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # which needs CUDA
+        said = replace(model, hf=_as_said(config), lora=lora)
         run = TrainingRun(
             model=said,
             data=DataSpec(sequence_length=request.sequence_length),
@@ -308,13 +311,13 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> dict[int, int]:
+def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> dict[int, float]:
     """Let parameters and buffers be fake tensors on the CPU, in place; `dtype`: of floating parameters, if another.
 
     Returns by id of a parameter the bytes that an element of it had.
     """
     made: dict[int, nn.Parameter] = {}
-    held_bytes: dict[int, int] = {}
+    held_bytes: dict[int, float] = {}
     with fake:
         for part in module.modules():
             for name, parameter in part._parameters.items():
@@ -329,6 +332,15 @@ def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype 
                 if buffer is not None:
                     part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     return held_bytes
+
+
+def _in_four_bits(model: ModelSpec, module: Any) -> dict[str, float]:
+    """Bytes of an element of weights that are held in 4 bits on CUDA and were made whole here, by name."""
+    if model.lora is None or not model.lora.quantise_base:
+        return {}
+    from orchestrator.training.hf_adapters import NF4_BYTES, in_four_bits
+
+    return dict.fromkeys(in_four_bits(module), NF4_BYTES)
 
 
 def _rounding(low: torch.dtype) -> Callable[..., Any]:

@@ -221,6 +221,9 @@ def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
     ]
     assert [decoder_shape(ModelSpec(hf=config), LENGTHS[0]) for config in unknown] == [None] * 7
     assert decoder_shape(ModelSpec(hf={**unknown[-1], "sliding_window": None}), LENGTHS[0]) is not None
+    for targets in (("embed_tokens", "q_proj"), ("nothing",)):  # adapters that only a trace knows, or refuses
+        lora = LoraSpec(rank=4, target_modules=targets)
+        assert decoder_shape(ModelSpec(hf=CONFIGS["llama"], lora=lora), LENGTHS[0]) is None
     mixture = MIXTURES["qwen3_moe"]
     without_width = {name: size for name, size in mixture.items() if name != "intermediate_size"}
     assert decoder_shape(ModelSpec(hf=mixture), LENGTHS[0]) == decoder_shape(ModelSpec(hf=without_width), LENGTHS[0])

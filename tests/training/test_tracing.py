@@ -16,13 +16,16 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrator.memory.profiles import decoder_profile
+from orchestrator.memory import hf_profiles
+from orchestrator.memory.profiles import decoder_profile, profile_of
 from orchestrator.service.profiling import PROGRAM
-from orchestrator.specs.model import DecoderSpec, Freeze, ModelSpec, TrainingSpec
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
-from orchestrator.specs.profile import ModelProfile, TracedMoment
+from orchestrator.specs.profile import ModelProfile, Source, TracedMoment
 from orchestrator.training import tracing
 from orchestrator.training.cuda_autocast import as_on_cuda
+from orchestrator.training.hf_adapters import NF4_BYTES
 from orchestrator.training.hf_weights import FirstValues, without_memory
 from orchestrator.training.recipe import Recipe
 from orchestrator.training.recorder import MATRICES
@@ -191,6 +194,21 @@ def test_attention_that_is_alike_on_both_is_traced_once() -> None:
     model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2})
     on_cpu, on_cuda = profiles(Request(model=model, arithmetics=kinds, **said))
     assert on_cuda is on_cpu
+
+
+@pytest.mark.timeout(600)
+def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
+    model = ModelSpec(hf=LLAMA | {"num_hidden_layers": 2}, lora=LoraSpec(rank=4, quantise_base=True))
+    kind = Arithmetic(precision=Precision.BF16, autocast=True)
+    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": 32}
+    (found,) = profiles(Request(model=model, arithmetics=(kind,), **said))
+    spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
+    known = profile_of(spec, precision=Precision.BF16, sequence_length=None, autocast=True)
+    assert known is not None
+    assert (found.source, known.source) == (Source.TRACED, Source.CLOSED_FORM)
+    assert found.trained_parameters == known.trained_parameters
+    assert found.weight_bytes(4) == pytest.approx(known.weight_bytes(4), rel=1e-4)
+    assert NF4_BYTES == hf_profiles.NF4_BYTES
 
 
 def test_what_is_frozen_has_no_gradients() -> None:
