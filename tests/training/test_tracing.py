@@ -142,6 +142,20 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
     assert ours.forward_flops == theirs.forward_flops
 
 
+def test_of_experts_only_those_that_a_token_takes_are_computed() -> None:
+    def known(**changed: int) -> float:
+        model = ModelSpec(hf=QWEN | {"num_hidden_layers": 2} | changed)
+        spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
+        found = profile_of(spec, precision=Precision.FP32, sequence_length=None)
+        assert found is not None
+        return found.forward_flops
+
+    assert traced(ModelSpec(hf=QWEN | {"num_hidden_layers": 2})).forward_flops == known()
+    hidden, router = QWEN["hidden_size"], 2.0 * 2 * 32 * QWEN["hidden_size"]
+    assert known(num_experts=8) - known() == 4 * router
+    assert known(num_experts_per_tok=3) - known() == 2 * 2.0 * 32 * 3 * hidden * QWEN["moe_intermediate_size"]
+
+
 def test_a_convolution_is_the_product_of_patches_and_filters() -> None:
     model = ModelSpec(
         factory=f"{EXAMPLES}/vocoder_gan.py:build",
