@@ -71,6 +71,7 @@ class Training:
     virtual_stages: int = 1
     stage: int | None = None  # the pipeline stage that was measured; None: the worst
     sequence_parallel: bool = False
+    keeps_gathered: bool = False  # what sequence parallelism gathers before a product stays for the backward pass
     low_precision: bool = True  # bf16 or fp16 products
     autocasts: bool = False  # with weights that stay fp32
     masters: bool = False  # an fp32 copy of low-precision weights
@@ -233,6 +234,8 @@ def saved_bytes(training: Training) -> int:
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole
+    if training.keeps_gathered:  # before q, k and v, and before the feed-forward block
+        per_token += 2 * training.width * shape.hidden * (cut - 1) // cut
     if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
         normed = training.width if training.fused else training.width + (4 if training.low_precision else 0)
         per_token += normed * (shape.query + shape.key_value) // cut

@@ -384,7 +384,8 @@ def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int,
     ratio = POOL_RATIO_VARYING if training.lengths_vary else POOL_RATIO
     if training.loss is Loss.FUSED:
         ratio = POOL_RATIO_FUSED_VARYING if training.lengths_vary else POOL_RATIO_FUSED
-    if training.loss is Loss.LABELS:
+    in_place = training.framework is Framework.MEGATRON and not training.is_old  # as `head_bytes` says
+    if training.loss is Loss.LABELS or in_place:
         ratio = POOL_RATIO_LABELS_VARYING if training.lengths_vary else POOL_RATIO_LABELS
     if training.expandable_segments:
         ratio = POOL_RATIO_EXPANDABLE

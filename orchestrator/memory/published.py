@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from orchestrator.memory.architectures import Architecture, described, known
 from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
 from orchestrator.memory.published_words import (
+    CASTS_NO_LOGITS,
     CHECKPOINTS,
     CONVOLUTIONS,
     DROPS_OUT,
@@ -106,7 +107,7 @@ class _Reader:
             alternate_products="titan" in self.said,
             joint_projection=self.is_litgpt,
             stage=self.stage(),
-            lengths_vary=re.match(r"max|up to|<|≤", row["seq_len"].lower()) is not None,
+            lengths_vary=re.match(r"max|up to|<|≤", row["seq_len"].lower()) is not None and "pack" not in self.other,
             first_step=bool(re.search(r"after iteration 1\b", row["note"])),
         )
         training = self.layout(training)
@@ -237,6 +238,8 @@ class _Reader:
             virtual_stages=int((re.search(r"\bVPP=(\d+)", other) or [0, 1])[1]),
             sequence_parallel=tp > 1
             and re.search(r"bridge|nanotron|\bsequence[ -]parallel|\bsp\b", self.said) is not None,
+            # nanotron/parallel/tensor_parallel/functional.py, tp_recompute_allgather: an option since 2024-07-17
+            keeps_gathered=tp > 1 and "nanotron" in self.said and "recompute_allgather" not in self.other,
             zero_stage=self._zero_stage(training.framework, row["sharding"].lower()),
             bucket_elements=bucket_elements_of(self.said, training.shape.hidden),
             holds_gradients="colossalai" in self.said,
@@ -431,10 +434,10 @@ class _Reader:
         return framework is Framework.FSDP1 and re.search("hf trainer|transformers", self.said) is not None
 
     def _loss(self, framework: Framework) -> Loss:
-        """As the trainer has it; the first Qwen's own code casts no logits, but for what accelerate does outside."""
+        """As the trainer has it; under DeepSpeed nothing casts the logits of models whose own code does not."""
         loss = loss_of(self.said, self.other)
-        own = re.match(r"(?:qwen/)?qwen-\d", self.row["model"].lower()) is not None
-        return Loss.LOW if own and loss is Loss.PLAIN and framework is Framework.DEEPSPEED else loss
+        low = CASTS_NO_LOGITS.match(self.row["model"].lower()) and "megatron" not in self.said
+        return Loss.LOW if low and loss is Loss.PLAIN and framework is Framework.DEEPSPEED else loss
 
     def _old_zero_3(self) -> bool:
         """DeepSpeedExamples/Megatron-LM-v1.1.5-ZeRO3 ran with --partition-activations --checkpoint-in-cpu."""

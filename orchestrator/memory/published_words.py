@@ -50,6 +50,9 @@ IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|liger(?![ _-](?:fused|flce|cro
 # gradient_checkpointing is on unless it is turned off: swift/trainers/arguments.py, llamafactory/model/model_utils/
 # checkpointing.py, unsloth/models/_utils.py
 CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")
+# Their loss takes logits as they come: modeling_gpt2.py, modeling_opt.py, modeling_bloom.py and modeling_gpt_neox.py of
+# transformers until 4.45, modeling_qwen.py of Qwen/Qwen-7B.
+CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythia|gpt-neox)")
 AUTO_BUCKETS = re.compile(r"\bhf\b|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.architectures import KNOWN, described, known
-from orchestrator.memory.foreign import Framework, Rule, Training, head_bytes, score_bytes
+from orchestrator.memory.foreign import Framework, Rule, Training, head_bytes, saved_bytes, score_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import described_row
 from orchestrator.memory.published_words import rule_of
@@ -242,6 +242,7 @@ def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes
         ({"framework": "HF transformers 4.52"}, 10),
         ({"framework": "transformers 5.13"}, 10),
         ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-2", "model": "Qwen-7B-Chat"}, 8),
+        ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-3", "model": "gpt2-xl"}, 8),
     ],
 )
 def test_a_loss_holds_the_copies_of_logits_that_its_code_makes(columns: dict[str, str], bytes_of_a_logit: int) -> None:
@@ -249,6 +250,16 @@ def test_a_loss_holds_the_copies_of_logits_that_its_code_makes(columns: dict[str
     wider = replace(training, shape=replace(training.shape, vocab=2 * training.shape.vocab))
     more = head_bytes(wider) - head_bytes(training)
     assert more == bytes_of_a_logit * training.tokens * training.shape.vocab
+
+
+def test_nanotron_keeps_what_it_gathers_for_both_blocks_of_a_layer() -> None:
+    row = ROW | {"framework": "nanotron", "tp": "4", "n_gpus": "4", "peft": ""}
+    kept = read(row)
+    recomputed = read(row, compile_or_other="tp_recompute_allgather")
+    assert (kept.sequence_parallel, recomputed.sequence_parallel) == (True, True)
+    gathered = kept.tokens * kept.width * kept.shape.hidden * 3 // 4
+    assert saved_bytes(kept) - saved_bytes(recomputed) == 2 * gathered
+    assert not read(row, tp="1", n_gpus="1").keeps_gathered
 
 
 def test_autocast_keeps_attention_in_fp32() -> None:
