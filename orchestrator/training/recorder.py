@@ -194,7 +194,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for turn, recipe in enumerate(self._recipes):
             last = max(passed for number, passed in self._place_of if number == turn)
             rest = self.places[self._place_of[turn, last]]
-            for parameter in _behind_those_of_parts(recipe.module):
+            # A shared one counts where it comes first.
+            for parameter in {id(each): each for each in _behind_those_of_parts(recipe.module)}.values():
                 if id(parameter) in self._trained:
                     is_free = self._layer_of[id(parameter)] == NO_LAYER
                     (rest if is_free else self._home[id(parameter)]).last_parameter = parameter.numel()

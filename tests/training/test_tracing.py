@@ -235,6 +235,12 @@ def test_what_is_frozen_has_no_gradients() -> None:
     assert max(one.own + one.done for one in part.moments) <= part.trained_parameters
 
 
+@pytest.mark.parametrize(("tied", "last"), [(True, 64), (False, 512 * 64)], ids=("a norm", "the head"))
+def test_what_fsdp2_reduces_last_is_no_table_that_came_first(tied: bool, last: int) -> None:
+    config = LLAMA | {"num_hidden_layers": 2, "tie_word_embeddings": tied}
+    assert traced(ModelSpec(hf=config)).segments[-1].last_gradient == last
+
+
 def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
     factory = tmp_path / "greedy.py"
     factory.write_text("import torch\ndef build(config):\n    return torch.ones(2**34)\n")  # 64 GiB
