@@ -1,7 +1,7 @@
 """How well is memory predicted? Against exactly counted peaks of real ranks on virtual devices.
 
 The closed form and the trace over their full matrices, and what planning promises over random draws: all that the long
-tests of tests/memory run, by the same functions. An hour on two cores that others use too (2026-11).
+tests of tests/memory run, by the same functions. About 40 minutes on two cores that others use too (2026-11).
 """
 
 from __future__ import annotations

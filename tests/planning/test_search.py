@@ -118,7 +118,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
 
 @given(jobs, machines, st.floats(1.0, 30.0))
 @example(job(WORK[5], 8, (1, 1), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), 9.0)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_whatever_the_correction_no_plan_needs_a_step_less_than_the_frontiers_that_are_as_fast(
     spec: JobSpec, here: Hardware, correction: float
 ) -> None:

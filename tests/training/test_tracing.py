@@ -89,7 +89,7 @@ QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
 @pytest.mark.parametrize(
     ("config", "depths"),
     [
-        (DEEPSEEK | {"num_hidden_layers": 9}, [5, 7, 9]),
+        pytest.param(DEEPSEEK | {"num_hidden_layers": 9}, [5, 7, 9], marks=pytest.mark.long),
         (QWEN | {"num_hidden_layers": 8, "mlp_only_layers": [6]}, [4, 6, 8, 8]),
     ],
 )
