@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from math import ceil, floor, gcd, inf, log2, prod
 
@@ -84,21 +84,9 @@ def frontier(spec: JobSpec, hardware: Hardware, correction: float = 1.0) -> Fron
 def _as_told(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
     """Jobs that tell other speeds are costed alike."""
     if not spec.speeds:
-        return _joined(spec, hardware, steps)
+        return _frontier(spec, hardware, steps)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    return _measured(_joined(spec.model_copy(update={"speeds": counts}), hardware, steps), dict(spec.speeds))
-
-
-def _joined(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
-    """What is in any of the frontiers."""
-    if len(steps) == 1:
-        return _frontier(spec, hardware, steps[0])
-    found = {one.plan: one for step in steps for one in _frontier(spec, hardware, step).candidates}
-    return Frontier(tuple(sorted(found.values(), key=_mildest_first)))
-
-
-def _mildest_first(one: Candidate) -> tuple[Degradation, float, int, int]:
-    return (one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size)
+    return _measured(_frontier(spec.model_copy(update={"speeds": counts}), hardware, steps), dict(spec.speeds))
 
 
 def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
@@ -115,18 +103,16 @@ def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
 
 
 @lru_cache(maxsize=512)
-def _frontier(spec: JobSpec, hardware: Hardware, step: int) -> Frontier:
-    """At one step of the scale of corrections."""
-    correction = 2 ** (step / CORRECTION_STEPS)
+def _frontier(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
+    """What is in any of the frontiers at these steps of the scale of corrections."""
     classes: dict[Degradation, list[_Variant]] = {}
     for variant in _variants(spec, hardware):
         classes.setdefault(variant.degradation, []).append(variant)
-    reach_bytes, needs = REACH * hardware.device.memory, _Needs(spec, hardware)
+    needs = _Needs(spec, hardware)
     found = [
         Candidate(plan=one.plan, estimate=one.estimate, step_s=one.step_s, degradation=degradation)
         for degradation, variants in sorted(classes.items())
-        for one in _beaten_by_none(spec, hardware, variants, needs, correction, reach_bytes)
-        or _beaten_by_none(spec, hardware, variants, needs, correction, inf)
+        for one in _beaten_by_none(spec, hardware, variants, needs, steps)
     ]
     if not found:
         raise why_no_strategy(spec, hardware)
@@ -134,30 +120,46 @@ def _frontier(spec: JobSpec, hardware: Hardware, step: int) -> Frontier:
 
 
 def _beaten_by_none(
-    spec: JobSpec,
-    hardware: Hardware,
-    variants: Sequence[_Variant],
-    needs: _Needs,
-    correction: float,
-    most_bytes: float,
+    spec: JobSpec, hardware: Hardware, variants: Sequence[_Variant], needs: _Needs, steps: tuple[int, ...]
 ) -> list[Costed]:
-    """The frontier of all legal plans that need no more than `most_bytes`.
+    """The plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
-    Where the job tells its speeds, which the cost model does not know, that is one for each number of devices.
+    Within REACH, unless none is.
     """
-    timed = [
-        one
-        for variant in variants
-        for family in _families(spec, hardware, variant)
-        for one in _timed(hardware, family, needs, most_bytes)
-    ]
-    needed = partial(corrected_bytes, correction=correction) if correction > 1 else device_bytes
+
+    @cache
+    def timed(most_bytes: float) -> list[Timed]:
+        families = (family for variant in variants for family in _families(spec, hardware, variant))
+        return [one for family in families for one in _timed(hardware, family, needs, most_bytes)]
+
+    estimate = needs.estimate if len(steps) == 1 else cache(needs.estimate)
+    found: dict[Plan, Costed] = {}
+    for step in steps:
+        needed = partial(corrected_bytes, correction=2 ** (step / CORRECTION_STEPS)) if step else device_bytes
+        for most_bytes in (REACH * hardware.device.memory, inf):
+            costed = _pareto(spec, timed(most_bytes), estimate, most_bytes, needed)
+            if costed:
+                break
+        if len(steps) == 1:
+            return costed
+        found |= {one.plan: one for one in costed}
+    return sorted(found.values(), key=lambda one: (one.step_s, one.estimate.device_bytes, one.plan.world_size))
+
+
+def _pareto(
+    spec: JobSpec,
+    timed: Sequence[Timed],
+    estimate: Callable[[Plan], MemoryEstimate],
+    most_bytes: float,
+    needed: Callable[[MemoryEstimate], int],
+) -> list[Costed]:
+    """One frontier; where the job tells its speeds, which no cost model knows, one for each number of devices."""
     if not spec.speeds:
-        return pareto(timed, needs.estimate, most_bytes, needed)
+        return pareto(timed, estimate, most_bytes, needed)
     by_count: dict[int, list[Timed]] = {}
     for one in timed:
         by_count.setdefault(one.plan.world_size, []).append(one)
-    return [best for _, some in sorted(by_count.items()) for best in pareto(some, needs.estimate, most_bytes, needed)]
+    return [best for _, some in sorted(by_count.items()) for best in pareto(some, estimate, most_bytes, needed)]
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
