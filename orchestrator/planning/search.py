@@ -69,7 +69,7 @@ def frontier(spec: JobSpec, hardware: Hardware, correction: float = 1.0) -> Fron
     A plan that keeps less of a sample beats no other where weights are all that counts, but it does where `correction`,
     the factor on the activations, says that they were taken for too little. What is found is what no other beats at the
     two steps of a scale around it, or as estimated: a plan may be missing that needs less in between, by no more than
-    a step (2 ** 0.25), since between them nothing grows faster than the correction.
+    a step, since between them nothing grows faster than the correction.
     Where the job tells its speeds, these are the step times of the fastest plan on so many devices, and what the cost
     model says of the others is relative to it.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.

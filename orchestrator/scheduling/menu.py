@@ -29,9 +29,10 @@ from orchestrator.specs.state import Job, State
 # shorter, and its devices are promised to nobody too soon.
 UNKNOWN_LENGTH_S = 86_400.0
 # Each failure after the third makes the next plan leave a quarter more room. Of 240 recoveries of six jobs whose
-# activations were 1 to 23 times what was predicted, three were given up after nine attempts without any, none with this
-# (six at most). The steps of what was found are 0 to 6 % slower than the best, of one job of the six 12 % instead of 9;
-# a quarter after the second, or a half, costs up to 97 and 58 % (drawn and played with these menus, 2026-11-23).
+# activations were 1 to 23 times what was predicted (11 beyond every plan), five were given up after nine attempts
+# without any, none with this (seven at most). The steps of what was found are 0 to 6 % slower than the best, of one job
+# of the six 12 % instead of 9; a quarter after the second, or a half, costs up to 97 and 58 % (drawn, and played over
+# the frontiers of the jobs, 2026-11-23).
 HEADROOM = 1.25
 BURSTS_WITHOUT_HEADROOM = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.memory.correction import corrected_allocated_bytes, lasting
 from orchestrator.scheduling.classify import needed_bytes, oom_reports
 from orchestrator.scheduling.phases import OUTSIDE_TRAINING
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat
 from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.state import Job, Observation
 
@@ -35,7 +35,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
         at_s=attempt.ended_at_s,
         probe=attempt.probe,
-        finished=_ran_through(attempt),
+        finished=_ran_through(job, attempt),
     )
 
 
@@ -60,11 +60,19 @@ def ran_out(attempt: Attempt) -> bool:
     return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
 
 
-def _ran_through(attempt: Attempt) -> bool:
-    """Whether it ended the training, and did at least half of it: what went before it may have needed more."""
+def _ran_through(job: Job, attempt: Attempt) -> bool:
+    """Whether it ended the training, and did at least half of it: what went before it may have needed more.
+
+    A script counts its steps anew in each attempt, so the furthest step of all attempts is taken for the last.
+    """
     if attempt.failure is not None or attempt.probe or attempt.evidence is None:
         return False
-    return any(2 * beat.steps_done >= beat.step > 0 for beat in attempt.evidence.heartbeats)
+    last_step = max((beat.step for one in (*job.attempts, attempt) for beat in _heartbeats(one)), default=0)
+    return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)
+
+
+def _heartbeats(attempt: Attempt) -> tuple[Heartbeat, ...]:
+    return () if attempt.evidence is None else attempt.evidence.heartbeats
 
 
 def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:

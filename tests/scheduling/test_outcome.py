@@ -70,3 +70,14 @@ def test_an_end_is_proof_for_a_plan_that_did_at_least_half_of_the_training(steps
     stopped = observe(job(), broken, 256 * MIB)
     assert stopped is not None
     assert not stopped.finished
+
+
+def test_a_script_that_went_on_is_no_proof_by_the_few_steps_it_had_left() -> None:
+    """It counts them anew: all twenty steps of its last attempt may come after five hundred of another."""
+    before = replace(ended(Phase.TRAINING), evidence=Evidence(ranks=(), heartbeats=(replace(BEAT, step=500),)))
+    asking = replace(job(script_spec()), attempts=(before,))
+    for steps, is_proof in ((20, False), (400, True)):
+        evidence = Evidence(ranks=(), heartbeats=(replace(BEAT, step=steps, steps_done=steps),))
+        seen = observe(asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+        assert seen is not None
+        assert seen.finished is is_proof
