@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration import Calibration
+from orchestrator.memory.calibration import CONFIDENCE, Calibration
 from orchestrator.memory.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Degrade, GpuRange, JobSpec
 from orchestrator.specs.plan import Degradation, Plan, in_short
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
-from orchestrator.specs.units import format_bytes
+from orchestrator.specs.units import format_bytes, format_probability
 
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
 MOMENTS_SHOWN = 8
@@ -67,6 +67,13 @@ def why_nothing_fits(
     ]
     lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, calibrated)]
     return "\n".join(lines)
+
+
+def why_taken(fit_probability: float | None) -> str:
+    """What made a job's first plan the one to run; None: nothing is known of its memory."""
+    if fit_probability is None or fit_probability >= CONFIDENCE:
+        return "the fastest plan that fits"
+    return f"the plan that most probably fits ({format_probability(fit_probability)})"
 
 
 def what_would_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from orchestrator.memory import calibration
 from orchestrator.memory.calibration import MARGIN as MARGIN
@@ -11,6 +12,8 @@ from orchestrator.memory.calibration import Calibration
 from orchestrator.specs.plan import Degradation, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
+
+EVEN = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,16 @@ def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> 
     return needed_bytes(candidate, calibrated) <= capacity_bytes and not calibrated.refutes(
         candidate.plan, candidate.estimate, capacity_bytes
     )
+
+
+def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -> Candidate | None:
+    """Of candidates with the bytes that a device has for each, the one that most probably runs; None where none does.
+
+    At least as likely as not: what is known by now then takes no more than there is, but for its margin.
+    """
+    chances = [(fit_probability(one, capacity_bytes, calibrated), one) for one, capacity_bytes in rooms]
+    best, candidate = max(chances, key=itemgetter(0), default=(0.0, None))
+    return candidate if best >= EVEN else None
 
 
 def fits_as_measured(candidate: Candidate, capacity_bytes: int, peak_bytes: int) -> bool:

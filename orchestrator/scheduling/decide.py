@@ -301,7 +301,7 @@ def _without_offers(state: State, job: Job, menus: Sequence[tuple[Pool, Menu | N
     reasons = []
     for group in groups_of(state.declared or state.nodes):
         found = menu(job, group, learned(state, job, group.hardware.device.name), 0.0)
-        if isinstance(found, Menu):
+        if isinstance(found, Menu) or found.likeliest is not None:
             return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
         reasons.append(found.reason)
     return NeverFits(reason="\n".join(reasons))

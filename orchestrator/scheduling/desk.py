@@ -353,14 +353,21 @@ class Desk:
 
     def _fresh_menus(self, job: Job, family: str, version: int) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
         if job.attempts:
-            return tuple(self._menu(job, pool) for pool in self.pools)
+            return self._menus_on_all(job)
         key = (family, job.spec, job.fault is None)  # what is rehearsed is not probed
         known = self._menus.get(key)
         if known is None or known[0] != version:
             if len(self._menus) >= MENUS_MAX:
                 self._menus.clear()
-            known = self._menus[key] = (version, tuple(self._menu(job, pool) for pool in self.pools))
+            known = self._menus[key] = (version, self._menus_on_all(job))
         return known[1]
+
+    def _menus_on_all(self, job: Job) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
+        """Where nothing surely fits any pool, of what may."""
+        menus = tuple(self._menu(job, pool) for pool in self.pools)
+        if any(isinstance(one, Menu) for _, one in menus):
+            return menus
+        return tuple((pool, one if isinstance(one, Menu) else one.likeliest or one) for pool, one in menus)
 
     def _menu(self, job: Job, pool: Pool) -> tuple[Pool, Menu | NeverFits]:
         device = pool.group.hardware.device.name

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import inf
 
+from orchestrator.planning.explain import why_taken
 from orchestrator.scheduling.decide import (
     PRICE_IDLE,
     RESERVATIONS_MAX,
@@ -203,7 +204,7 @@ def _why(chosen: Chosen, before: Attempt | None) -> str:
     if chosen.probe:
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: nobody knows what it needs"
     if before is None or before.failure is None:
-        return "runs the fastest plan that fits"
+        return f"runs {why_taken(chosen.fit_probability)}"
     changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
     if before.failure.kind is FailureKind.MOVED:
         return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"

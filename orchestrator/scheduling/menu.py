@@ -11,7 +11,7 @@ from math import inf
 from orchestrator.memory.calibration import Calibration, calibration
 from orchestrator.memory.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, needed_bytes
+from orchestrator.planning.frontier import Candidate, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.degrade import answered_by_phase, answering
 from orchestrator.scheduling.groups import Group
@@ -74,6 +74,7 @@ class NeverFits:
     """No plan fits the group even when it is whole and empty."""
 
     reason: str
+    likeliest: Menu | None = None  # of the plan that may run all the same
 
 
 def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> Menu | NeverFits:
@@ -89,20 +90,35 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     probe = probe_of(job, device, calibrated, candidates)
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
-    least_bytes = [_least_bytes(one, calibrated, measured) for one in candidates]
-    fitting = [
-        (candidate, shape, least)
-        for candidate, least in zip(candidates, least_bytes, strict=True)
-        if least <= device.memory
-        and (shape := shape_of(candidate.plan, group.hardware.devices_per_node, group.hardware.nodes))
-    ]
+    shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
+    needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
+    fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
     room = device.memory / _headroom(job, device.name)
     fitting = [one for one in fitting if one[2] <= room or one[0].plan in measured] or fitting
-    if not fitting:
-        return NeverFits(reason=why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted))
+    if fitting:
+        return _menu_of(job, group, calibrated, launch_cost_s, fitting, is_probe=probe is not None)
+    reason = why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted)
+    one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
+    if one is None or (shape := shapes(one.plan)) is None:
+        return NeverFits(reason=reason)
+    least = corrected_bytes(one.estimate, calibrated.correction_of(one.plan, one.estimate))
+    by_chance = _menu_of(job, group, calibrated, launch_cost_s, [(one, shape, least)], is_probe=probe is not None)
+    return NeverFits(reason=reason, likeliest=by_chance)
+
+
+def _menu_of(
+    job: Job,
+    group: Group,
+    calibrated: Calibration,
+    launch_cost_s: float,
+    fitting: Sequence[tuple[Candidate, Shape, int]],
+    *,
+    is_probe: bool,
+) -> Menu:
+    """Of candidates with their shape and the free bytes that a device must have for them."""
     seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
     all_of_them = tuple(
-        Entry(candidate, shape, least, launch_cost_s + length_s, probe=candidate is probe)
+        Entry(candidate, shape, least, launch_cost_s + length_s, probe=is_probe)
         for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
     )
     entries = best_of_each(all_of_them)

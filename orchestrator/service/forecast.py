@@ -11,7 +11,7 @@ from orchestrator.memory.correction import is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes, why_rejected
+from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.probe import measured_spec, probe_of
@@ -81,14 +81,14 @@ class Forecast(TypedDict):
     devices: int
     global_batch_size: int
     profile: str  # where the model's costs come from
-    chosen: int | None  # index into the frontier
+    chosen: int | None  # index into the frontier; where nothing fits, of the plan that may run all the same
     probe: CandidateView | None  # what is run first to be measured, where nobody knows what the script needs
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
 
 
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
-    """The job on the first kind of device that can hold it, else on the kind with the fastest devices.
+    """The job on the first kind of device that can hold it, or may; else on the kind with the fastest devices.
 
     `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices,
     or no kind can run the job.
@@ -111,7 +111,8 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
             refused.append(error)
     if not found:
         raise refused[0]
-    return next((one for one in found if one["chosen"] is not None), found[0])
+    may_run = [one for one in found if one["chosen"] is not None]
+    return next((one for one in may_run if one["nothing_fits"] is None), next(iter(may_run), found[0]))
 
 
 def _origin(profile: ModelProfile) -> str:
@@ -126,11 +127,14 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     candidates = frontier(spec, hardware, calibrated.correction).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
-    job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
-    probe = probe_of(job, hardware.device, calibrated, candidates)
     nothing = None
     if chosen is None:
         nothing = why_nothing_fits(spec, hardware, free_bytes[0], calibrated)
+        rooms = [(one, view["capacity_bytes"]) for one, view in zip(candidates, views, strict=True)]
+        one = likeliest(rooms, calibrated)
+        chosen = None if one is None else candidates.index(one)
+    job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
+    probe = probe_of(job, hardware.device, calibrated, candidates)
     return Forecast(
         job=spec.name,
         device=hardware.device.name,

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.planning.explain import why_taken
+from orchestrator.planning.frontier import EVEN
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
 from orchestrator.service.views import (
@@ -117,13 +119,16 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
         parts.append(Text(forecast["nothing_fits"] or "no plan fits", style="red"))
         return Group(*parts, Text(), _frontier(forecast, 0))
     candidate = forecast["frontier"][chosen]
+    if forecast["nothing_fits"] is not None:
+        parts += [Text(forecast["nothing_fits"], style="red"), Text()]
+        parts += [Text("What may fit is tried all the same:", style="yellow"), Text()]
     parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
     if _is_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
         parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
         parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_forecast_picture(forecast, chosen))]
     parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(forecast, chosen)]
-    if chosen and forecast["probe"] is None:
+    if chosen and forecast["probe"] is None and forecast["nothing_fits"] is None:
         parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
         faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
         parts += [Text(f"  {one['plan']}: {one['rejected']}") for one in faster]
@@ -266,7 +271,7 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
         table.add_row("", f"... {above} faster")
     chosen = forecast["chosen"] if forecast["probe"] is None else None
     for index, one in enumerate(shown, start=low):
-        if index == chosen and index > 0:
+        if index == chosen and index > 0 and forecast["nothing_fits"] is None:
             limit = format_bytes(one["capacity_bytes"])
             table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
         mark = Text("→", style="bold green") if index == chosen else Text("")
@@ -285,10 +290,15 @@ def _frontier(forecast: Forecast, centre: int) -> Table:
 
 def _verdict(candidate: CandidateView) -> Text:
     needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
-    fits, probability = candidate["rejected"] is None, candidate["fit_probability"]
+    probability = candidate["fit_probability"]
     share = "" if probability is None else f" with {format_probability(probability)}"
-    said = f"fits{share}" if fits else f"does not fit ({format_probability(probability or 0.0)} that it would)"
-    return Text(f"{needed} of {capacity} with margin: ") + Text(said, style="green" if fits else "red")
+    if candidate["rejected"] is None:
+        said = Text(f"fits{share}", style="green")
+    elif (probability or 0.0) >= EVEN:
+        said = Text(f"may fit{share}", style="yellow")
+    else:
+        said = Text(f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red")
+    return Text(f"{needed} of {capacity} with margin: ") + said
 
 
 def _forecast_picture(forecast: Forecast, chosen: int) -> Picture:
@@ -315,7 +325,7 @@ def _is_known(estimate: EstimateView) -> bool:
 def _reasons(job: JobView) -> Group:
     lines = []
     for attempt in job["attempts"]:
-        why = attempt["change_reason"] or "the fastest plan that fits"
+        why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
         factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
         lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
     return Group(*lines)
