@@ -56,8 +56,17 @@ CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythi
 AUTO_BUCKETS = re.compile(r"\bhf\b|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
 
+# What model code calls its projections: modeling_gpt2.py, modeling_bloom.py, modeling_opt.py and modeling_phi3.py of
+# transformers, modeling_qwen.py of Qwen/Qwen-7B, modeling_internlm2.py of internlm/internlm2-7b, modeling_baichuan.py
+# of baichuan-inc/Baichuan-7B. A name without its module, such as c_proj, is found in both blocks: peft compares the end
+# of a name (peft/tuners/tuners_utils.py, check_target_module_exists).
 PROJECTIONS = {"mlp": ("up", "gate", "down"), "attention": ("q", "k", "v", "o")}
-PROJECTIONS |= dict.fromkeys(("c_attn", "qkv", "query_key_value"), ("q", "k", "v"))
+PROJECTIONS |= dict.fromkeys(("c_attn", "qkv", "query_key_value", "wqkv", "w_pack"), ("q", "k", "v"))
+PROJECTIONS |= {"c_proj": ("o", "down"), "attn.c_proj": ("o",), "mlp.c_proj": ("down",), "gate_up": ("gate", "up")}
+PROJECTIONS |= dict.fromkeys(("wo", "out"), ("o",)) | dict.fromkeys(("c_fc", "fc1", "dense_h_to_4h"), ("up",))
+PROJECTIONS |= dict.fromkeys(("fc2", "dense_4h_to_h"), ("down",))
+_NAMES = sorted({*PROJECTIONS, "q", "k", "v", "o", "gate", "up", "down", "w1", "w2", "w3"} - {"out"}, key=len)
+_TARGET = re.compile(rf"(?<![\w.])(out(?=_proj)|{'|'.join(re.escape(name) for name in _NAMES)})(?:_proj)?\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +113,13 @@ def rule_of(said: str) -> Rule | None:
 
 
 def targets_of(said: str) -> tuple[str, ...]:
-    """The projections that a row names to adapt, in lower case; () where it names none."""
-    words = re.findall(r"\b(q|k|v|o|gate|up|down|mlp|c_attn|qkv|query_key_value|attention)(?:_proj)?\b", said)
-    return tuple(dict.fromkeys(name for word in words for name in PROJECTIONS.get(word, (word,))))
+    """The projections that a row names to adapt, in lower case; () where it names none.
+
+    Behind c_attn, w1 and w2 are what Qwen multiplies with each other; else w1, w2 and w3 are Llama's.
+    """
+    words = _TARGET.findall(said)
+    names = {"w1": ("gate",), "w2": ("up",) if "c_attn" in words else ("down",), "w3": ("up",)} | PROJECTIONS
+    return tuple(dict.fromkeys(name for word in words for name in names.get(word, (word,))))
 
 
 def bits_of(said: str) -> int:

@@ -173,6 +173,11 @@ def test_a_row_that_cannot_be_described_says_why(columns: dict[str, str], reason
     [
         ("LoRA r8 q_proj v_proj", ("q", "v")),
         ("LoRA r8 (c_attn)", ("q", "k", "v")),
+        ("LoRA r64 c_attn c_proj w1 w2", ("q", "k", "v", "o", "down", "gate", "up")),
+        ("LoRA r64 c_attn attn.c_proj", ("q", "k", "v", "o")),
+        ("LoRA r8 wqkv wo w1 w2 w3", ("q", "k", "v", "o", "gate", "down", "up")),
+        ("LoRA r8 query_key_value dense_h_to_4h dense_4h_to_h", ("q", "k", "v", "up", "down")),
+        ("LoRA r8 W_pack out_proj fc1 gate_up_proj", ("q", "k", "v", "o", "up", "gate")),
         ("LoRA r8 all linear", ()),
         ("LoRA r8", ("q", "k", "v")),
     ],
