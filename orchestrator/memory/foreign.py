@@ -114,6 +114,7 @@ class Training:
     on_volta: bool = False
     expandable_segments: bool = False
     bucket_elements: int = BUCKET_ELEMENTS  # of a reduction
+    overlaps: bool = False  # DeepSpeed's stages 1 and 2: one bucket fills while another is reduced
     holds_gradients: bool = False  # on the device, though the optimizer's states are on the host
 
     @property

@@ -41,6 +41,7 @@ EAGER_CONTEXT_BYTES = 1_911_000_000
 EAGER_CONTEXT_VOLTA_BYTES = 1_408_000_000
 PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
 LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters (deepspeed/runtime/zero/config.py)
+SUB_GROUP_ELEMENTS = 1_000_000_000  # sub_group_size
 
 
 def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> MemoryEstimate:
@@ -280,26 +281,31 @@ def _fsdp(training: Training) -> Iterator[Live]:
 def _deepspeed(training: Training) -> Iterator[Live]:
     """ZeRO 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config.
 
-    ColossalAI's stages 1 and 2 (colossalai/zero/low_level/low_level_optim.py) have the same states and the same fp32
-    gradients at the step, in buckets of reduce_bucket_size_in_m = 12.
+    Its bucket has its full size however little is trained (stage_1_and_2.py, `setup_buckets`; stage3.py,
+    `_setup_for_real_optimizer`). Stage 3 steps over one sub-group after the other, whose gradients it puts together and
+    casts (stage3.py, `_prepare_fp32_grad_for_sub_group`). ColossalAI's stages 1 and 2 (colossalai/zero/low_level/
+    low_level_optim.py) have the same states and the same fp32 gradients at the step, in buckets of
+    reduce_bucket_size_in_m = 12.
     """
     stage, shards = training.zero_stage, training.dp
     layer, ends = layer_held(training), ends_held(training)
     layers = training.shape.layers
     held = layer * layers + ends
     trained = held.trained
-    whole = 2 * trained + held.frozen_bytes
+    width = training.width
+    whole = width * trained + held.frozen_bytes
     resident = 0 if training.offload_parameters else -(-whole // shards) if stage == 3 else whole
     states = 0 if training.offload_optimizer else round((4 + state_bytes(training)) * trained / shards)
-    sharded = 0 if training.offload_optimizer and not training.holds_gradients else 2 * trained // shards
-    gradients = sharded if stage >= 2 else 2 * trained
-    bucket = 2 * min(training.bucket_elements, trained)
+    sharded = 0 if training.offload_optimizer and not training.holds_gradients else width * trained // shards
+    gradients = sharded if stage >= 2 else width * trained
+    bucket = width * training.bucket_elements * (2 if training.overlaps and stage < 3 else 1)
     live = 0
     if stage == 3:
-        live = min(2 * layer.trained + layer.frozen_bytes + 2 * ends.trained + ends.frozen_bytes, 2 * LIVE_ELEMENTS)
+        used = width * layer.trained + layer.frozen_bytes
+        live = min(used + width * ends.trained + ends.frozen_bytes, width * LIVE_ELEMENTS)
         # what is used again soon stays (stage3_max_reuse_distance), and no more is fetched ahead than one bucket
         # (deepspeed/runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)
-        live = max(live, 2 * layer.trained + layer.frozen_bytes + 2 * min(PREFETCH_ELEMENTS, layer.trained))
+        live = max(live, used + width * min(PREFETCH_ELEMENTS, layer.trained))
     fixed: Causes = (
         ("parameters", resident),
         ("optimizer states", states),
@@ -310,10 +316,9 @@ def _deepspeed(training: Training) -> Iterator[Live]:
     kept = layers * kept_bytes(training)
     yield ("backward of head", (*fixed, (KEPT, kept), (WORKING, head_bytes(training))))
     yield ("backward of last layer", (*fixed, (KEPT, kept), (WORKING, working_bytes(training))))
-    yield (
-        "optimizer step",
-        (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else 4 * trained // shards)),
-    )
+    at_once = min(SUB_GROUP_ELEMENTS, trained // shards) if stage == 3 else trained // shards
+    temporaries = (4 + (width if stage == 3 else 0) + (4 if training.foreach else 0)) * at_once
+    yield ("optimizer step", (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else temporaries)))
 
 
 # ------------------------------------------------------------------------------------------------------------- plain

@@ -142,7 +142,7 @@ class _Reader:
     def framework(self) -> Framework:
         said = self.row["framework"].lower()
         sharding = self.row["sharding"].lower()
-        if "megatron" in said and "zero-3" in sharding:
+        if "megatron" in said and re.search("zero-?[23]", sharding):
             return Framework.DEEPSPEED
         if re.search(r"jax|maxtext|easylm|levanter|\btpu|tensorflow|keras|paddle|mindspore", said):
             raise _no(f"no model of the engine {self.row['framework']}", self.row)
@@ -242,6 +242,7 @@ class _Reader:
             keeps_gathered=tp > 1 and "nanotron" in self.said and "recompute_allgather" not in self.other,
             zero_stage=self._zero_stage(training.framework, row["sharding"].lower()),
             bucket_elements=bucket_elements_of(self.said, training.shape.hidden),
+            overlaps="overlap_comm" in self.said,
             holds_gradients="colossalai" in self.said,
         )
 
@@ -306,6 +307,8 @@ class _Reader:
             return False
         if shape.flash or re.search(r"\bfa[234]\b|flash", self.said):
             return True
+        if re.search(r"transformers v?4\.(?:[0-2]?\d|3[0-5])\b", self.said):
+            return False  # its models had no attention but their own before 4.36 (huggingface/transformers v4.36.0)
         if framework is Framework.MEGATRON and re.search(r"\blocal\b", self.other):
             return False  # megatron/core/transformer/dot_product_attention.py, without Transformer Engine
         if self.is_old(framework) or framework is Framework.MEGATRON_DEEPSPEED:
@@ -339,8 +342,9 @@ class _Reader:
         everywhere = re.search(r"\ball\b", said) is not None or "fsdp_qlora" in self.said
         # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
         prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(
-            # axolotl/loaders/model.py casts embeddings and norms back where attention is flash
-            "torchtune|unsloth|axolotl|lit-?gpt|no preparation",
+            # axolotl/loaders/model.py casts embeddings and norms back where attention is flash; llamafactory/model/
+            # model_utils/checkpointing.py casts norms if it is told so
+            "torchtune|unsloth|axolotl|lit-?gpt|llama-?factory|no preparation",
             self.said,
         )
         ends_fp32 = bool(quantised) and prepared and "gptq" not in said and "fsdp_qlora" not in self.said
@@ -413,7 +417,7 @@ class _Reader:
             and (not masters or "bf16 states" in optimizer),
             step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", optimizer) is not None,
             paged="paged" in optimizer,
-            foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._is_hf_fsdp(framework))
+            foreach=(framework in (Framework.PLAIN, Framework.DEVICE_MAP) or self._has_torch_step(framework))
             and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR)
             and not training.is_old  # torch/optim/adamw.py, since 1.13
             and not re.search(r"fused adam|fused optim", optimizer)
@@ -428,6 +432,14 @@ class _Reader:
             or "activation offload" in self.other
             or self._old_zero_3(),
         )
+
+    def _has_torch_step(self, framework: Framework) -> bool:
+        """torch.optim steps over shards: under FSDP, and where DeepSpeed's configuration names no optimizer.
+
+        So in examples/deepspeed of hiyouga/LLaMA-Factory and xtuner/configs/deepspeed of InternLM/xtuner.
+        """
+        bare = framework is Framework.DEEPSPEED and re.search("llama-?factory|xtuner", self.said) is not None
+        return bare or self._is_hf_fsdp(framework)
 
     def _is_hf_fsdp(self, framework: Framework) -> bool:
         """transformers' Trainer: torch.optim steps over FSDP's shards, reentrant checkpointing wraps FSDP's units."""

@@ -158,6 +158,45 @@ def test_buckets_are_as_large_as_the_trainer_makes_them() -> None:
     assert read(SHARDED, framework="DeepSpeed", compile_or_other="reduce bucket 5e7").bucket_elements == 50_000_000
 
 
+def test_deepspeed_makes_its_whole_bucket_however_little_is_trained() -> None:
+    settings = {"framework": "DeepSpeed", "sharding": "ZeRO-2", "peft": "LoRA r8"}
+    alone, twice = read(SHARDED, **settings), read(SHARDED, **settings, compile_or_other="overlap_comm")
+    assert [dict(estimate_foreign(one).by_cause)["buckets"] for one in (alone, twice)] == [10**9, 2 * 10**9]
+
+
+def test_stage_3_casts_the_gradients_of_one_sub_group_at_a_time() -> None:
+    large = read(SHARDED, model="Llama-2-70b", framework="DeepSpeed", sharding="ZeRO-3", micro_batch="1")
+    found = estimate_foreign(large)
+    assert (found.moment, dict(found.by_cause)["optimizer temporaries"]) == ("optimizer step", 6 * 10**9)
+    torch = read(SHARDED, model="Llama-2-70b", framework="LLaMA-Factory", sharding="ZeRO-3", micro_batch="1")
+    assert dict(estimate_foreign(torch).by_cause)["optimizer temporaries"] == 10 * 10**9
+
+
+def test_weights_and_gradients_of_an_fp32_run_are_wide_under_deepspeed_too() -> None:
+    settings = {"framework": "DeepSpeed", "sharding": "ZeRO-3", "micro_batch": "1", "seq_len": "64"}
+    low, wide = (dict(estimate_foreign(read(SHARDED, **settings, precision=one)).by_cause) for one in ("bf16", "fp32"))
+    assert (wide["parameters"], wide["gradients"]) == (2 * low["parameters"], 2 * low["gradients"])
+
+
+def test_megatron_cuts_gradients_where_deepspeed_is_at_stage_2() -> None:
+    cut = read(MEGATRON, framework="Megatron-DeepSpeed", sharding="ZeRO-2", n_gpus="8", tp="1", pp="1")
+    assert (cut.framework, cut.zero_stage) == (Framework.DEEPSPEED, 2)
+
+
+def test_models_of_transformers_hold_their_scores_before_4_36() -> None:
+    assert [read(ROW, framework=f"HF Trainer (transformers 4.{minor})").flash for minor in (9, 30, 35, 36, 41)] == [
+        False, False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_llama_factory_leaves_the_ends_of_a_quantised_model_as_they_are() -> None:
+    quantised = {"peft": "QLoRA r8 all, 4bit"}
+    assert [read(ROW, framework=name, **quantised).ends_fp32 for name in ("HF Trainer", "LLaMA-Factory")] == [
+        True,
+        False,
+    ]
+
+
 def test_colossalai_holds_gradients_on_the_device_while_its_states_are_on_the_host() -> None:
     offloaded = read(SHARDED, framework="ColossalAI zero2-cpu", sharding="zero2-cpu", offload="CPU")
     causes = dict(estimate_foreign(offloaded).by_cause)
