@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
@@ -13,7 +14,9 @@ from rich.text import Text
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import COLUMNS, Described, described_row
 from orchestrator.planning.frontier import MARGIN
+from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.units import parse_bytes
 
 NEEDED = ("id", "model", "arch", "framework", "micro_batch", "seq_len", "precision")
 
@@ -76,7 +79,7 @@ def estimated_row(row: Mapping[str, str]) -> RowEstimate:
             inferred=[],
             reason=error.what,
         )
-    capacity_bytes = capacity_bytes_of(row.get("gpu_mem_GB", ""))
+    capacity_bytes = capacity_bytes_of(row.get("gpu_mem_GB", ""), row.get("gpu", ""))
     estimate = estimate_foreign(described.training, capacity_bytes)
     fits = None if capacity_bytes is None else fits_in(described, capacity_bytes)
     return RowEstimate(
@@ -97,15 +100,19 @@ def _gib(count: int) -> float:
     return round(count / 2**30, 3)
 
 
-def capacity_bytes_of(size: str) -> int | None:
+def capacity_bytes_of(size: str, gpu: str = "") -> int | None:
     """What the driver shows of a device sold with so many GB: 99 % of as many GiB; None where no size is said.
 
-    32,510 MiB of a V100, 81,251 of an A100 with 80 GB, 24,564 of an RTX 4090.
+    32,510 MiB of a V100, 81,251 of an A100 with 80 GB, 24,564 of an RTX 4090. A T4, an L4, an A10 and an L40S show
+    less, as check bits lie in their memory: as much as the catalogue of devices says.
     """
     try:
-        return round(0.99 * float(size) * 2**30)
+        shown_bytes = round(0.99 * float(size) * 2**30)
     except ValueError:
         return None
+    name = re.sub(r"nvidia|tesla|geforce|[^a-z0-9]|\d+gi?b$", "", gpu.lower())
+    device = DEVICES.get(f"{'a10' if name == 'a10g' else name}-{size}gb")
+    return shown_bytes if device is None else min(shown_bytes, parse_bytes(device["memory"]))
 
 
 def fits_in(described: Described, capacity_bytes: int) -> bool | None:

@@ -123,7 +123,7 @@ def compared_rows(rows: list[dict[str, str]]) -> tuple[list[Compared], Counter[t
             excluded[row["source_repo"], f"which memory was measured is not stated ({row['mem_kind']})"] += 1
         else:
             measured = round(float(row["mem"]) * kind.units[row["mem_unit"]])
-            capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"])
+            capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"], row["gpu"])
             predicted = kind.predicted(estimate_foreign(described.training, capacity_bytes))
             found.append(Compared(row, described.training, kind, measured, predicted))
     return found, excluded
@@ -154,7 +154,7 @@ def kind_of(said: str) -> Kind | None:
 def _verdicts(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], bool | None]]:
     """Every row that says whether it fitted, and whether planning would say so; None: it leaves too much open."""
     for row in rows:
-        described, capacity_bytes = _described(row), capacity_bytes_of(row["gpu_mem_GB"])
+        described, capacity_bytes = _described(row), capacity_bytes_of(row["gpu_mem_GB"], row["gpu"])
         if row["fits"] and capacity_bytes is not None and not isinstance(described, str):
             yield row, fits_in(described, capacity_bytes)
 
@@ -165,7 +165,7 @@ def beside_what_ran(short: str, rows: list[dict[str, str]]) -> str:
     Both outcomes together ask that this difference takes more than the device had left in the run that was measured.
     """
     row = next(one for one in rows if one["id"] == short)
-    capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"])
+    capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"], row["gpu"])
     assert capacity_bytes is not None, f"{short} has a verdict"
 
     def predicted_bytes(of: Mapping[str, str]) -> int:

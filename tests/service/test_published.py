@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from orchestrator.cli import app
 from orchestrator.memory.published import COLUMNS
-from orchestrator.service.published import estimated_row, read_rows, rows_table
+from orchestrator.service.published import capacity_bytes_of, estimated_row, read_rows, rows_table
 from orchestrator.specs.errors import SpecError
 
 HEADER = "id,model,arch,gpu_mem_GB,n_gpus,framework,micro_batch,seq_len,precision,act_ckpt,peft,mem\n"
@@ -44,6 +44,20 @@ def test_a_lower_bound_never_says_that_something_fits(rows: Path) -> None:
     assert estimated_row(row)["is_lower_bound"]
     assert estimated_row(row)["fits"] is None
     assert estimated_row({**row, "model": "Llama 3.1 405B"})["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "gib"),
+    [
+        ("", "80", 79.2),
+        ("A100 80GB", "80", 79.15),
+        ("NVIDIA T4", "16", 14.58),
+        ("A10G", "24", 21.99),
+        ("X1", "16", 15.84),
+    ],
+)
+def test_a_device_has_what_its_driver_shows(gpu: str, size: str, gib: float) -> None:
+    assert capacity_bytes_of(size, gpu) == pytest.approx(gib * 2**30, rel=1e-6)
 
 
 def test_the_command_answers_as_json_and_as_a_table(rows: Path) -> None:
