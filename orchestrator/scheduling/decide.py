@@ -298,10 +298,10 @@ def _without_offers(state: State, job: Job, menus: Sequence[tuple[Pool, Menu | N
         if isinstance(one, Menu):
             device = pool.group.hardware.device.name
             return Wait(reason=f"waits for memory that other processes hold on {device}")
-    reasons = []
+    never = []
     for group in groups_of(state.declared or state.nodes):
         found = menu(job, group, learned(state, job, group.hardware.device.name), 0.0)
         if isinstance(found, Menu) or found.likeliest is not None:
             return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
-        reasons.append(found.reason)
-    return NeverFits(reason="\n".join(reasons))
+        never.append(found)
+    return NeverFits(why=lambda: "\n".join(one.why() for one in never))

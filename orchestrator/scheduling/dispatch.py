@@ -170,7 +170,7 @@ def _answered(
             job = replace(job, reason=wait.reason)
         case NeverFits() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
-            job = replace(job, status=status, reason=never.reason)
+            job = replace(job, status=status, reason=never.why())
             actions = (Record(job=job),)
     desk.learn(waiting.job, job)
     state, archived = settled(state, job)

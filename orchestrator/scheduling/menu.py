@@ -73,7 +73,7 @@ class Menu:
 class NeverFits:
     """No plan fits the group even when it is whole and empty."""
 
-    reason: str
+    why: Callable[[], str]  # asked only where no other group holds the job: what would fit is planned for it
     likeliest: Menu | None = None  # of the plan that may run all the same
 
 
@@ -81,12 +81,12 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     """The job's untried plans that fit the group's devices when they are empty, or why there are none."""
     device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
-        wanted = f"wants {job.spec.gpus.min} devices of one kind"
-        return NeverFits(reason=f"{wanted}: there are {group.devices} {device.name}")
+        too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
+        return NeverFits(why=lambda: too_few)
     try:
         candidates = list(_untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
-        return NeverFits(reason=str(error))
+        return NeverFits(why=partial(str, error))
     probe = probe_of(job, device, calibrated, candidates)
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
@@ -97,13 +97,13 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     fitting = [one for one in fitting if one[2] <= room or one[0].plan in measured] or fitting
     if fitting:
         return _menu_of(job, group, calibrated, launch_cost_s, fitting, is_probe=probe is not None)
-    reason = why_nothing_fits(job.spec, group.hardware, device.memory, calibrated, job.refuted)
+    why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
     one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
     if one is None or (shape := shapes(one.plan)) is None:
-        return NeverFits(reason=reason)
+        return NeverFits(why=why)
     least = corrected_bytes(one.estimate, calibrated.correction_of(one.plan, one.estimate))
     by_chance = _menu_of(job, group, calibrated, launch_cost_s, [(one, shape, least)], is_probe=probe is not None)
-    return NeverFits(reason=reason, likeliest=by_chance)
+    return NeverFits(why=why, likeliest=by_chance)
 
 
 def _menu_of(
