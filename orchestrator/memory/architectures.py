@@ -30,6 +30,7 @@ class Architecture:
     flash: bool | None = None  # whether the description says that attention never holds its scores
     qk_norm: bool = False  # norms over every head's query and key
     experts: int = 0  # feed-forward parts beside each other in every layer, of width `ffn` each
+    crossed: int = 0  # of the layers, those that attend to another sequence as well: decoders behind an encoder
 
     @property
     def query(self) -> int:
@@ -55,6 +56,7 @@ class Architecture:
     def layer_matrices(self) -> int:
         """Elements of the matrices of one layer: what tensor parallelism cuts and quantisation reaches."""
         attention = sum(math for name, math in _elements(self) if name in "qkvo")
+        attention += attention * self.crossed // self.layers  # a layer in the mean
         feed_forward = sum(math for name, math in _elements(self) if name not in "qkvo")
         return attention + feed_forward * max(1, self.experts)
 
@@ -62,8 +64,9 @@ class Architecture:
     def layer_vectors(self) -> int:
         """Elements of norms and biases of one layer."""
         if self.gated:
-            return 2 * self.hidden
-        return 4 * self.hidden + self.query + 2 * self.key_value + self.hidden + self.ffn + self.hidden
+            return 2 * self.hidden + self.hidden * self.crossed // self.layers
+        attention = 2 * self.hidden + self.query + 2 * self.key_value + self.hidden
+        return attention + attention * self.crossed // self.layers + 3 * self.hidden + self.ffn
 
     @property
     def table(self) -> int:

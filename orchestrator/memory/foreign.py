@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.crossed import t5_layer_bytes
 from orchestrator.memory.hf_profiles import NF4_BYTES, DecoderShape
 from orchestrator.memory.profiles import decoder_profile
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
@@ -63,6 +64,7 @@ class Training:
     framework: Framework
     micro_batch_size: int
     sequence_length: int
+    target_length: int = 0  # of what a decoder behind an encoder writes; 0: as long as what is read
     dp: int = 1
     tp: int = 1
     pp: int = 1
@@ -120,6 +122,17 @@ class Training:
     @property
     def tokens(self) -> int:
         return self.micro_batch_size * self.sequence_length
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens whose loss is taken."""
+        return self.micro_batch_size * (self.target_length or self.sequence_length)
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens that a layer sees, in the mean of both sides."""
+        layers, crossed = self.shape.layers, self.shape.crossed
+        return (self.tokens * (layers - crossed) + self.target_tokens * crossed) // layers
 
     @property
     def width(self) -> int:
@@ -222,16 +235,21 @@ def base_bytes_of(bits: int, *, double: bool = True) -> float:
 
 def saved_bytes(training: Training) -> int:
     """What one layer keeps of a micro-batch from forward to backward, on one tensor-parallel rank."""
-    shape, t = training.shape, training.tokens
+    shape, t = training.shape, training.layer_tokens
     cut = training.tp
     whole = cut if training.sequence_parallel else 1
+    if _is_t5(training):
+        lengths = training.sequence_length, training.target_length or training.sequence_length
+        per_sample = t5_layer_bytes(shape, lengths, low=training.low_precision, autocasts=training.autocasts)
+        adapted = t * _adapted_bytes(training) if training.lora_rank else 0
+        return training.micro_batch_size * per_sample + adapted
     if shape.gated:
         profile = _gated_layer(training)
         per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
     else:
         width, h, f = training.width, shape.hidden, shape.ffn
         # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
-        inside = 4 * width * h // 2 * 2 + 2 * width * f  # q, k, v, output; before and behind the activation
+        inside = 4 * width * h + 2 * width * f  # q, k, v, output; before and behind the activation
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole
@@ -250,7 +268,24 @@ def saved_bytes(training: Training) -> int:
         per_token -= training.width * shape.ffn // cut
     if training.fuses_adapters and shape.gated:
         per_token -= training.width * shape.ffn // cut
-    return t * per_token + score_bytes(training)
+    return t * per_token + _crossing_bytes(training) + score_bytes(training)
+
+
+def _crossing_bytes(training: Training) -> int:
+    """What a layer keeps in the mean as some attend to another sequence: queries, output and norm, and of an encoder's
+    tokens keys and values (a text that music is made to is short)."""
+    shape, width = training.shape, training.width
+    beside = width + training.stream + (1 if shape.dropout else 0)
+    whole = training.tp if training.sequence_parallel else 1
+    kept = training.target_tokens * (2 * width // training.tp + beside // whole)
+    if shape.crossed < shape.layers:
+        kept += training.tokens * 2 * width // training.tp
+    return kept * shape.hidden * shape.crossed // shape.layers
+
+
+def _is_t5(training: Training) -> bool:
+    """Whether layers are transformers' T5, whose scores are whole; Megatron's has learned positions instead."""
+    return training.shape.crossed > 0 and training.shape.flash is False
 
 
 def _joint_bytes(training: Training) -> int:
@@ -328,7 +363,7 @@ def score_bytes(training: Training) -> int:
     transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward), so does
     autocast (aten/src/ATen/autocast_mode.h, its fp32 list).
     """
-    if training.flash:
+    if training.flash or _is_t5(training):
         return 0
     shape, width = training.shape, training.width
     kept = 2 * width + (1 if shape.dropout else 0) if shape.dropout else width
@@ -336,7 +371,12 @@ def score_bytes(training: Training) -> int:
         kept = width + 4
     elif training.autocasts:
         kept = width + 4 + (1 if shape.dropout else 0)
-    return kept * shape.heads * training.sequence_length * training.tokens // training.tp
+    source, target = training.sequence_length, training.target_length or training.sequence_length
+    decoders = shape.crossed
+    squares = (shape.layers - decoders) * source**2 + decoders * target**2
+    if decoders < shape.layers:
+        squares += decoders * source * target
+    return kept * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
 
 
 def transient_bytes(training: Training) -> int:
@@ -348,7 +388,7 @@ def transient_bytes(training: Training) -> int:
     products = (3 if shape.gated else 2) if not training.in_place else 1
     inside = products * width * shape.ffn // training.tp
     # gradients of scores; transformers' softmax has its own in fp32
-    each = 2 * width + (8 if shape.gated and training.low_precision else 0)
+    each = 4 if _is_t5(training) else 2 * width + (8 if shape.gated and training.low_precision else 0)
     scores = 0 if training.flash else each * shape.heads * training.sequence_length // training.tp
     return training.tokens * (inside + 2 * training.stream * shape.hidden + scores)
 
@@ -356,7 +396,7 @@ def transient_bytes(training: Training) -> int:
 def boundary_bytes(training: Training) -> int:
     """What a layer hands on, of one micro-batch."""
     cut = training.tp if training.sequence_parallel else 1
-    return training.tokens * training.stream * training.shape.hidden // cut
+    return training.layer_tokens * training.stream * training.shape.hidden // cut
 
 
 def kept_bytes(training: Training) -> int:
@@ -432,7 +472,7 @@ def head_bytes(training: Training) -> int:
     chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A head in 4 bits is
     dequantised to fp16, then cast.
     """
-    shape, t = training.shape, training.tokens
+    shape, t = training.shape, training.target_tokens
     cut = training.tp
     states = t * (training.stream + 4) * shape.hidden
     if not shape.causal:

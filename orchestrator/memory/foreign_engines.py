@@ -299,26 +299,37 @@ def _deepspeed(training: Training) -> Iterator[Live]:
     sharded = 0 if training.offload_optimizer and not training.holds_gradients else width * trained // shards
     gradients = sharded if stage >= 2 else width * trained
     bucket = width * training.bucket_elements * (2 if training.overlaps and stage < 3 else 1)
-    live = 0
-    if stage == 3:
-        used = width * layer.trained + layer.frozen_bytes
-        live = min(used + width * ends.trained + ends.frozen_bytes, width * LIVE_ELEMENTS)
-        # what is used again soon stays (stage3_max_reuse_distance), and no more is fetched ahead than one bucket
-        # (deepspeed/runtime/zero/partitioned_param_coordinator.py, fetch_sub_module)
-        live = max(live, used + width * min(PREFETCH_ELEMENTS, layer.trained))
-    fixed: Causes = (
+    live, table = _gathered(training, whole) if stage == 3 else (0, 0)
+    states_and_gradients: Causes = (
         ("parameters", resident),
         ("optimizer states", states),
         ("gradients", gradients),
         ("buckets", bucket),
-        ("gathered parameters", live),
     )
+    at_head: Causes = (*states_and_gradients, ("gathered parameters", live + table))
+    fixed: Causes = (*states_and_gradients, ("gathered parameters", live))
     kept = layers * kept_bytes(training)
-    yield ("backward of head", (*fixed, (KEPT, kept), (WORKING, head_bytes(training))))
+    yield ("backward of head", (*at_head, (KEPT, kept), (WORKING, head_bytes(training))))
     yield ("backward of last layer", (*fixed, (KEPT, kept), (WORKING, working_bytes(training))))
     at_once = min(SUB_GROUP_ELEMENTS, trained // shards) if stage == 3 else trained // shards
     temporaries = (4 + (width if stage == 3 else 0) + (4 if training.foreach else 0)) * at_once
     yield ("optimizer step", (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else temporaries)))
+
+
+def _gathered(training: Training, whole: int) -> tuple[int, int]:
+    """Bytes of `whole` that stage 3 has gathered, and of the table beyond them when the head is next.
+
+    Every module fetches a bucket ahead until LIVE_ELEMENTS are there, whatever the last one makes of it
+    (deepspeed/runtime/zero/partitioned_param_coordinator.py, fetch_sub_module, since 0.6 of 2022). Before, it was one
+    bucket, and what is used again soon stayed (stage3_max_reuse_distance).
+    """
+    width, layer, ends = training.width, layer_held(training), ends_held(training)
+    if not training.is_old:
+        live = min(whole, width * LIVE_ELEMENTS)
+        return live, min(whole - live, width * training.shape.table)
+    used = width * layer.trained + layer.frozen_bytes
+    live = min(used + width * ends.trained + ends.frozen_bytes, width * LIVE_ELEMENTS)
+    return max(live, used + width * min(PREFETCH_ELEMENTS, layer.trained)), 0
 
 
 # ------------------------------------------------------------------------------------------------------------- plain

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.memory.architectures import Architecture, described, known
+from orchestrator.memory.architectures import GATED, Architecture, described, known
+from orchestrator.memory.crossed import TWO_SIDED, known_crossed, two_sided
 from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
 from orchestrator.memory.published_words import (
     CASTS_NO_LOGITS,
@@ -96,6 +97,7 @@ class _Reader:
             framework=framework,
             micro_batch_size=self.micro_batch(),
             sequence_length=self.length(),
+            target_length=self.target_length(shape),
             checkpointing=self.checkpointing(framework),
             flash=self.flash(shape, framework),
             fused=self.fused(framework),
@@ -117,7 +119,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------------- what
 
     def shape(self, framework: Framework) -> Architecture:
-        row, by_name = self.row, known(self.row["model"])
+        row, by_name = self.row, known(self.row["model"]) or known_crossed(self.row["model"])
         found = described(row["arch"]) if row["arch"] else None
         if found is None and by_name is None:
             raise _no(
@@ -134,7 +136,14 @@ class _Reader:
         self.inferred += inferred
         if by_name is not None:
             shape = replace(shape, causal=by_name.causal, tied=by_name.tied, dropout=by_name.dropout)
-        if framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED) and not shape.gated:
+        megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
+        if TWO_SIDED.search(row["model"]):
+            shape = two_sided(shape)
+            if megatron and not GATED & set(row["arch"].lower().split()):
+                shape = replace(shape, gated=False, tied=True)  # megatron/training/arguments.py: --swiglu is off
+            if not megatron and (by_name is None or by_name.flash is False):
+                shape = replace(shape, flash=False, positions=0, dropout=True)
+        if megatron and not shape.gated:
             self.inferred.append("dropout on, as Megatron's defaults")
             shape = replace(shape, dropout=True, positions=shape.positions and self._number("seq_len"))
         return shape
@@ -198,7 +207,11 @@ class _Reader:
         said = re.sub(r"(?<=\d),(?=\d{3})", "", self.row["seq_len"].lower())
         if re.search(r"\d+ ?x ?\d+", said):
             raise _no("samples are images", self.row)
-        said = re.sub(r"^(?:up to|<=|≤|<) ?", "max ", re.sub(r"^(?:~|≈|seq(?:[ _]?len)?[=: ]*|length[=: ]*)", "", said))
+        said = re.sub(
+            r"^(?:up to|<=|≤|<) ?",
+            "max ",
+            re.sub(r"^(?:~|≈|seq(?:[ _]?len)?[=: ]*|length[=: ]*|(?:source|src|encoder)[=: ]*)", "", said),
+        )
         if found := re.fullmatch(r"(?:max )?(\d+)(k?)\b.*", said):
             if said.startswith("max "):
                 self.inferred.append("the longest sample is as long as the limit")
@@ -210,6 +223,11 @@ class _Reader:
         self.inferred.append(f"sequence length not stated: {LEAST_TOKENS} taken")
         self.is_lower_bound = True
         return LEAST_TOKENS
+
+    def target_length(self, shape: Architecture) -> int:
+        """Of an encoder-decoder whose row says both lengths, as "512/128" or "source 512, target 128"."""
+        found = re.fullmatch(r"\D*\d+\D+(\d+)\D*", self.row["seq_len"].replace(",", ""))
+        return int(found[1]) if found and shape.crossed else 0
 
     def layout(self, training: Training) -> Training:
         row, other = self.row, self.row["compile_or_other"]

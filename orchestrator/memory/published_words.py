@@ -20,7 +20,7 @@ CONVOLUTIONS = re.compile(
     re.I,
 )
 NOT_DECODERS = re.compile(
-    r"\b(?:m|flan-|ul)?t5|\bt0_|\bmt0|\bul2\b|xlnet|albert|deberta|electra|bart\b|pegasus|whisper|wav2vec|hubert|mamba|rwkv"
+    r"\bul2\b|umt5|xlnet|albert|deberta|electra|mbart|pegasus|whisper|wav2vec|hubert|mamba|rwkv"
     r"|jamba|retnet|hyena|wide-resnet|llava|internvl|-vl\b|vision|omni",
     re.I,
 )
@@ -51,9 +51,9 @@ IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|liger(?![ _-](?:fused|flce|cro
 # checkpointing.py, unsloth/models/_utils.py
 CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")
 # Their loss takes logits as they come: modeling_gpt2.py, modeling_opt.py, modeling_bloom.py and modeling_gpt_neox.py of
-# transformers until 4.45, modeling_qwen.py of Qwen/Qwen-7B.
-CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythia|gpt-neox)")
-AUTO_BUCKETS = re.compile(r"\bhf\b|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
+# transformers until 4.45, modeling_t5.py, modeling_bart.py, modeling_qwen.py of Qwen/Qwen-7B.
+CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythia|gpt-neox|(?:m|flan-?)?t5|m?t0|bart)")
+AUTO_BUCKETS = re.compile(r"\bhf\b(?! accelerate)|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
 
 # What model code calls its projections: modeling_gpt2.py, modeling_bloom.py, modeling_opt.py and modeling_phi3.py of

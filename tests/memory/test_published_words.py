@@ -65,7 +65,7 @@ def test_dora_keeps_what_its_projections_return() -> None:
     [
         ({"peft": "frobnication"}, "way of tuning"),
         ({"optimizer": "GaLore AdamW"}, "optimizer's states"),
-        ({"model": "T5 11B", "arch": "L24 h4096 a64 ffn10240 V50257"}, "kind of transformer"),
+        ({"model": "XLNet", "arch": "L24 h4096 a64 ffn10240 V50257"}, "kind of transformer"),
         ({"model": "GPT", "arch": "L12 h512 a8 ffn4x V50257 experts8"}, "mixture of experts"),
         ({"model": "Qwen3-30B-A3B"}, "mixture of experts"),
         ({"model": "RetinaNet R50"}, "image model"),
@@ -170,6 +170,17 @@ def test_stage_3_casts_the_gradients_of_one_sub_group_at_a_time() -> None:
     assert (found.moment, dict(found.by_cause)["optimizer temporaries"]) == ("optimizer step", 6 * 10**9)
     torch = read(SHARDED, model="Llama-2-70b", framework="LLaMA-Factory", sharding="ZeRO-3", micro_batch="1")
     assert dict(estimate_foreign(torch).by_cause)["optimizer temporaries"] == 10 * 10**9
+
+
+def test_stage_3_fetches_ahead_up_to_its_limit_and_the_table_beyond() -> None:
+    settings = {"framework": "HF Accelerate + DeepSpeed", "sharding": "ZeRO-3", "offload": "cpu", "peft": "LoRA r8 q v"}
+    settings |= {"precision": "fp32", "micro_batch": "1", "seq_len": "64"}
+    today = read(SHARDED, model="bigscience/bloomz-7b1", **settings)
+    found = dict(estimate_foreign(today).by_cause)
+    assert found["buckets"] == 2 * 10**9
+    assert found["gathered parameters"] == 4 * (10**9 + today.shape.table)
+    before = dict(estimate_foreign(replace(today, is_old=True)).by_cause)
+    assert before["gathered parameters"] == 4 * 10**9
 
 
 def test_weights_and_gradients_of_an_fp32_run_are_wide_under_deepspeed_too() -> None:

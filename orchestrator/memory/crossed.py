@@ -1,0 +1,132 @@
+"""Encoder-decoders in other people's trainings: shapes by name, and what layers keep that attend to another sequence.
+
+Every value of the table stands in the `config.json` of the named
+repository, MusicGen's in facebookresearch/audiocraft config/model/lm/model_scale.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.t5 import T5Shape, t5_profile
+from orchestrator.specs.plan import Precision
+
+# Names of which `L24` counts the layers of either side.
+TWO_SIDED = re.compile(r"\b(?:m|by|flan-?)?t5\b|\b(?:m|flan-?)?t5-|\bt0|\bmt0|\bbart", re.I)
+
+
+def two_sided(shape: Architecture) -> Architecture:
+    """An encoder and a decoder of so many layers each as one shape, of whose layers half attend twice."""
+    return replace(shape, layers=2 * shape.layers, crossed=shape.layers)
+
+
+def _t5(layers: int, hidden: int, heads: int, width: int, ffn: int, vocab: int, *, gated: bool) -> Architecture:
+    """T5 shares one matrix between head and embeddings; from its version 1.1 on it is gated and does not."""
+    return two_sided(
+        Architecture(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width,
+            ffn=ffn,
+            vocab=vocab,
+            gated=gated,
+            tied=not gated,
+            dropout=True,
+            flash=False,  # a learned bias of positions is added to the scores
+        )
+    )
+
+
+def _plain(
+    layers: int, hidden: int, heads: int, vocab: int, positions: int, crossed: int, *, tied: bool = True
+) -> Architecture:
+    return Architecture(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        gated=False,
+        tied=tied,
+        positions=positions,
+        dropout=True,
+        crossed=crossed,
+    )
+
+
+V1_1 = {  # google/t5-v1_1-*, and with another vocabulary google/mt5-*
+    "small": (8, 512, 6, 64, 1024),
+    "base": (12, 768, 12, 64, 2048),
+    "large": (24, 1024, 16, 64, 2816),
+    "xl": (24, 2048, 32, 64, 5120),
+    "xxl": (24, 4096, 64, 64, 10240),
+}
+KNOWN = {
+    "t5-small": _t5(6, 512, 8, 64, 2048, 32128, gated=False),  # google-t5/t5-*
+    "t5-base": _t5(12, 768, 12, 64, 3072, 32128, gated=False),
+    "t5-large": _t5(24, 1024, 16, 64, 4096, 32128, gated=False),
+    "t5-3b": _t5(24, 1024, 32, 128, 16384, 32128, gated=False),
+    "t5-11b": _t5(24, 1024, 128, 128, 65536, 32128, gated=False),
+    "bart-base": _plain(12, 768, 12, 50265, 2 * 1026, 6),  # facebook/bart-*
+    "bart-large": _plain(24, 1024, 16, 50265, 2 * 1026, 12),
+    # every layer attends to the text; four tables and four heads for 2,048 codes each
+    "musicgen-small": _plain(24, 1024, 16, 4 * 2048, 0, 24, tied=False),
+    "musicgen-medium": _plain(48, 1536, 24, 4 * 2048, 0, 48, tied=False),
+    "musicgen-large": _plain(48, 2048, 32, 4 * 2048, 0, 48, tied=False),
+}
+KNOWN |= {f"t5-v1.1-{size}": _t5(*sizes, 32128, gated=True) for size, sizes in V1_1.items()}
+KNOWN |= {f"mt5-{size}": _t5(*sizes, 250112, gated=True) for size, sizes in V1_1.items()}
+
+_SPELLINGS = (
+    (re.compile(r"^.*/"), ""),
+    (re.compile(r"[\s_]+"), "-"),
+    (re.compile(r"^t5-v1-1"), "t5-v1.1"),
+    (re.compile(r"^flan-?t5"), "t5-v1.1"),  # google/flan-t5-* go on from t5-v1_1-*
+    (re.compile(r"^t0-?3b$"), "t5-v1.1-xl"),  # bigscience/T0_3B and T0pp from google/t5-xl-lm-adapt and its larger one
+    (re.compile(r"^t0(?:pp?)?$"), "t5-v1.1-xxl"),
+    (re.compile(r"^mt0"), "mt5"),  # bigscience/mt0-* from google/mt5-*
+    (re.compile(r"^(?:musicgen|mbd-musicgen)-?(?:stereo|melody)?-?(?=small|medium|large)"), "musicgen-"),
+    (re.compile(r"-(?:cnn|xsum|lm-adapt|finetuned.*)$"), ""),
+)
+
+
+def known_crossed(name: str) -> Architecture | None:
+    """The shape of a public encoder-decoder by a name as people write it; None where the table has none such."""
+    said = name.strip().lower()
+    for pattern, instead in _SPELLINGS:
+        said = pattern.sub(instead, said)
+    return KNOWN.get(said)
+
+
+def t5_layer_bytes(shape: Architecture, lengths: tuple[int, int], *, low: bool, autocasts: bool) -> int:
+    """What a layer of transformers' T5 keeps of a sample, in the mean of both sides (memory/t5.py, on CUDA).
+
+    `lengths`: of source and target. The closed form has one for both: what is longer or shorter of the source are keys,
+    values and scores of the attention to it, which that counts 12 bytes each.
+    """
+    decoders = shape.crossed
+    encoders = shape.layers - decoders
+    sizes = T5Shape(
+        vocab_size=shape.vocab,
+        hidden=shape.hidden,
+        query=shape.query,
+        heads=shape.heads,
+        feed_forward=shape.ffn,
+        gated=shape.gated,
+        encoder_layers=encoders,
+        decoder_layers=decoders,
+        buckets=32,
+    )
+    precision = Precision.BF16 if low else Precision.FP32
+    source, target = (
+        t5_profile(sizes, "foreign", precision, length, autocast=autocasts, cuda=True).segments for length in lengths
+    )
+    more = lengths[0] - lengths[1]
+    crossing = more * ((2 if low else 4) * 2 * shape.query + 12 * shape.heads * lengths[1])
+    return (encoders * source[1].saved_bytes + decoders * (target[3].saved_bytes + crossing)) // shape.layers

@@ -1,0 +1,99 @@
+"""Laws of encoder-decoders in other people's trainings: the shapes of their publishers, and two lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.memory.crossed import KNOWN, known_crossed, t5_layer_bytes
+from orchestrator.memory.foreign import Framework, Training, saved_bytes
+from orchestrator.memory.foreign_engines import estimate_foreign
+from orchestrator.memory.published import described_row
+
+ROW = {
+    "id": "x1",
+    "model": "t5-large",
+    "framework": "HF Trainer",
+    "n_gpus": "1",
+    "micro_batch": "4",
+    "seq_len": "512",
+    "precision": "fp32",
+    "act_ckpt": "False",
+    "optimizer": "AdamW",
+}
+
+
+def read(**columns: str) -> Training:
+    return described_row(ROW | columns).training
+
+
+@pytest.mark.parametrize(
+    ("written", "parameters"),
+    [  # as the models' own pages count them, MusicGen's decoder as its trainer prints it
+        ("google-t5/t5-small", 60_506_624),
+        ("t5-base", 222_903_552),
+        ("t5-3b", 2_851_598_336),
+        ("google/flan-t5-base", 247_577_856),
+        ("bigscience/T0_3B", 2_849_757_184),
+        ("google/mt5-small", 300_176_768),
+        ("bigscience/mt0-xxl", 12_921_057_280),
+        ("facebook/bart-large", 406_290_432),
+        ("facebook/musicgen-small", 420_370_000),
+    ],
+)
+def test_a_public_encoder_decoder_has_the_parameters_that_its_publisher_counts(written: str, parameters: int) -> None:
+    shape = known_crossed(written)
+    assert shape is not None
+    assert shape.parameters == pytest.approx(parameters, rel=3e-3)
+
+
+def test_every_model_of_the_table_is_found_by_its_own_name() -> None:
+    assert all(known_crossed(name) is shape for name, shape in KNOWN.items())
+    assert known_crossed("gpt2") is None
+
+
+def test_a_short_target_costs_less_and_is_read_however_it_is_written() -> None:
+    same, short = read(), read(seq_len="512/128")
+    assert (same.target_length, short.target_length) == (0, 128)
+    assert read(seq_len="source 512, target 128").target_length == 128
+    assert read(model="Llama-2-7b", seq_len="512/128").target_length == 0
+    found = [estimate_foreign(one).allocated_bytes for one in (short, replace(same, target_length=256), same)]
+    assert found == sorted(found)
+    assert found[0] < found[1] < found[2]
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_target_as_long_as_its_source_is_what_the_closed_form_counts_for_both(low: bool) -> None:
+    shape = KNOWN["t5-large"]
+    once = t5_layer_bytes(shape, (256, 256), low=low, autocasts=low)
+    below, above = (t5_layer_bytes(shape, (256, target), low=low, autocasts=low) for target in (255, 257))
+    assert above - once == pytest.approx(once - below, rel=0.01)
+
+
+def test_megatrons_encoder_decoder_has_positions_and_two_matrices() -> None:
+    """NVIDIA/Megatron-LM tests/functional_tests/test_cases/t5/t5_11b_mcore_tp4_pp1: 42,906 MiB of the last rank."""
+    training = read(
+        model="T5",
+        arch="L24 h4096 a64 ffn10240 d64 V29184",
+        framework="Megatron-LM (mcore)",
+        n_gpus="8",
+        tp="4",
+        pp="1",
+        seq_len="512/128",
+        precision="bf16",
+        act_ckpt="",
+        global_batch="8",
+        compile_or_other="transformer engine",
+    )
+    assert training.framework is Framework.MEGATRON
+    assert (training.shape.layers, training.shape.crossed, training.shape.gated) == (48, 24, False)
+    assert estimate_foreign(training).allocated_bytes == pytest.approx(42905.7 * 2**20, rel=0.02)
+
+
+def test_a_layer_that_attends_to_another_sequence_keeps_more() -> None:
+    crossed = read(model="facebook/bart-large")
+    alone = replace(crossed, shape=replace(crossed.shape, crossed=0))
+    assert saved_bytes(crossed) > saved_bytes(alone)
+    text = read(model="facebook/musicgen-small")  # keys and values of a text are few
+    assert saved_bytes(text) > saved_bytes(replace(text, shape=replace(text.shape, crossed=0)))
