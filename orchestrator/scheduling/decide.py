@@ -14,7 +14,7 @@ from orchestrator.scheduling.availability import Pool, Slot
 from orchestrator.scheduling.demand import room_from_s
 from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.groups import groups_of
-from orchestrator.scheduling.line import Waiting
+from orchestrator.scheduling.line import Menus, Waiting
 from orchestrator.scheduling.menu import Entry, Menu, NeverFits, learned, measured_peaks, menu
 from orchestrator.scheduling.moves import is_elastic
 from orchestrator.scheduling.windows import hours_of, why_closed
@@ -95,7 +95,7 @@ def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | 
 def must_wait(desk: Desk, waiting: Waiting) -> bool:
     """Whether nothing of what fits the job can be had now, whoever else starts or is promised something."""
     fits = False
-    for pool, one in desk.menus_of(waiting):
+    for pool, one in desk.prospects.menus_of(waiting):
         for entry in _entries(pool, one) if isinstance(one, Menu) else ():
             if _can_start(pool, entry, desk.state.at_s):
                 return False
@@ -118,7 +118,7 @@ def decide(
     Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
     come free.
     """
-    menus = desk.menus_of(waiting)
+    menus = desk.prospects.menus_of(waiting)
     offers = [one for one in _offers(menus, price) if devices_max is None or one.entry.devices <= devices_max]
     if not offers and devices_max is not None:
         return None
@@ -136,7 +136,7 @@ def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s:
 
     None where it cannot be told, or cannot be.
     """
-    offers, now_s = _offers(desk.menus_of(waiting), price), desk.state.at_s
+    offers, now_s = _offers(desk.prospects.menus_of(waiting), price), desk.state.at_s
     opening = _opening(desk, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _soonest(offers, opening, from_s)
@@ -152,7 +152,7 @@ def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s:
 
 def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     """Why a job that cannot start now waits, or that it can never start."""
-    menus = desk.menus_of(waiting)
+    menus = desk.prospects.menus_of(waiting)
     offers = [(pool, entry) for pool, one in menus if isinstance(one, Menu) for entry in _entries(pool, one)]
     if not offers:
         return _without_offers(state, waiting.job, menus)
@@ -162,7 +162,7 @@ def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
-def _offers(menus: Sequence[tuple[Pool, Menu | NeverFits]], price: float) -> list[_Offer]:
+def _offers(menus: Menus, price: float) -> list[_Offer]:
     """All that the job could run as, the best first, were it free."""
     offers = [
         _Offer(entry.seconds + price * entry.device_seconds, pool, entry)
@@ -276,7 +276,7 @@ def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
     placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
     assert placement is not None, (job.id, entry)
     device, candidate = pool.group.hardware.device.name, entry.candidate
-    calibrated = desk.calibrated(job, device)
+    calibrated = desk.prospects.calibrated(job, device)
     judged = candidate.plan not in measured_peaks(job, device)
     capacity_bytes = min(pool.free_bytes(part.node, index) for part in placement for index in part.devices)
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
@@ -292,7 +292,7 @@ def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
     )
 
 
-def _without_offers(state: State, job: Job, menus: Sequence[tuple[Pool, Menu | NeverFits]]) -> Wait | NeverFits:
+def _without_offers(state: State, job: Job, menus: Menus) -> Wait | NeverFits:
     """Others hold its memory, its nodes are away, or nothing could ever hold it."""
     for pool, one in menus:
         if isinstance(one, Menu):

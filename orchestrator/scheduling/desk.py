@@ -11,35 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import groupby
-from math import inf, sqrt
+from math import inf
 
-from orchestrator.memory.calibration import UNMEASURED, Calibration, calibration
-from orchestrator.planning.frontier import Candidate
-from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
 from orchestrator.scheduling.fair import Place, fair_tree, nobodys, used_s
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.line import Line, Standing, Waiting, merged
-from orchestrator.scheduling.menu import (
-    UNKNOWN_LENGTH_S,
-    Entry,
-    Menu,
-    NeverFits,
-    attempt_seconds,
-    learned,
-    menu,
-    steps_left,
-)
+from orchestrator.scheduling.menu import Menu, attempt_seconds
 from orchestrator.scheduling.moves import claims_of, is_elastic, may_grow
-from orchestrator.scheduling.outcome import ran_out
+from orchestrator.scheduling.prospects import Prospects
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
-from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Dependency
-from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, State
+from orchestrator.specs.state import Job, JobStatus, Reservation, State
 
 # A job is due when the cluster could have done it this many times over. Nobody who comes after that goes before it, so
 # that nothing starves; until then the short go before the long. Between its time (by which the wide would go too early)
@@ -47,8 +34,6 @@ from orchestrator.specs.state import Job, JobStatus, Observation, Reservation, S
 # traces/plans/base.csv (8 x 8 devices, 260 s launches, price 2; 2026-11): mean completion 1,564 s on average, against
 # 1,743 s by device-seconds and 1,834 s by time; 1,641 s with half the patience.
 PATIENCE = 12.0
-# Between the seconds that a job needs, and those of the whole cluster; its seconds; its device-seconds.
-Size = tuple[float, float, float]
 
 
 class Desk:
@@ -58,6 +43,7 @@ class Desk:
         self.state = state  # whose indices these are
         self.pools = [Pool(group) for group in groups_of(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
+        self.prospects = Prospects(self.pools, state.observations)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
         self.elastic: dict[str, Job] = {}  # those of them that could be moved
@@ -76,12 +62,7 @@ class Desk:
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
         self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
         self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
-        self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
-        self._versions: dict[str, int] = {}  # by family
-        self._menus: dict[object, tuple[int, tuple[tuple[Pool, Menu | NeverFits], ...]]] = {}  # of jobs never tried
         self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
-        self._entries: dict[str, tuple[int, int, Sequence[Entry]]] = {}  # of running jobs: attempts, version, entries
-        self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self.close(state)
         for job in state.jobs.values():
@@ -124,9 +105,8 @@ class Desk:
             else:
                 index.pop(job.id, None)
         if after is None or after.status.ended:
-            self._sizes.pop(job.id, None)
+            self.prospects.forget(job.id)
         if not held_after:
-            self._entries.pop(job.id, None)
             self._forget_end(job.id)
         waited, waits = before is not None and _waits(before), after is not None and _waits(after)
         if waited and not waits:
@@ -162,18 +142,10 @@ class Desk:
                 pool.close(closed)
             self.is_stale = True
 
-    def observe(self, before: Sequence[Observation], state: State) -> None:
-        """Reality has said more of some families: what they run as, and when they end, is asked anew."""
+    def observe(self, state: State) -> None:
+        """Reality has said more of some families: when their jobs end is asked anew."""
         self.state = state
-        changed = {id(seen): seen for seen in before}
-        for seen in state.observations:
-            if changed.pop(id(seen), None) is None:
-                changed[id(seen)] = seen
-        families = {seen.family for seen in changed.values()}
-        for key in [key for key in self._calibrated if key[0] in families]:
-            del self._calibrated[key]
-        for family in families:
-            self._versions[family] = self._versions.get(family, 0) + 1
+        families = self.prospects.observe(state.observations)
         for job in self.running.values():
             if job.spec.family_name in families:
                 for attempt in _held(job).values():
@@ -280,55 +252,25 @@ class Desk:
             self._wanted = (key, devices_wanted(*key))
         return self._wanted[1]
 
-    def menus_of(self, waiting: Waiting) -> Sequence[tuple[Pool, Menu | NeverFits]]:
-        """What the job could run as on each pool, by what is known today."""
-        job = waiting.job
-        family = job.spec.family_name
-        version = self._versions.get(family, 0)
-        if waiting.version != version:
-            waiting.version, waiting.menus = version, self._fresh_menus(job, family, version)
-        return waiting.menus
-
-    def calibrated(self, job: Job, device: str) -> Calibration:
-        """What reality has taught of the job's family on this kind of device."""
-        if not self.state.observations:
-            return UNMEASURED
-        if any(ran_out(attempt) for attempt in job.attempts):
-            return learned(self.state, job, device)  # such a job is held to what it needed itself
-        key = (job.spec.family_name, device)
-        if key not in self._calibrated:
-            self._calibrated[key] = calibration(self.state.observations, device=device, family=job.spec.family_name)
-        return self._calibrated[key]
-
     def seated(self, job: Job) -> Waiting:
         """The job as it waits for devices, or would; first of all where devices are kept for it."""
-        return Waiting(job, -inf if claims_of(job) else self.due_s(job), self.size_of(job)[2])
+        return Waiting(job, -inf if claims_of(job) else self.due_s(job), self.prospects.size_of(job)[2])
 
     def pool_of(self, attempt: Attempt) -> Pool | None:
         """Where it runs; None where one of its nodes is gone."""
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
 
-    def entries_of(self, job: Job, pool: Pool) -> Sequence[Entry]:
-        """What a running job could run as, were it launched anew."""
-        version = self._versions.get(job.spec.family_name, 0)
-        known = self._entries.get(job.id)
-        if known is None or known[:2] != (len(job.attempts), version):
-            found = self._menu(job, pool)[1]
-            entries = found.entries if isinstance(found, Menu) else ()
-            known = self._entries[job.id] = (len(job.attempts), version, entries)
-        return known[2]
-
     def due_s(self, job: Job) -> float:
         """From when on nobody who comes later goes before it."""
-        return job.submitted_at_s + PATIENCE * self.size_of(job)[0]
+        return job.submitted_at_s + PATIENCE * self.prospects.size_of(job)[0]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """When a running attempt is expected to end; infinity where its nodes are gone."""
         pool = self.pool_of(attempt)
         if pool is None:
             return inf
-        calibrated = self.calibrated(job, attempt.device)
+        calibrated = self.prospects.calibrated(job, attempt.device)
         length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
@@ -349,29 +291,9 @@ class Desk:
 
     def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
         within_s = by_s - self.state.at_s
-        return any(one.entries[-1].seconds <= within_s for _, one in self.menus_of(waiting) if isinstance(one, Menu))
-
-    def _fresh_menus(self, job: Job, family: str, version: int) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
-        if job.attempts:
-            return self._menus_on_all(job)
-        key = (family, job.spec, job.fault is None)  # what is rehearsed is not probed
-        known = self._menus.get(key)
-        if known is None or known[0] != version:
-            if len(self._menus) >= MENUS_MAX:
-                self._menus.clear()
-            known = self._menus[key] = (version, self._menus_on_all(job))
-        return known[1]
-
-    def _menus_on_all(self, job: Job) -> tuple[tuple[Pool, Menu | NeverFits], ...]:
-        """Where nothing surely fits any pool, of what may."""
-        menus = tuple(self._menu(job, pool) for pool in self.pools)
-        if any(isinstance(one, Menu) for _, one in menus):
-            return menus
-        return tuple((pool, one if isinstance(one, Menu) else one.likeliest or one) for pool, one in menus)
-
-    def _menu(self, job: Job, pool: Pool) -> tuple[Pool, Menu | NeverFits]:
-        device = pool.group.hardware.device.name
-        return pool, menu(job, pool.group, self.calibrated(job, device), pool.launch_cost_s)
+        return any(
+            one.entries[-1].seconds <= within_s for _, one in self.prospects.menus_of(waiting) if isinstance(one, Menu)
+        )
 
     def _enter(self, job: Job, *, is_new: bool) -> None:
         known = self.waiting.get(job.id)
@@ -425,23 +347,6 @@ class Desk:
             self._tree = (now, fair_tree(self._policy, used_s(self.state, self.running.values())).place)
         return self._tree[1]
 
-    def size_of(self, job: Job) -> Size:
-        """Of the job on the number of devices that is best for both, as predicted before any measurement."""
-        left = steps_left(job)
-        known = self._sizes.get(job.id)
-        if known is None or known[0] != left:
-            known = self._sizes[job.id] = (left, self._size(job, left))
-        return known[1]
-
-    def _size(self, job: Job, left: int | None) -> Size:
-        found = [
-            (sqrt(one.plan.world_size / self.devices) * seconds, seconds, one.plan.world_size * seconds)
-            for pool in self.pools
-            for one in _candidates(job, pool.group)
-            for seconds in [pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s)]
-        ]
-        return min(found, default=(0.0, 0.0, 0.0))
-
     def _occupy(self, job: Job, attempt: Attempt) -> None:
         end_s = self.end_of(job, attempt)
         self._forget_end(job.id)
@@ -471,16 +376,6 @@ def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
     while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
         length_s *= OVERDUE
     return launched_s + length_s
-
-
-MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
-
-
-def _candidates(job: Job, group: Group) -> Sequence[Candidate]:
-    try:
-        return frontier(job.spec, group.hardware).candidates
-    except SpecError:
-        return ()
 
 
 def _held(job: Job | None) -> dict[int, Attempt]:

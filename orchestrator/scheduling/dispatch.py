@@ -81,7 +81,7 @@ def _refuse(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
     """Tell those that came, or came back, and can never start."""
     actions: list[Action] = []
     for waiting in desk.arrived:
-        if not any(isinstance(one, Menu) for _, one in desk.menus_of(waiting)):
+        if not any(isinstance(one, Menu) for _, one in desk.prospects.menus_of(waiting)):
             outcome = admitted(state, desk, waiting)
             if isinstance(outcome, NeverFits):
                 state, done = _answered(state, desk, waiting, outcome)

@@ -85,7 +85,7 @@ def growth(desk: Desk, at_s: float) -> Move | None:
         if not one.pool.idle or one.left_s <= 2 * one.paid_s:
             continue
         cost_s = one.left_s * (1 + price * one.devices)
-        for entry in desk.entries_of(one.job, one.pool):
+        for entry in desk.prospects.entries_of(one.job, one.pool):
             if one.devices < entry.devices <= one.devices + one.pool.idle:
                 seconds = one.paid_s + one.left_s * entry.candidate.step_s / one.attempt.step_s
                 gain_s = cost_s - seconds * (1 + price * entry.devices)
@@ -133,7 +133,7 @@ def _in_time(desk: Desk, one: _Moving, waiting: Waiting, by_s: float, at_s: floa
     room, from_s = one.devices + one.pool.idle, max(at_s, one.from_s)
     able = [
         entry
-        for where, menu in desk.menus_of(waiting)
+        for where, menu in desk.prospects.menus_of(waiting)
         if where is one.pool and isinstance(menu, Menu)
         for entry in menu.entries
         if entry.devices <= room and from_s + entry.seconds <= by_s and entry.seconds + one.paid_s <= one.slack_s
@@ -199,7 +199,7 @@ def _way(one: _Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s
 
 
 def _entry(desk: Desk, waiting: Waiting, pool: Pool, devices: int) -> Entry | None:
-    for where, menu in desk.menus_of(waiting):
+    for where, menu in desk.prospects.menus_of(waiting):
         if where is pool and isinstance(menu, Menu):
             return next((entry for entry in menu.entries if entry.devices == devices), None)
     return None

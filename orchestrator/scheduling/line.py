@@ -12,6 +12,7 @@ from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.specs.state import Job
 
 Standing = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
+Menus = Sequence[tuple[Pool, Menu | NeverFits]]
 
 # Who may end last: a job of so much of the device-seconds of all that waits, and those of so much of its own. Larger
 # ones go first, so that they end together (longest first is within a third of the shortest makespan: Graham 1969,
@@ -30,7 +31,7 @@ class Waiting:
     job: Job
     due_s: float
     device_s: float  # as it was before any measurement
-    menus: Sequence[tuple[Pool, Menu | NeverFits]] = ()
+    menus: Menus = ()
     version: int = -1  # of what is known of its family, when the menus were made
 
     @property

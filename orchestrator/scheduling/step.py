@@ -249,7 +249,7 @@ def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
     """The desk after the event."""
     desk.state = after
     if after.observations is not before.observations:
-        desk.observe(before.observations, after)
+        desk.observe(after)
     match event:
         case NodesSeen():
             desk = desk.see(after)
@@ -319,7 +319,7 @@ def _with_demand(before: State, state: State, desk: Desk, event: Event) -> State
     waiting = desk.waiting.get(event.job_id) if isinstance(event, Submitted) else None
     if waiting is None or not desk.devices or state.submitted == before.submitted:
         return state
-    _, length_s, device_s = desk.size_of(waiting.job)
+    _, length_s, device_s = desk.prospects.size_of(waiting.job)
     return replace(state, demand=asked(state.demand, state.at_s, length_s, device_s))
 
 

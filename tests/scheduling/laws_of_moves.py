@@ -65,7 +65,7 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     if other is None or other.deadline_s is None or other.deadline_s >= job.deadline_s:
         yield f"{attempt.name} is moved for no earlier deadline although it would meet its own"
         return
-    menus = [one for _, one in desk.menus_of(desk.seated(other)) if isinstance(one, Menu)]
+    menus = [one for _, one in desk.prospects.menus_of(desk.seated(other)) if isinstance(one, Menu)]
     shortest_s = min(entry.seconds for one in menus for entry in one.entries)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if at_s + shortest_s > other.deadline_s + 1e-6:
@@ -99,7 +99,7 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
         pool, claimed = desk.pool_of(attempt), {(part.node, i) for part in attempt.claims for i in part.devices}
         assert pool is not None, attempt.name
         left_s = desk.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
-        entries = [entry for entry in desk.entries_of(job, pool) if entry.devices == len(claimed)]
+        entries = [entry for entry in desk.prospects.entries_of(job, pool) if entry.devices == len(claimed)]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
         end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
         for one in t.after.reservations:
