@@ -390,8 +390,8 @@ KNOWN |= {
 
 # What a name says beside the model: how it was tuned, what the row does with it.
 _DECORATION = re.compile(
-    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|dpo|rl|it|q?lora|full|seq-cls|pretrain(?:ing)?"
-    r"|fine-?tun(?:e|ing)|v\d\.\d|meta)\b"
+    r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|dpo|rl|it|q?lora|full|seq-cls|pre-?train(?:ing)?"
+    r"|fine-?tun(?:e|ing)|performance|v\d\.\d|meta)\b"
 )
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),

@@ -43,7 +43,7 @@ class Loss(StrEnum):
     LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
     FUSED = "fused"  # logits of a chunk
     LABELS = "labels"  # the plain one, but that labels are shifted instead of logits
-    LOW = "low precision"  # logits, their copy, log-softmax and its gradient, none of them wide
+    LOW = "low precision"  # as the plain one, but none of them wide
 
 
 class Rule(StrEnum):
@@ -103,6 +103,7 @@ class Training:
     flash: bool = True
     in_place: bool = False  # the gradients of what an activation takes in are written over it
     fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again
+    fp8: bool = False  # products of Transformer Engine in 8 bits
     fused: bool = False  # torch.compile, Liger or Transformer Engine: elementwise intermediates are not kept
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -268,6 +269,9 @@ def saved_bytes(training: Training) -> int:
         per_token -= training.width * shape.ffn // cut
     if training.fuses_adapters and shape.gated:
         per_token -= training.width * shape.ffn // cut
+    if training.fp8:
+        # transformer_engine/pytorch/module/linear.py: a product keeps its input in 8 bits; attention keeps its result
+        per_token -= 2 * shape.hidden // whole + (shape.ffn - shape.query) // cut
     return t * per_token + _crossing_bytes(training) + score_bytes(training)
 
 
@@ -461,8 +465,9 @@ def head_bytes(training: Training) -> int:
 
     Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
     and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): logits,
-    their fp32 copy, its log-softmax; on the way back a gradient in place of the copy. Low: the same without wide ones
-    (Qwen/Qwen-7B, modeling_qwen.py). In place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits alone.
+    their fp32 copy, its log-softmax; on the way back a gradient in place of the copy. Low: the plain one without wide
+    ones (Qwen/Qwen-7B, modeling_qwen.py): 6 bytes, as live storages were counted on CPU with torch 2.13, 2026-11. In
+    place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits alone.
     Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
     becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands beside.
     Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
@@ -493,7 +498,7 @@ def head_bytes(training: Training) -> int:
     if training.loss is Loss.LABELS:
         return states + (training.width + 8) * logits
     if training.loss is Loss.LOW:
-        return states + 4 * training.width * logits
+        return states + 3 * training.width * logits
     if training.loss is Loss.COMPILED:
         return states + 2 * training.width * logits
     if training.loss is Loss.SHIFTED:

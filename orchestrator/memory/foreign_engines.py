@@ -151,6 +151,8 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     copies = 0  # fp32 copies of gradients, which outlive the step
     if training.framework is Framework.MEGATRON:
         gradients, flat = (4 * trained, 0) if training.fp32_gradients else (width * trained, width * trained)
+        if not training.is_old:  # gradients lie in buffers that are reduced as they are (core/distributed)
+            flat = 0
         copies = 4 * trained if training.is_old and not training.fp32_gradients else 0
     else:  # DeepSpeed: FP16 ZeRO-1 partitions a copy; BF16_Optimizer adds up in fp32, whole
         gradients = (width + 4) * trained if training.fp32_gradients else width * trained

@@ -75,6 +75,9 @@ class _Reader:
         self.said = " ".join(value for name, value in row.items() if name != "note").lower()
         self.other = self._other()
         self.is_litgpt = re.search("lit-?gpt", self.said) is not None
+        # src/megatron/bridge/perf_recipes of NVIDIA-NeMo/Megatron-Bridge: what its summaries are measured with. A row
+        # that departs from their allocator is not taken to follow them elsewhere.
+        self.is_bridge = "bridge" in self.said and "default allocator" not in self.said
 
     def read(self) -> Described:
         row = self.row
@@ -105,7 +108,8 @@ class _Reader:
             fuses_adapters=FUSES_ADAPTERS.search(self.said) is not None,
             is_old=self.is_old(framework),
             on_volta="V100" in row["gpu"],
-            expandable_segments=re.search("expandable|titan", self.said) is not None,
+            expandable_segments=re.search("expandable|titan", self.said) is not None or self.is_bridge,
+            fp8=framework is Framework.MEGATRON and row["precision"].lower().startswith("fp8"),
             alternate_products="titan" in self.said,
             joint_projection=self.is_litgpt,
             stage=self.stage(),
@@ -253,7 +257,7 @@ class _Reader:
             pp=pp,
             gradient_accumulation_steps=steps,
             unsynced=UNSYNCED.search(self.said) is not None,
-            virtual_stages=int((re.search(r"\bVPP=(\d+)", other) or [0, 1])[1]),
+            virtual_stages=int((re.search(r"\bVPP?=(\d+)", other) or [0, 1])[1]),
             sequence_parallel=tp > 1
             and re.search(r"bridge|nanotron|\bsequence[ -]parallel|\bsp\b", self.said) is not None,
             # nanotron/parallel/tensor_parallel/functional.py, tp_recompute_allgather: an option since 2024-07-17
@@ -396,7 +400,7 @@ class _Reader:
         low = re.search(r"16|8|mixed|amp|half", precision) is not None or "32" not in precision
         if not precision:
             self.inferred.append("bf16: the precision is not stated")
-        if precision.startswith("fp8"):
+        if precision.startswith("fp8") and not training.fp8:
             self.inferred.append("counted as bf16: neither 8-bit copies of inputs nor of weights")
         megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
         # transformers 5 loads weights in the type they were saved in (MIGRATION_GUIDE_V5.md, on dtype)
@@ -480,6 +484,9 @@ class _Reader:
         """Megatron-LM turns it on with bf16 (megatron/training/arguments.py); its DeepSpeed fork has to say so."""
         if "fp32 grad" in precision:
             return True
+        if self.is_bridge:
+            self.inferred.append("gradients are reduced in bf16, as Megatron-Bridge's performance recipes have it")
+            return False
         if framework is Framework.MEGATRON and precision.startswith(("bf16", "fp8")):
             self.inferred.append("gradients are added up in fp32, as Megatron-LM does with bf16")
             return True

@@ -194,6 +194,33 @@ def test_megatron_cuts_gradients_where_deepspeed_is_at_stage_2() -> None:
     assert (cut.framework, cut.zero_stage) == (Framework.DEEPSPEED, 2)
 
 
+BRIDGE = MEGATRON | {"framework": "Megatron-Bridge 26.04", "model": "LLAMA3_70B Pre-Training Performance", "arch": ""}
+BRIDGE |= {"n_gpus": "64", "tp": "4", "pp": "8", "micro_batch": "1", "seq_len": "8192", "compile_or_other": "VP=5"}
+
+
+def test_megatron_bridge_is_read_as_its_performance_recipes_have_it() -> None:
+    bridge = read(BRIDGE)
+    assert (bridge.virtual_stages, bridge.fp32_gradients, bridge.expandable_segments) == (5, False, True)
+    assert read(BRIDGE, framework="Megatron-LM").fp32_gradients
+    departs = read(BRIDGE, compile_or_other="VP=5, default allocator")
+    assert (departs.fp32_gradients, departs.expandable_segments) == (True, False)
+
+
+def test_products_in_8_bits_keep_their_input_so_and_attention_its_result_beside() -> None:
+    wide, narrow = read(BRIDGE, precision="BF16"), read(BRIDGE, precision="FP8")
+    assert (wide.fp8, narrow.fp8) == (False, True)
+    shape = wide.shape
+    less = (2 * shape.hidden + shape.ffn - shape.query) // 4
+    assert saved_bytes(wide) - saved_bytes(narrow) == pytest.approx(less * wide.tokens, rel=1e-3)
+
+
+def test_megatron_reduces_gradients_where_they_lie_but_for_2022() -> None:
+    low = replace(read(BRIDGE), is_old=False)
+    causes = [dict(estimate_foreign(one).by_cause) for one in (low, replace(low, is_old=True))]
+    assert causes[0]["gradients"] < 2.6 * low.shape.parameters / 32
+    assert estimate_foreign(replace(low, is_old=True)).reserved_bytes > estimate_foreign(low).reserved_bytes
+
+
 def test_models_of_transformers_hold_their_scores_before_4_36() -> None:
     assert [read(ROW, framework=f"HF Trainer (transformers 4.{minor})").flash for minor in (9, 30, 35, 36, 41)] == [
         False, False, False, True, True,
@@ -291,8 +318,8 @@ def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes
         ({"framework": "HF Trainer"}, 12),
         ({"framework": "HF transformers 4.52"}, 10),
         ({"framework": "transformers 5.13"}, 10),
-        ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-2", "model": "Qwen-7B-Chat"}, 8),
-        ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-3", "model": "gpt2-xl"}, 8),
+        ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-2", "model": "Qwen-7B-Chat"}, 6),
+        ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-3", "model": "gpt2-xl"}, 6),
     ],
 )
 def test_a_loss_holds_the_copies_of_logits_that_its_code_makes(columns: dict[str, str], bytes_of_a_logit: int) -> None:
