@@ -115,6 +115,7 @@ class Training:
     alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     on_volta: bool = False
+    on_hopper: bool = False  # or later
     expandable_segments: bool = False
     bucket_elements: int = BUCKET_ELEMENTS  # of a reduction
     overlaps: bool = False  # DeepSpeed's stages 1 and 2: one bucket fills while another is reduced

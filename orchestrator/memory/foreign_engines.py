@@ -40,6 +40,8 @@ EAGER_CONTEXT_BYTES = 1_911_000_000
 # The same on a V100, 1,343 MiB: huggingface/transformers docs/source/performance.mdx of 2022.
 EAGER_CONTEXT_VOLTA_BYTES = 1_408_000_000
 PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
+# What cuBLAS works in before Hopper, 8,320 KiB, and cublasLt, 1 MiB: aten/src/ATen/cuda/CublasHandlePool.cpp.
+SMALL_WORKSPACE_BYTES = (8320 + 1024) * 2**10
 LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters (deepspeed/runtime/zero/config.py)
 SUB_GROUP_ELEMENTS = 1_000_000_000  # sub_group_size
 
@@ -54,6 +56,7 @@ def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> M
         (sum(count for _, count in causes), name, causes, pooled) for name, causes, pooled in _all_moments(training)
     ]
     allocated, name, causes, _ = max(found)
+    workspace_bytes = _workspace_bytes(training)
     reserved = max(
         reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), pooled)
         for total, _, causes, pooled in found
@@ -65,12 +68,19 @@ def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> M
         reserved = min(reserved, max(least, capacity_bytes - around))
     return MemoryEstimate(
         moment=name,
-        by_cause=tuple((cause, count) for cause, count in causes if count),
-        allocated_bytes=allocated,
+        by_cause=tuple((cause, count) for cause, count in (*causes, ("workspaces", workspace_bytes)) if count),
+        allocated_bytes=allocated + workspace_bytes,
         reserved_bytes=reserved,
         device_bytes=reserved + around,
         source=Source.CLOSED_FORM,
     )
+
+
+def _workspace_bytes(training: Training) -> int:
+    """What torch allocates for cuBLAS to work in; until 1.12 of 2022 cuBLAS did so itself."""
+    if training.is_old:
+        return 0
+    return WORKSPACE_BYTES if training.on_hopper else SMALL_WORKSPACE_BYTES
 
 
 def _activation_bytes(causes: Causes) -> int:
@@ -121,7 +131,8 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     In flight are at most pp - stage micro-batches; every one keeps its layers and the message that came in. Gradients
     of the backward pass are low precision; Megatron's optimizer copies them into fp32 and keeps the copies until the
     next step (Float16OptimizerWithFloat16Params of 2021: `zero_grad` leaves those of the masters), unless they are
-    added up in fp32 from the start (`main_grad`).
+    added up in fp32 from the start (`main_grad`). Megatron-FSDP (core/distributed/fsdp) cuts parameters and gradients,
+    too, and gathers a layer and the next, embedding and head as units of their own.
     """
     pp, shape = training.pp, training.shape
     last = stage == pp - 1
@@ -133,8 +144,11 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     zero = training.zero_stage > 0
     shards = training.dp if zero else 1
     states = 0 if training.offload_optimizer else (4 if training.masters else 0) + state_bytes(training)
+    whole = shards if training.zero_stage == 3 else 1  # ranks that share parameters and gradients
+    unit = layer_held(training) * (2 if whole > 1 else 0)
     fixed: Causes = (
-        ("parameters", trained_width(training) * trained + held.frozen_bytes),
+        ("parameters", (trained_width(training) * trained + held.frozen_bytes) // whole),
+        ("gathered parameters", trained_width(training) * unit.trained + unit.frozen_bytes),
         ("optimizer states", round(states * trained / shards)),
     )
     steps = training.gradient_accumulation_steps
@@ -150,7 +164,8 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     width = trained_width(training)
     copies = 0  # fp32 copies of gradients, which outlive the step
     if training.framework is Framework.MEGATRON:
-        gradients, flat = (4 * trained, 0) if training.fp32_gradients else (width * trained, width * trained)
+        added = 4 if training.fp32_gradients else width
+        gradients, flat = added * trained // whole, 0 if training.fp32_gradients else width * trained
         if not training.is_old:  # gradients lie in buffers that are reduced as they are (core/distributed)
             flat = 0
         copies = 4 * trained if training.is_old and not training.fp32_gradients else 0

@@ -108,6 +108,7 @@ class _Reader:
             fuses_adapters=FUSES_ADAPTERS.search(self.said) is not None,
             is_old=self.is_old(framework),
             on_volta="V100" in row["gpu"],
+            on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
             expandable_segments=re.search("expandable|titan", self.said) is not None or self.is_bridge,
             fp8=framework is Framework.MEGATRON and row["precision"].lower().startswith("fp8"),
             alternate_products="titan" in self.said,
@@ -271,6 +272,8 @@ class _Reader:
     def _zero_stage(self, framework: Framework, said: str) -> int:
         if found := re.search(r"zero-?(\d)", said + " " + self.row["framework"].lower()):
             return int(found[1])
+        if framework is Framework.MEGATRON and "fsdp" in said:
+            return 3
         if "distributed optimizer" in said or "low_level_zero" in self.said:
             return 1
         if "grad_op" in said:

@@ -206,6 +206,22 @@ def test_megatron_bridge_is_read_as_its_performance_recipes_have_it() -> None:
     assert (departs.fp32_gradients, departs.expandable_segments) == (True, False)
 
 
+def test_megatron_fsdp_cuts_parameters_and_gradients_too() -> None:
+    """NVIDIA/Megatron-LM tests/functional_tests/test_cases/gpt, gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor."""
+    settings = {"framework": "Megatron-LM (mcore)", "pp": "1", "tp": "2", "gpu": "H100 80GB"}
+    settings |= {"compile_or_other": "transformer engine", "arch": "L12 h512 a8 ffn4x V50257"}
+    cut, whole = (read(MEGATRON, **settings, sharding=one) for one in ("Megatron FSDP", "distributed optimizer"))
+    assert (cut.framework, cut.zero_stage, whole.zero_stage) == (Framework.MEGATRON, 3, 1)
+    assert allocated_bytes(cut) < allocated_bytes(whole)
+    assert allocated_bytes(cut) == pytest.approx(1401.6 * 2**20, rel=0.04)
+
+
+def test_torch_allocates_what_cublas_works_in_but_for_2022() -> None:
+    kinds = ("H100 80GB", "A100 80GB", "V100 32GB")
+    found = [dict(estimate_foreign(read(MEGATRON, gpu=gpu)).by_cause).get("workspaces", 0) for gpu in kinds]
+    assert found == [64 * 2**20, 9344 * 2**10, 0]
+
+
 def test_products_in_8_bits_keep_their_input_so_and_attention_its_result_beside() -> None:
     wide, narrow = read(BRIDGE, precision="BF16"), read(BRIDGE, precision="FP8")
     assert (wide.fp8, narrow.fp8) == (False, True)
