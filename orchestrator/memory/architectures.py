@@ -347,6 +347,7 @@ KNOWN |= {
     "deepseek-math-7b": _llama(30, 4096, 32, 32, 11008, 102400),  # deepseek-ai/deepseek-math-7b-base
     "deepseek-r1-0528-qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, head_dim=128),  # deepseek-ai
     "minicpm-2b": _llama(40, 2304, 36, 36, 5760, 122753, tied=True),  # openbmb/MiniCPM-2B-sft-bf16
+    "orpheus-3b": _llama(28, 3072, 24, 8, 8192, 156940, tied=True),  # canopylabs/orpheus-3b-0.1-*: Llama 3.2 with audio
     "minicpm-1b": _llama(52, 1536, 24, 8, 3840, 73440, tied=True),  # openbmb/MiniCPM-1B-sft-bf16
     "internlm3-8b": _llama(48, 4096, 32, 2, 10240, 128512, head_dim=128),  # internlm/internlm3-8b-instruct
     "vicuna-33b": _llama(60, 6656, 52, 52, 17920, 32000),  # lmsys/vicuna-33b-v1.3
@@ -398,6 +399,13 @@ _SPELLINGS = (
     (re.compile(r"[\s_]+"), "-"),
     (re.compile(r"(?:-(?:gptq|awq|bnb|int[48]|[48]-?bit|bf16|fp16|deduped|1m|mt))+$"), ""),  # how it is stored
     (re.compile(r"^code-llama"), "codellama"),
+    (re.compile(r"^orpheus(?:-tts)?(?:-3b)?(?:-0\.1.*)?$"), "orpheus-3b"),
+    (re.compile(r"^openllama-"), "open-llama-"),
+    (re.compile(r"^zephyr-7b-.*$"), "zephyr-7b"),
+    (re.compile(r"^nous-hermes-llama-?2-"), "llama-2-"),
+    (re.compile(r"^mistral-small-3\.[12]-"), "mistral-small-"),
+    (re.compile(r"^gpt-(?=(?:125m|350m|760m|1\.3b|2\.7b|6\.7b|13b|175b)$)"), "gpt-3-"),
+    (re.compile(r"^nano-?gpt$"), "gpt2"),
     (re.compile(r"^(llama|qwen|gemma|gpt|phi|glm)(\d)"), r"\1-\2"),
     (re.compile(r"^(codellama|opt|pythia|falcon|mistral|mpt|vicuna|bloomz?)(\d+(?:\.\d)?[bm]\b)"), r"\1-\2"),
     (re.compile(r"^(llama|qwen|gemma|mistral|olmo)-?v(?=\d-)"), r"\1-"),

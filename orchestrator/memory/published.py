@@ -32,6 +32,7 @@ from orchestrator.memory.published_words import (
     targets_of,
     tuning_of,
 )
+from orchestrator.memory.vision import vision_transformer
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
@@ -83,7 +84,8 @@ class _Reader:
         row = self.row
         if row["model"].startswith("kernel:"):
             raise _no("a kernel by itself, not a training", row)
-        if "conv net" in row["arch"] or CONVOLUTIONS.search(row["model"]):
+        vision = vision_transformer(row["model"], row["seq_len"])
+        if vision is None and ("conv net" in row["arch"] or CONVOLUTIONS.search(row["model"])):
             raise _no("a convolutional net or image model has no closed form: its activations need a trace", row)
         if PREFERENCES.search(self.said):
             raise _no("training on preferences or rewards: models and samples beside each other are not counted", row)
@@ -92,14 +94,17 @@ class _Reader:
         if NOT_DECODERS.search(row["model"]):
             raise _no("no closed form for this kind of transformer", row)
         framework = self.framework()
-        shape = None if EXPERTS.search(row["model"]) else self.shape(framework)
+        if vision is not None:
+            shape: Architecture | None = vision[0]
+        else:
+            shape = None if EXPERTS.search(row["model"]) else self.shape(framework)
         if shape is None or shape.experts:
             raise _no("mixture of experts: the load of the busiest expert is not stated", row)
         training = Training(
             shape=shape,
             framework=framework,
             micro_batch_size=self.micro_batch(),
-            sequence_length=self.length(),
+            sequence_length=self.tokens(vision[1]) if vision is not None else self.length(),
             target_length=self.target_length(shape),
             checkpointing=self.checkpointing(framework),
             flash=self.flash(shape, framework),
@@ -228,6 +233,11 @@ class _Reader:
         self.inferred.append(f"sequence length not stated: {LEAST_TOKENS} taken")
         self.is_lower_bound = True
         return LEAST_TOKENS
+
+    def tokens(self, count: int | None) -> int:
+        if count is None:
+            raise _no("the size of the images is not stated", self.row)
+        return count
 
     def target_length(self, shape: Architecture) -> int:
         """Of an encoder-decoder whose row says both lengths, as "512/128" or "source 512, target 128"."""
