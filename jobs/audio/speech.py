@@ -13,6 +13,8 @@ import ctypes
 import importlib.util
 import io
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ RATE_HZ = 22050  # what espeak_Initialize answers for every voice used here
 SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all sound was handed over
 RATE_OF_WORDS = 1  # espeakRATE, words per minute
 UTF8 = 1  # espeakCHARS_UTF8
+SEED = 0  # of the noise in a voice: eSpeak NG would take the time, and no two machines would learn from the same sound
 READ = ("argparse", "json", "dataclasses", "typing", "inspect", "textwrap", "statistics", "fractions", "queue")
 WAVE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
@@ -68,6 +71,7 @@ def clips(texts: list[str]) -> Iterator[tuple[Speaker, np.ndarray]]:
 
     callback = WAVE_CALLBACK(take)
     library.espeak_SetSynthCallback(callback)
+    _done(library.espeak_ng_SetRandSeed(ctypes.c_long(SEED)))
     for number, text in enumerate(texts):
         speaker = SPEAKERS[number % len(SPEAKERS)]
         pieces.clear()
@@ -92,12 +96,15 @@ def _texts() -> Iterator[str]:
 
 
 def _library() -> ctypes.CDLL:
+    """A copy that nobody has spoken with: what eSpeak NG keeps of earlier sentences changes the sound of later ones."""
     try:
         import espeakng_loader
     except ImportError:
         hint = "pip install 'orchestrator[audio]'"
         raise SpecError("eSpeak NG is not installed here", path="espeakng_loader", hint=hint) from None
-    library = ctypes.CDLL(espeakng_loader.get_library_path())
+    with tempfile.NamedTemporaryFile(suffix=".so") as own:
+        shutil.copyfile(espeakng_loader.get_library_path(), own.name)
+        library = ctypes.CDLL(own.name)
     rate_hz = library.espeak_Initialize(SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0)
     assert rate_hz == RATE_HZ, f"espeak_Initialize answered {rate_hz}"
     return library

@@ -40,6 +40,12 @@ def test_sentences_of_the_standard_library_are_spoken_by_several_voices(spoken: 
     assert spoken.descriptions[0].startswith("A man")
 
 
+def test_sentences_sound_the_same_whenever_and_by_whomever_they_are_spoken() -> None:
+    texts = speech.sentences(count=4, longest=60)
+    first, again = ([sound for _, sound in speech.clips(texts)] for _ in range(2))
+    assert all(map(np.array_equal, first, again))
+
+
 def test_what_was_computed_is_mapped_and_never_computed_again(spoken: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = features.codes_of(spoken, scales=(1, 1), words=8)
     monkeypatch.setattr(speech, "clips", lambda _: pytest.fail("spoken again"))

@@ -21,9 +21,11 @@ from tests.training.gang import Part
 
 AUDIO = Path(__file__).parents[2] / "jobs" / "audio"
 FP32_TOLERANCE = 2e-6
-# Of two networks that answer each other: they amplify what rounding there is. 2.4e-6 in the sixth step of one run over
-# two ranks, less than 2e-6 in others (2026-11-22, CPU).
-ADVERSARIAL_TOLERANCE = 1e-5
+# Two networks that answer each other amplify what rounding there is: over two ranks less than 4e-7 of the first three
+# losses, and 2e-8 to 2.8e-4 of the next three, by the sound that they learn from (8 sets of it, 2026-11-23, CPU);
+# 2.4e-3 of the second loss where gradients are not averaged.
+ADVERSARIAL_TOLERANCE = 1e-3
+ADVERSARIAL_STEPS_ALIKE = 3
 CLIPS = 6
 DECODER = {
     "vocab_size": 16,
@@ -125,9 +127,12 @@ def test_every_layout_gives_the_losses_of_one_process(trainings: Trainings, fami
     expected = gang.losses(trainings.alone[family])
     shared = {name: gang.losses(run) for (whose, name), run in trainings.shared.items() if whose == family}
     assert shared
-    tolerance = ADVERSARIAL_TOLERANCE if family == "voice_conversion" else FP32_TOLERANCE
+    alike = ADVERSARIAL_STEPS_ALIKE if family == "voice_conversion" else TRAINING.max_steps
     for name, found in shared.items():
-        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), name
+        assert found.keys() == expected.keys()
+        for step, loss in found.items():
+            tolerance = FP32_TOLERANCE if step <= alike else ADVERSARIAL_TOLERANCE
+            assert loss == pytest.approx(expected[step], rel=tolerance, abs=tolerance), (name, step)
 
 
 def recipe(name: str, cache: Path, **more: Any) -> Recipe:
