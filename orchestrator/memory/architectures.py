@@ -397,7 +397,7 @@ _DECORATION = re.compile(
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),
     (re.compile(r"[\s_]+"), "-"),
-    (re.compile(r"(?:-(?:gptq|awq|bnb|int[48]|[48]-?bit|bf16|fp16|deduped|1m|mt))+$"), ""),  # how it is stored
+    (re.compile(r"(?:-(?:gptq|awq|bnb|fp8|int[48]|[48]-?bit|bf16|fp16|deduped|1m|mt))+$"), ""),  # how it is stored
     (re.compile(r"^code-llama"), "codellama"),
     (re.compile(r"^orpheus(?:-tts)?(?:-3b)?(?:-0\.1.*)?$"), "orpheus-3b"),
     (re.compile(r"^openllama-"), "open-llama-"),

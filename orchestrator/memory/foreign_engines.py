@@ -107,7 +107,10 @@ def _all_moments(training: Training) -> Iterator[tuple[str, Causes, int]]:
     elif training.framework is Framework.DEEPSPEED:
         yield from ((*moment, 0) for moment in _deepspeed(training))
     else:
-        yield from ((*moment, 0) for moment in _plain(training))
+        moments = list(_plain(training))
+        # The first step makes states of what the backward pass left, so that the next one's activations lie elsewhere.
+        left = 0 if training.expandable_segments else max(_activation_bytes(causes) for _, causes in moments)
+        yield from ((name, causes, left if name == "optimizer step" else 0) for name, causes in moments)
 
 
 def state_bytes(training: Training) -> float:

@@ -471,9 +471,10 @@ class _Reader:
     def _has_torch_step(self, framework: Framework) -> bool:
         """torch.optim steps over shards: under FSDP, and where DeepSpeed's configuration names no optimizer.
 
-        So in examples/deepspeed of hiyouga/LLaMA-Factory and xtuner/configs/deepspeed of InternLM/xtuner.
+        So in examples/deepspeed of hiyouga/LLaMA-Factory, xtuner/configs/deepspeed of InternLM/xtuner and
+        swift/config of modelscope/ms-swift.
         """
-        bare = framework is Framework.DEEPSPEED and re.search("llama-?factory|xtuner", self.said) is not None
+        bare = framework is Framework.DEEPSPEED and re.search("llama-?factory|xtuner|swift", self.said) is not None
         return bare or self._is_hf_fsdp(framework)
 
     def _is_hf_fsdp(self, framework: Framework) -> bool:

@@ -111,6 +111,7 @@ def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, 
         ("LLAMA3.1_405B Pre-Training Performance", "llama-3.1-405b"),
         ("Phi3-mini", "phi-3-mini"),
         ("stablelm-base-alpha-3b", "stablelm-alpha-3b"),
+        ("Qwen/Qwen3-14B-FP8", "qwen3-14b"),
     ],
 )
 def test_a_model_is_known_by_every_usual_spelling(written: str, name: str) -> None:
@@ -426,9 +427,19 @@ def test_the_allocator_holds_no_more_than_the_device_has_unless_that_much_is_liv
     assert estimate_foreign(training, 2**30).device_bytes > free.allocated_bytes
 
 
+def test_the_first_step_leaves_no_place_for_the_activations_of_the_next() -> None:
+    full = replace(PLAIN, checkpointing=ActivationCheckpointing.FULL, foreach=True)
+    short, long = (estimate_foreign(replace(full, sequence_length=length)) for length in (128, 256))
+    assert short.moment == long.moment == "optimizer step"
+    assert short.allocated_bytes == long.allocated_bytes
+    assert short.reserved_bytes < long.reserved_bytes
+    growing = replace(full, sequence_length=256, expandable_segments=True)  # whose segments are mapped anew
+    assert estimate_foreign(growing).reserved_bytes < long.reserved_bytes
+
+
 def test_samples_of_many_lengths_leave_more_unused_than_those_of_one() -> None:
-    varying = estimate_foreign(replace(PLAIN, lengths_vary=True))
-    even = estimate_foreign(PLAIN)
+    varying = estimate_foreign(replace(PLAIN, micro_batch_size=4, lengths_vary=True))
+    even = estimate_foreign(replace(PLAIN, micro_batch_size=4))
     assert varying.allocated_bytes == even.allocated_bytes
     assert varying.reserved_bytes > even.reserved_bytes
 
