@@ -30,20 +30,6 @@ from orchestrator.specs.profile import ModelProfile, TracedProfile
 TRACE_TIMEOUT_S = 600.0  # a decoder of 70 billion parameters takes 20 s
 PROGRAM = "orchestrator.training.tracing"
 BAD_JOB_EXIT_CODE = 2  # of that program
-# What of `training` an answer follows from.
-SOURCES = (
-    "tracing",
-    "recorder",
-    "timeline",
-    "recompute",
-    "hf_model",
-    "hf_adapters",
-    "cross_entropy",
-    "cuda_autocast",
-    "decoder",
-    "batch_norm",
-    "freezing",
-)
 HINT = (
     "say what it costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
     f"the trace alone: python -m {PROGRAM}"
@@ -99,8 +85,8 @@ def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
     for library in ("torch", "transformers", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{library} {importlib.metadata.version(library)}\n".encode())
-    folder = Path(__file__).parent.parent / "training"
-    for source in (*(folder / f"{name}.py" for name in SOURCES), *([Path(file)] if file else [])):
+    ours = sorted((Path(__file__).parent.parent / "training").glob("*.py"))
+    for source in (*ours, *([Path(file)] if file else [])):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map
 
 from orchestrator.specs.errors import SpecError
@@ -41,6 +40,7 @@ from orchestrator.training.batch_norm import batch_norms
 from orchestrator.training.batch_norm import prepare as prepare_batch_norms
 from orchestrator.training.cuda_autocast import as_on_cuda
 from orchestrator.training.decoder import decoder_recipe
+from orchestrator.training.fake_model import as_with_values, parameters_on_meta, without_memory
 from orchestrator.training.freezing import freeze_for
 from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.recipe import Batch, Recipe, from_factory
@@ -140,14 +140,14 @@ class _Traced:
         held_bytes: dict[int, float] = {}
         for each in self._recipes:
             four_bits = _in_four_bits(request.model, each.module)
-            held_bytes |= _without_memory(each.module, self._fake, None if arithmetic.autocast else low)
+            held_bytes |= without_memory(each.module, self._fake, None if arithmetic.autocast else low)
             held_bytes |= {id(each.module.get_parameter(name)): width for name, width in four_bits.items()}
             if low and not arithmetic.autocast:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
         self._recorder = Recorder(self._recipes, held_bytes)
         gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
-        with _as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
+        with as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
             cases = [(False, False)]
             if recipe.then and self._autocast is None:
                 cases.append((True, False))
@@ -229,7 +229,7 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
     else:
         assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
         torch.manual_seed(request.training.seed)
-        with _parameters_on_meta():
+        with parameters_on_meta():
             recipe = from_factory(model.factory, model.config)
     if not recipe.then:
         freeze_for(recipe.module, request.training.freeze, LAST_STEP)
@@ -295,45 +295,6 @@ def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
     )
 
 
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Within, a module's parameters have no memory from when it registers them; all else is real."""
-
-    def moved(_module: nn.Module, _name: str, parameter: Tensor | None) -> Tensor | None:
-        if parameter is None or parameter.is_meta:
-            return parameter
-        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> dict[int, float]:
-    """Let parameters and buffers be fake tensors on the CPU, in place; `dtype`: of floating parameters, if another.
-
-    Returns by id of a parameter the bytes that an element of it had.
-    """
-    made: dict[int, nn.Parameter] = {}
-    held_bytes: dict[int, float] = {}
-    with fake:
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None and id(parameter) not in made:
-                    kept = dtype if dtype and parameter.is_floating_point() else parameter.dtype
-                    values = torch.empty(parameter.shape, dtype=kept, device="cpu")
-                    new = made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                    held_bytes[id(new)] = parameter.element_size()
-                if parameter is not None:
-                    part._parameters[name] = made[id(parameter)]
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-    return held_bytes
-
-
 def _in_four_bits(model: ModelSpec, module: Any) -> dict[str, float]:
     """Bytes of an element of weights that are held in 4 bits on CUDA and were made whole here, by name."""
     if model.lora is None or not model.lora.quantise_base:
@@ -353,38 +314,6 @@ def _rounding(low: torch.dtype) -> Callable[..., Any]:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
     return rounded
-
-
-@contextlib.contextmanager
-def _as_with_values() -> Iterator[None]:
-    """Within, transformers 5.23 does with fake tensors what it does with real ones, all of which are finite.
-
-    It cannot look into positions, takes several samples to be packed into one, and makes masks that no training of ours
-    has (masking_utils.py). Products grouped by experts are said to be bf16 only, which holds on no device
-    (torch/_meta_registrations.py, 2.13.0): its own way to do them knows their sizes (integrations/moe.py). Some
-    families look in fp16 for what has overflowed, to clamp it (models/bart/modeling_bart.py).
-    """
-    instead: dict[str, tuple[str, Callable[..., Any]]] = {
-        "transformers.masking_utils": ("find_packed_sequence_indices", lambda _positions: None),
-        "transformers.integrations.moe": ("_can_use_grouped_mm", lambda _, weight, __: weight.dtype is torch.bfloat16),
-    }
-    with contextlib.ExitStack() as stack:
-        for module, (name, function) in instead.items():
-            if module in sys.modules:
-                stack.enter_context(patch(f"{module}.{name}", function))
-        for name, answer in (("isfinite", True), ("isinf", False), ("isnan", False)):
-            stack.enter_context(patch.object(torch, name, _answered(getattr(torch, name), answer=answer)))
-        yield
-
-
-def _answered(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
-    """The question of values, with all that it makes, and an answer that a fake tensor has: a constant."""
-
-    def asked(values: Tensor) -> Tensor:
-        question(values)
-        return torch.tensor(answer)
-
-    return asked
 
 
 @contextlib.contextmanager
