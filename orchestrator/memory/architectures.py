@@ -30,6 +30,8 @@ class Architecture:
     flash: bool | None = None  # whether the description says that attention never holds its scores
     qk_norm: bool = False  # norms over every head's query and key
     experts: int = 0  # feed-forward parts beside each other in every layer, of width `ffn` each
+    chosen: int = 0  # of the experts, those that a token goes through
+    shared_ffn: int = 0  # width of the expert that all tokens go through
     crossed: int = 0  # of the layers, those that attend to another sequence as well: decoders behind an encoder
 
     @property
@@ -57,14 +59,25 @@ class Architecture:
         """Elements of the matrices of one layer: what tensor parallelism cuts and quantisation reaches."""
         attention = sum(math for name, math in _elements(self) if name in "qkvo")
         attention += attention * self.crossed // self.layers  # a layer in the mean
-        feed_forward = sum(math for name, math in _elements(self) if name not in "qkvo")
-        return attention + feed_forward * max(1, self.experts)
+        beside = 0 if self.experts else self.ffn
+        return attention + self.routed_matrices + (3 if self.gated else 2) * self.hidden * (beside + self.shared_ffn)
+
+    @property
+    def routed_matrices(self) -> int:
+        """Elements of the matrices of one layer's experts: what expert parallelism spreads."""
+        return self.experts * (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def busy_ffn(self) -> int:
+        """Width of all feed-forward parts that one token goes through."""
+        return self.chosen * self.ffn + self.shared_ffn if self.experts else self.ffn
 
     @property
     def layer_vectors(self) -> int:
-        """Elements of norms and biases of one layer."""
+        """Elements of norms, biases and the router of one layer."""
         if self.gated:
-            return 2 * self.hidden + self.hidden * self.crossed // self.layers
+            router = self.hidden * (self.experts + (1 if self.shared_ffn else 0))
+            return 2 * self.hidden + self.hidden * self.crossed // self.layers + router
         attention = 2 * self.hidden + self.query + 2 * self.key_value + self.hidden
         return attention + attention * self.crossed // self.layers + 3 * self.hidden + self.ffn
 
@@ -162,7 +175,6 @@ KNOWN: dict[str, Architecture] = {
     "codestral-22b": _llama(56, 6144, 48, 8, 16384, 32768),  # mistralai/Codestral-22B-v0.1
     "mistral-small-24b": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai/Mistral-Small-24B-*
     "mistral-large": _llama(88, 12288, 96, 8, 28672, 32768),  # mistralai/Mistral-Large-Instruct-2407
-    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32000, experts=8),  # mistralai/Mixtral-8x22B-v0.1
     "solar-10.7b": _llama(48, 4096, 32, 8, 14336, 32000),  # upstage/SOLAR-10.7B-v1.0
     "yi-9b": _llama(48, 4096, 32, 4, 11008, 64000),  # 01-ai/Yi-9B
     "yi-1.5-6b": _llama(32, 4096, 32, 4, 11008, 64000),  # 01-ai/Yi-1.5-*
@@ -182,7 +194,6 @@ KNOWN: dict[str, Architecture] = {
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000),  # mistralai/Mistral-7B-v0.1 and v0.2
     "zephyr-7b": _llama(32, 4096, 32, 8, 14336, 32000),  # HuggingFaceH4/zephyr-7b-beta
     "openbuddy-zephyr-7b": _llama(32, 4096, 32, 8, 14336, 36608),  # OpenBuddy/openbuddy-zephyr-7b-v14.1
-    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, experts=8),  # mistralai/Mixtral-8x7B-v0.1
     "yi-6b": _llama(32, 4096, 32, 4, 11008, 64000),  # 01-ai/Yi-6B
     "yi-34b": _llama(60, 7168, 56, 8, 20480, 64000),  # 01-ai/Yi-34B
     "baichuan2-7b": _llama(32, 4096, 32, 32, 11008, 125696),  # baichuan-inc/Baichuan2-7B-Chat
@@ -223,7 +234,6 @@ KNOWN: dict[str, Architecture] = {
     "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, head_dim=128),
     "qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151936, head_dim=128),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, head_dim=128),
-    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 768, 151936, head_dim=128, experts=128),
     "deepseek-r1-distill-qwen-1.5b": _llama(28, 1536, 12, 2, 8960, 151936),  # deepseek-ai
     "gemma-2b": _llama(18, 2048, 8, 1, 16384, 256000, tied=True, head_dim=256),  # google/gemma-2b
     "gemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, tied=True, head_dim=256),  # google/gemma-7b
@@ -436,12 +446,17 @@ _SPELLINGS = (
 
 def known(name: str) -> Architecture | None:
     """The shape of a public model by a name as people write it; None where the table has none such."""
+    return KNOWN.get(spelled(name))
+
+
+def spelled(name: str) -> str:
+    """The name of a public model as tables have it, without what people write around it."""
     said = name.strip().lower()
     for pattern, instead in _SPELLINGS[:1]:
         said = pattern.sub(instead, said)
     encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
-        return KNOWN[f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")]
+        return f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")
     said = re.sub(r"\((\d+(?:\.\d+)?[bm])\)", r"\1", said)  # Llama 3.1 (8B)
     # llama 2 7b is a version and a size; qwen-1_8b is one size, phi-1_5 one version
     said = re.sub(r"(?<=-)(\d)_(\d)(?=b?\b)", r"\1.\2", said)
@@ -449,12 +464,13 @@ def known(name: str) -> Architecture | None:
     said = _DECORATION.sub(" ", said).strip()
     for pattern, instead in _SPELLINGS[1:]:
         said = pattern.sub(instead, said)
-    return KNOWN.get(said.strip("-"))
+    return said.strip("-")
 
 
 _PARTS = re.compile(
     r"\b(?:L~?(?P<layers>\d+)|h(?P<hidden>\d+)|a(?P<heads>\d+)|kv(?P<kv>\d+)|ffn(?P<times>\d+(?:\.\d+)?)x"
-    r"|ffn(?P<ffn>\d+)|V(?P<vocab>\d+)(?P<thousands>k)?|d(?P<head_dim>\d+)|(?:experts|E|e)(?P<experts>\d+))"
+    r"|ffn(?P<ffn>\d+)|V(?P<vocab>\d+)(?P<thousands>k)?|d(?P<head_dim>\d+)|(?:experts|E|e)(?P<experts>\d+)"
+    r"|top-?(?P<chosen>\d+)|shared(?P<shared>\d+))"
     r"(?=$|[\s(,;])"
 )
 GATED = {"swiglu", "geglu", "gated", "reglu"}
@@ -501,6 +517,8 @@ def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
             positions=positions,
             flash=True if "flash" in words else None,
             experts=int(said.get("experts", 0)),
+            chosen=int(said.get("chosen", 0)),
+            shared_ffn=int(said.get("shared", 0)),
         ),
         tuple(inferred),
     )

@@ -13,6 +13,7 @@ from enum import StrEnum
 from orchestrator.memory.architectures import Architecture
 from orchestrator.memory.crossed import t5_layer_bytes
 from orchestrator.memory.hf_profiles import NF4_BYTES, DecoderShape
+from orchestrator.memory.mixtures import mixture_layer
 from orchestrator.memory.profiles import decoder_profile
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 
@@ -68,6 +69,8 @@ class Training:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1  # ranks over which the experts of a layer are spread
+    expert_tp: int = 1  # ranks over which each of them is cut
     zero_stage: int = 0
     gradient_accumulation_steps: int = 1
     virtual_stages: int = 1
@@ -178,7 +181,7 @@ class Held:
 def layer_held(training: Training) -> Held:
     """One layer on one tensor-parallel rank: matrices are cut, norms and the biases behind sums are not."""
     shape = training.shape
-    matrices, vectors = shape.layer_matrices // training.tp, shape.layer_vectors
+    matrices, vectors = layer_matrices(training), shape.layer_vectors
     if not training.lora_rank:
         return Held(trained=matrices + vectors, frozen_bytes=0)
     base = training.base_bytes if training.base_bytes is not None else float(training.weight_bytes)
@@ -186,6 +189,17 @@ def layer_held(training: Training) -> Held:
         trained=adapter_parameters(training) // training.tp,
         frozen_bytes=round(base * matrices) + training.weight_bytes * vectors,
     )
+
+
+def layer_matrices(training: Training) -> int:
+    """Elements of one layer's matrices on one rank."""
+    shape = training.shape
+    return (shape.layer_matrices - shape.routed_matrices) // training.tp + routed_matrices(training)
+
+
+def routed_matrices(training: Training) -> int:
+    """Elements of one layer's experts on one rank."""
+    return training.shape.routed_matrices // (training.ep * training.expert_tp)
 
 
 def ends_held(training: Training, *, first: bool = True, last: bool = True) -> Held:
@@ -219,10 +233,22 @@ def trained_width(training: Training) -> int:
 def adapter_parameters(training: Training) -> int:
     """Elements of the adapters of one layer (Hu et al. 2021, arXiv:2106.09685): rank x (inputs + outputs) each."""
     return sum(
-        training.lora_rank * (inputs + outputs)
-        for name, (inputs, outputs) in training.shape.projections.items()
-        if not training.lora_targets or name in training.lora_targets
+        training.lora_rank * (inputs + outputs) * _copies(training, name)[0]
+        for name, (inputs, outputs) in adapted_projections(training).items()
     )
+
+
+def adapted_projections(training: Training) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the projections that have adapters."""
+    targets = training.lora_targets
+    return {name: size for name, size in training.shape.projections.items() if not targets or name in targets}
+
+
+def _copies(training: Training, name: str) -> tuple[int, int]:
+    """How often a projection stands in a layer of a rank, and how often a token goes through it."""
+    shape = training.shape
+    routed = shape.experts and name in ("up", "gate", "down")
+    return (shape.experts // training.ep, shape.chosen) if routed else (1, 1)
 
 
 def base_bytes_of(bits: int, *, double: bool = True) -> float:
@@ -247,14 +273,16 @@ def saved_bytes(training: Training) -> int:
         return training.micro_batch_size * per_sample + adapted
     if shape.gated:
         profile = _gated_layer(training)
+        if shape.experts:  # what goes into experts and comes out again is cut only with the tokens
+            profile += 2 * (_copy_bytes(training) * cut - training.width * shape.chosen * shape.hidden)
         per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
     else:
-        width, h, f = training.width, shape.hidden, shape.ffn
+        width, h = training.width, shape.hidden
         # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
-        inside = 4 * width * h + 2 * width * f  # q, k, v, output; before and behind the activation
+        inside = 4 * width * h + 2 * width * shape.busy_ffn  # q, k, v, output; before and behind the activation
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
-        per_token = inside // cut + beside // whole
+        per_token = inside // cut + beside // whole + (2 * _copy_bytes(training) if shape.experts else 0)
     if training.keeps_gathered:  # before q, k and v, and before the feed-forward block
         per_token += 2 * training.width * shape.hidden * (cut - 1) // cut
     if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
@@ -267,13 +295,22 @@ def saved_bytes(training: Training) -> int:
     if training.fused and shape.gated:
         # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
         per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
-        per_token -= training.width * shape.ffn // cut
+        per_token -= training.width * shape.busy_ffn // cut
     if training.fuses_adapters and shape.gated:
-        per_token -= training.width * shape.ffn // cut
+        per_token -= training.width * shape.busy_ffn // cut
+    if shape.experts and training.framework is Framework.MEGATRON:
+        # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it
+        per_token -= _copy_bytes(training)
     if training.fp8:
         # transformer_engine/pytorch/module/linear.py: a product keeps its input in 8 bits; attention keeps its result
         per_token -= 2 * shape.hidden // whole + (shape.ffn - shape.query) // cut
     return t * per_token + _crossing_bytes(training) + score_bytes(training)
+
+
+def _copy_bytes(training: Training) -> int:
+    """Of a token: what goes into its experts. Ranks that cut experts have all tokens of each other there."""
+    shape = training.shape
+    return training.width * shape.chosen * shape.hidden // (training.tp // training.expert_tp)
 
 
 def _crossing_bytes(training: Training) -> int:
@@ -313,24 +350,23 @@ def _adapted_bytes(training: Training) -> int:
     its own result.
     """
     shape, width = training.shape, training.width
-    adapted = {
-        name: size
-        for name, size in shape.projections.items()
-        if not training.lora_targets or name in training.lora_targets
-    }
-    kept = width * training.lora_rank * len(adapted)
+    adapted = adapted_projections(training)
+    times = {name: _copies(training, name)[1] for name in shape.projections}
+    kept = width * training.lora_rank * sum(times[name] for name in adapted)
     if shape.gated:
         kept -= 2 * training.stream * shape.hidden
+    if shape.experts and not training.keeps_quantised_inputs:  # the router's, and what the shared expert takes in
+        kept -= width * (shape.hidden + shape.shared_ffn)
     alone = (training.lora_fp32 or training.lora_dropout) and not training.fuses_adapters
     for names in (("q", "k", "v"), ("up", "gate"), ("down",)):
-        inputs = shape.projections[names[0]][0]
+        inputs = shape.projections[names[0]][0] * times[names[0]]
         shared = not alone and any(name in adapted for name in names)
         kept -= 0 if shared or training.keeps_quantised_inputs else width * inputs
     if alone:
         each = width + (1 if training.lora_dropout else 0)
-        kept += each * sum(inputs for inputs, _ in adapted.values())
+        kept += each * sum(inputs * times[name] for name, (inputs, _) in adapted.items())
     if training.keeps_adapted_outputs:
-        kept += 2 * width * sum(outputs for _, outputs in adapted.values())
+        kept += 2 * width * sum(outputs * times[name] for name, (_, outputs) in adapted.items())
     return kept
 
 
@@ -340,7 +376,7 @@ def _gated_layer(training: Training, *, selective: bool = False) -> int:
     spec = DecoderShape(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
+        intermediate_size=0 if shape.experts else shape.ffn,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -348,7 +384,8 @@ def _gated_layer(training: Training, *, selective: bool = False) -> int:
         tie_word_embeddings=shape.tied,
     )
     precision = Precision.BF16 if training.low_precision else Precision.FP32
-    layer = decoder_profile(spec, "foreign", precision, 1, 1, training.stream == 4).segments[1]
+    profile = decoder_profile(spec, "foreign", precision, 1, 1, training.stream == 4)
+    layer = mixture_layer(profile, shape) if shape.experts else profile.segments[1]
     if selective:
         return layer.selective_bytes or layer.saved_bytes
     # transformers' norms keep their input in fp32 alone (hf_profiles.as_transformers)
@@ -391,7 +428,9 @@ def transient_bytes(training: Training) -> int:
     """
     shape, width = training.shape, training.width
     products = (3 if shape.gated else 2) if not training.in_place else 1
-    inside = products * width * shape.ffn // training.tp
+    inside = products * width * shape.busy_ffn // training.tp
+    if shape.experts:  # or those of what experts return, before and behind their weights (memory/experts.py, `_peaks`)
+        inside = max(inside, 3 * _copy_bytes(training))
     # gradients of scores; transformers' softmax has its own in fp32
     each = 4 if _is_t5(training) else 2 * width + (8 if shape.gated and training.low_precision else 0)
     scores = 0 if training.flash else each * shape.heads * training.sequence_length // training.tp
@@ -426,7 +465,7 @@ def _alternate_bytes(training: Training) -> int:
     down.
     """
     shape = training.shape
-    products = shape.query + shape.key_value + shape.ffn + shape.hidden
+    products = shape.query + shape.key_value + (0 if shape.experts else shape.ffn + shape.hidden)
     return training.stream * shape.hidden + training.width * (products + shape.query) + 4 * shape.heads
 
 
@@ -458,7 +497,7 @@ def cast_bytes(training: Training) -> int:
 def cast_elements(training: Training) -> int:
     """Elements of one layer that autocast makes copies of."""
     held = layer_held(training).trained
-    return held + training.shape.layer_matrices // training.tp if training.lora_rank else held
+    return held + layer_matrices(training) if training.lora_rank else held
 
 
 def head_bytes(training: Training) -> int:

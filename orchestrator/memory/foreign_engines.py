@@ -24,6 +24,7 @@ from orchestrator.memory.foreign import (
     head_bytes,
     kept_bytes,
     layer_held,
+    routed_matrices,
     trained_width,
     working_bytes,
 )
@@ -152,7 +153,7 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     fixed: Causes = (
         ("parameters", (trained_width(training) * trained + held.frozen_bytes) // whole),
         ("gathered parameters", trained_width(training) * unit.trained + unit.frozen_bytes),
-        ("optimizer states", round(states * trained / shards)),
+        ("optimizer states", round(states * _sharing(training, trained, layers) / shards)),
     )
     steps = training.gradient_accumulation_steps
     in_flight = min(max(1, steps - 1), pp - stage)  # while gradients are whole: from the second backward pass on
@@ -199,6 +200,17 @@ def _megatron(training: Training, stage: int) -> Iterator[tuple[str, Causes, int
     yield ("backward", backward, 0 if training.first_step else 2 * flat)
     yield ("gradient reduction", reduction, 0 if training.first_step else 2 * flat)
     yield ("optimizer step", step, waiting + working if training.first_step else 0)
+
+
+def _sharing(training: Training, trained: int, layers: int) -> int:
+    """Elements whose states are cut over all data-parallel ranks, as if the rank had them.
+
+    Its part of the experts has fewer copies than the rest (core/parallel_state.py, expert data parallel ranks).
+    """
+    if training.lora_rank or not training.zero_stage:
+        return trained
+    routed = layers * routed_matrices(training)
+    return trained + routed * training.ep * training.expert_tp // training.tp - routed
 
 
 def _layers_of(training: Training, stage: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from orchestrator.memory.architectures import GATED, Architecture, described, known
 from orchestrator.memory.crossed import TWO_SIDED, known_crossed, two_sided
 from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
+from orchestrator.memory.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixture
 from orchestrator.memory.published_words import (
     CASTS_NO_LOGITS,
     CHECKPOINTS,
@@ -37,8 +38,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
 COLUMNS = (
-    "id", "model", "arch", "gpu", "n_gpus", "framework", "dp_or_fsdp", "tp", "pp", "cp", "sharding", "micro_batch",
-    "grad_accum", "global_batch", "seq_len", "precision", "act_ckpt", "optimizer", "peft", "offload",
+    "id", "model", "arch", "gpu", "n_gpus", "framework", "dp_or_fsdp", "tp", "pp", "cp", "ep", "sharding",
+    "micro_batch", "grad_accum", "global_batch", "seq_len", "precision", "act_ckpt", "optimizer", "peft", "offload",
     "compile_or_other", "note",
 )  # fmt: skip
 # What a method of torchtune's README table has on top of the one before (pytorch/torchtune README.md, "Optimization
@@ -95,11 +96,11 @@ class _Reader:
             raise _no("no closed form for this kind of transformer", row)
         framework = self.framework()
         if vision is not None:
-            shape: Architecture | None = vision[0]
+            shape = vision[0]
+        elif EXPERTS.search(row["model"]) or re.search(r"\bexperts\d", row["arch"]):
+            shape = self.mixture(framework)
         else:
-            shape = None if EXPERTS.search(row["model"]) else self.shape(framework)
-        if shape is None or shape.experts:
-            raise _no("mixture of experts: the load of the busiest expert is not stated", row)
+            shape = self.shape(framework)
         training = Training(
             shape=shape,
             framework=framework,
@@ -156,6 +157,23 @@ class _Reader:
         if megatron and not shape.gated:
             self.inferred.append("dropout on, as Megatron's defaults")
             shape = replace(shape, dropout=True, positions=shape.positions and self._number("seq_len"))
+        return shape
+
+    def mixture(self, framework: Framework) -> Architecture:
+        row, by_name = self.row, known_mixture(self.row["model"])
+        if LATENT.search(row["model"]):
+            raise _no("no closed form for latent attention", row)
+        if by_name is not None and described(row["arch"]) is None:
+            self.inferred.append(f"architecture of {row['model']} from its published configuration")
+            return by_name
+        shape = self.shape(framework)
+        if not shape.experts and by_name is None:
+            raise _no("mixture of experts: how many of which width is not stated, as in experts8 top2 ffn14336", row)
+        if not shape.experts and by_name is not None:
+            shape = replace(shape, experts=by_name.experts, ffn=by_name.ffn, shared_ffn=by_name.shared_ffn)
+        if not shape.chosen:
+            self.inferred.append(f"{by_name.chosen if by_name else CHOSEN} experts a token")
+            shape = replace(shape, chosen=by_name.chosen if by_name else CHOSEN)
         return shape
 
     def framework(self) -> Framework:
@@ -249,6 +267,7 @@ class _Reader:
         tp = self._number("tp") or int((re.search(r"\bTP(\d+)", other) or [0, 1])[1])
         pp = self._number("pp") or int((re.search(r"\bPP(\d+)", other) or [0, 1])[1])
         cp = self._number("cp", 1) or 1
+        ep, expert_tp = self.spread(training, tp, pp)
         world = self._number("n_gpus", 1)
         dp = self._number("dp_or_fsdp") or max(1, world // (tp * pp * cp))
         if tp == 1 and re.search(r"\btp\b", row["sharding"].lower()) and not row["tp"]:
@@ -266,6 +285,8 @@ class _Reader:
             sequence_length=-(-training.sequence_length // cp),
             tp=tp,
             pp=pp,
+            ep=ep,
+            expert_tp=expert_tp,
             gradient_accumulation_steps=steps,
             unsynced=UNSYNCED.search(self.said) is not None,
             virtual_stages=int((re.search(r"\bVPP?=(\d+)", other) or [0, 1])[1]),
@@ -278,6 +299,26 @@ class _Reader:
             overlaps="overlap_comm" in self.said,
             holds_gradients="colossalai" in self.said,
         )
+
+    def spread(self, training: Training, tp: int, pp: int) -> tuple[int, int]:
+        """Ranks over which experts are spread, and over which each is cut: as all else, unless it is said."""
+        row, other = self.row, self.row["compile_or_other"]
+        if not training.shape.experts:
+            return 1, tp
+        said = re.search(r"\bEP[ =]?(\d+)", other, re.I)
+        ep = self._number("ep") or int((said or [0, 1])[1])
+        megatron = training.framework is Framework.MEGATRON
+        if ep > 1 and not megatron:
+            raise _no(f"no model of expert parallelism under {row['framework']}", row)
+        if megatron and not (row["tp"] or row["pp"] or row["ep"] or said):
+            raise _no("expert parallelism of a degree that is not stated", row)
+        cut = re.search(r"\bETP[ =]?(\d+)", other, re.I)
+        expert_tp = int(cut[1]) if cut else tp
+        if ep > 1:
+            self.inferred.append("tokens are spread evenly over the experts")
+            if ep * expert_tp * pp > self._number("n_gpus"):
+                raise _no("experts are spread over more devices than are stated", row)
+        return ep, expert_tp
 
     def _zero_stage(self, framework: Framework, said: str) -> int:
         if found := re.search(r"zero-?(\d)", said + " " + self.row["framework"].lower()):
@@ -338,6 +379,8 @@ class _Reader:
     def flash(self, shape: Architecture, framework: Framework) -> bool:
         if "use flash attn=✘" in self.said:
             return False
+        if ONE_TENSOR.search(self.row["model"]) and re.search(r"\bfa3\b|flash|flex|unsloth|megatron", self.said):
+            return True  # kernels that know a sink
         if shape.flash is False or re.search(r"eager attention|(?:without|no) flash|\bunfused\b", self.said):
             return False
         if shape.flash or re.search(r"\bfa[234]\b|flash", self.said):
@@ -373,8 +416,10 @@ class _Reader:
             self.inferred.append(f"LoRA rank not stated: {chosen} taken, as the framework's default")
         else:
             chosen = int(rank[1])
-        usual = ("q", "v") if tuning.small else ("q", "k", "v")
+        usual: tuple[str, ...] = ("q", "v") if tuning.small else ("q", "k", "v")
         everywhere = re.search(r"\ball\b", said) is not None or "fsdp_qlora" in self.said
+        if ONE_TENSOR.search(self.row["model"]) and not re.search("unsloth|expert|target_parameters", self.said):
+            everywhere, usual = False, ("q", "k", "v", "o")
         # peft/utils/other.py, prepare_model_for_kbit_training: all but what GPTQ holds is cast up
         prepared = training.framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(
             # axolotl/loaders/model.py casts embeddings and norms back where attention is flash; llamafactory/model/
