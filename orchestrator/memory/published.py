@@ -313,7 +313,8 @@ class _Reader:
         if megatron and not (row["tp"] or row["pp"] or row["ep"] or said):
             raise _no("expert parallelism of a degree that is not stated", row)
         cut = re.search(r"\bETP[ =]?(\d+)", other, re.I)
-        expert_tp = int(cut[1]) if cut else tp
+        whole = "swift" in self.said  # swift/megatron/arguments/megatron_args.py; megatron/training/arguments.py
+        expert_tp = int(cut[1]) if cut else 1 if whole else tp
         if ep > 1:
             self.inferred.append("tokens are spread evenly over the experts")
             if ep * expert_tp * pp > self._number("n_gpus"):
@@ -456,6 +457,10 @@ class _Reader:
             " ".join((row["optimizer"] or row["peft"], self.other)).lower(),
         )
         low = re.search(r"16|8|mixed|amp|half", precision) is not None or "32" not in precision
+        if training.ends_fp32 and re.search(r"\b(?:pure|true)\b", precision):
+            # bitsandbytes/nn/modules.py, Linear4bit: a product returns the type of its input, that of fp32 norms
+            self.inferred.append("all is fp32 but the quantised matrices: nothing casts what the norms return")
+            low = False
         if not precision:
             self.inferred.append("bf16: the precision is not stated")
         if precision.startswith("fp8") and not training.fp8:

@@ -115,3 +115,10 @@ def test_experts_in_one_tensor_get_adapters_only_where_they_are_named() -> None:
     named = read(model="gpt-oss-20b", peft="LoRA r8 all linear, target_parameters experts").training
     assert usual.lora_targets == ("q", "k", "v", "o")
     assert named.lora_targets == ()
+
+
+def test_swift_leaves_experts_whole_and_megatron_cuts_them_as_all_else() -> None:
+    row = {"model": "Qwen3-30B-A3B", "n_gpus": "8", "tp": "4", "ep": "2"}
+    assert read(**row, framework="Megatron-LM").training.expert_tp == 4
+    assert read(**row, framework="ms-swift Megatron-LM").training.expert_tp == 1
+    assert read(**row, framework="Megatron-LM", compile_or_other="ETP2").training.expert_tp == 2

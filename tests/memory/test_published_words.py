@@ -361,3 +361,10 @@ def test_autocast_keeps_attention_in_fp32() -> None:
     assert mixed.autocasts
     scores = mixed.shape.heads * mixed.sequence_length * mixed.tokens
     assert score_bytes(mixed) - score_bytes(replace(mixed, autocasts=False)) == 2 * scores
+
+
+def test_quantised_products_return_what_fp32_norms_hand_them_unless_autocast_casts_it() -> None:
+    quantised = {"peft": "QLoRA r8 all linear, 4bit"}
+    assert read(ROW, **quantised, precision="bf16 mixed").width == 2
+    assert read(ROW, **quantised, precision="bf16 true").width == 4
+    assert read(ROW, peft="LoRA r8 all linear", precision="bf16 true").width == 2
