@@ -107,6 +107,7 @@ class Training:
     in_place: bool = False  # the gradients of what an activation takes in are written over it
     fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again
     fp8: bool = False  # products of Transformer Engine in 8 bits
+    composed_gelu: bool = False  # of elementary operations, each of which keeps what it multiplies
     fused: bool = False  # torch.compile, Liger or Transformer Engine: elementwise intermediates are not kept
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -280,6 +281,11 @@ def saved_bytes(training: Training) -> int:
         width, h = training.width, shape.hidden
         # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
         inside = 4 * width * h + 2 * width * shape.busy_ffn  # q, k, v, output; before and behind the activation
+        if training.composed_gelu:
+            # transformers/activations.py, NewGELUActivation: tanh, one more than it, half of the input; autocast
+            # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
+            autocasts = training.autocasts and training.framework is Framework.PLAIN
+            inside += 3 * (4 if autocasts else width) * shape.busy_ffn
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole + (2 * _copy_bytes(training) if shape.experts else 0)

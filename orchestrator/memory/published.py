@@ -17,6 +17,7 @@ from orchestrator.memory.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixtu
 from orchestrator.memory.published_words import (
     CASTS_NO_LOGITS,
     CHECKPOINTS,
+    COMPOSES_GELU,
     CONVOLUTIONS,
     DROPS_OUT,
     EXPERTS,
@@ -110,6 +111,7 @@ class _Reader:
             checkpointing=self.checkpointing(framework),
             flash=self.flash(shape, framework),
             fused=self.fused(framework),
+            composed_gelu=self.composes_gelu(shape, framework),
             in_place=IN_PLACE.search(self.said) is not None,
             fuses_adapters=FUSES_ADAPTERS.search(self.said) is not None,
             is_old=self.is_old(framework),
@@ -399,6 +401,12 @@ class _Reader:
         compiled = "compile" in self.other.replace("compile=false", "")
         megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
         return compiled or "liger" in self.said or (megatron and "nanotron" not in self.said)
+
+    def composes_gelu(self, shape: Architecture, framework: Framework) -> bool:
+        """Whether the code of transformers or minGPT ran, as far as the row says, and nothing fused its GELU."""
+        theirs = re.search(r"\bhf\b|transformers|trainer|accelerate|min-?gpt", self.said) is not None
+        gelu = COMPOSES_GELU.match(self.row["model"]) is not None and not shape.gated
+        return gelu and theirs and not (self.is_litgpt or "megatron" in self.said or self.fused(framework))
 
     def adapters(self, training: Training) -> Training:
         said = " ".join((self.row["peft"], self.row["model"], self.row["compile_or_other"])).lower()

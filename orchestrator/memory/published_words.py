@@ -53,6 +53,8 @@ CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")
 # Their loss takes logits as they come: modeling_gpt2.py, modeling_opt.py, modeling_bloom.py and modeling_gpt_neox.py of
 # transformers until 4.45, modeling_t5.py, modeling_bart.py, modeling_qwen.py of Qwen/Qwen-7B.
 CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythia|gpt-neox|(?:m|flan-?)?t5|m?t0|bart)")
+# hidden_act is gelu_new in their config.json; microsoft/phi-*, Salesforce/codegen-* and karpathy/minGPT likewise.
+COMPOSES_GELU = re.compile(r"(?:[\w-]+/)?(?:distil-?)?(?:gpt-?2|gpt-?neo-|gpt-?j|codegen-|phi-?[12]\b|min-?gpt)", re.I)
 AUTO_BUCKETS = re.compile(r"\bhf\b(?! accelerate)|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
 

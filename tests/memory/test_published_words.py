@@ -368,3 +368,13 @@ def test_quantised_products_return_what_fp32_norms_hand_them_unless_autocast_cas
     assert read(ROW, **quantised, precision="bf16 mixed").width == 2
     assert read(ROW, **quantised, precision="bf16 true").width == 4
     assert read(ROW, peft="LoRA r8 all linear", precision="bf16 true").width == 2
+
+
+def test_a_gelu_of_elementary_operations_keeps_three_more_of_its_width() -> None:
+    row = ROW | {"peft": "Full", "precision": "bf16 true"}
+    gpt2, opt = (read(row, model=name, framework="HF Trainer") for name in ("gpt2-xl", "facebook/opt-1.3b"))
+    assert (gpt2.composed_gelu, opt.composed_gelu) == (True, False)
+    assert not read(row, model="gpt2-xl", framework="HF Trainer", compile_or_other="torch.compile").composed_gelu
+    assert not read(row, model="gpt2-xl", framework="Megatron-LM", n_gpus="1").composed_gelu
+    more = saved_bytes(gpt2) - saved_bytes(replace(gpt2, composed_gelu=False))
+    assert more == 3 * gpt2.tokens * gpt2.width * gpt2.shape.ffn  # counted on live storages of gelu_new, 2026-11
