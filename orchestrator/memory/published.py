@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.memory.architectures import GATED, Architecture, described, known
+from orchestrator.memory.architectures import GATED, Architecture, described
 from orchestrator.memory.crossed import TWO_SIDED, known_crossed, two_sided
 from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
 from orchestrator.memory.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixture
+from orchestrator.memory.public_models import known
 from orchestrator.memory.published_words import (
     CASTS_NO_LOGITS,
     CHECKPOINTS,

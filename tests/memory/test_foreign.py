@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.architectures import KNOWN, described, known
+from orchestrator.memory.architectures import described
 from orchestrator.memory.foreign import Framework, Loss, Training, head_bytes, kept_bytes, layer_held, saved_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
+from orchestrator.memory.public_models import KNOWN, known
 from orchestrator.memory.published import COLUMNS, described_row
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
