@@ -18,14 +18,16 @@ from orchestrator.memory.foreign import (
     Loss,
     Rule,
     Training,
-    boundary_bytes,
-    cast_bytes,
     ends_held,
-    head_bytes,
-    kept_bytes,
     layer_held,
     routed_matrices,
     trained_width,
+)
+from orchestrator.memory.foreign_activations import (
+    boundary_bytes,
+    cast_bytes,
+    head_bytes,
+    kept_bytes,
     working_bytes,
 )
 from orchestrator.memory.moments import Causes

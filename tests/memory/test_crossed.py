@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.crossed import KNOWN, known_crossed, t5_layer_bytes
-from orchestrator.memory.foreign import Framework, Training, saved_bytes
+from orchestrator.memory.foreign import Framework, Training
+from orchestrator.memory.foreign_activations import saved_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.published import described_row
 

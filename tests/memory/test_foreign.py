@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.architectures import described
-from orchestrator.memory.foreign import Framework, Loss, Training, head_bytes, kept_bytes, layer_held, saved_bytes
+from orchestrator.memory.foreign import Framework, Loss, Training, layer_held
+from orchestrator.memory.foreign_activations import head_bytes, kept_bytes, saved_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.public_models import KNOWN, known
 from orchestrator.memory.published import COLUMNS, described_row

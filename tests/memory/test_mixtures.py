@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.foreign import Framework, Training, layer_held, saved_bytes
+from orchestrator.memory.foreign import Framework, Training, layer_held
+from orchestrator.memory.foreign_activations import saved_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.mixtures import KNOWN, known_mixture
 from orchestrator.memory.published import COLUMNS, Described, described_row

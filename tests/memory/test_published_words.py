@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.architectures import described
-from orchestrator.memory.foreign import Framework, Rule, Training, head_bytes, saved_bytes, score_bytes
+from orchestrator.memory.foreign import Framework, Rule, Training
+from orchestrator.memory.foreign_activations import head_bytes, saved_bytes, score_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.public_models import KNOWN, known
 from orchestrator.memory.published import described_row

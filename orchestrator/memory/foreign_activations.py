@@ -1,0 +1,315 @@
+"""What layers and heads of somebody else's training keep and work with, in bytes.
+
+They are counted here once for all foreign engines (Korthikanti et al. 2022, arXiv:2205.05198, section 4, for the GPT
+kind; the counts of memory/profiles.py for the Llama kind, whose storages were measured one by one); how an engine cuts
+and gathers them is in foreign_engines.py.
+"""
+
+from __future__ import annotations
+
+from orchestrator.memory.crossed import t5_layer_bytes
+from orchestrator.memory.foreign import (
+    Framework,
+    Loss,
+    Training,
+    adapted_projections,
+    copies,
+    layer_held,
+    layer_matrices,
+)
+from orchestrator.memory.hf_profiles import DecoderShape
+from orchestrator.memory.mixtures import mixture_layer
+from orchestrator.memory.profiles import decoder_profile
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
+
+
+def saved_bytes(training: Training) -> int:
+    """What one layer keeps of a micro-batch from forward to backward, on one tensor-parallel rank."""
+    shape, t = training.shape, training.layer_tokens
+    cut = training.tp
+    whole = cut if training.sequence_parallel else 1
+    if _is_t5(training):
+        lengths = training.sequence_length, training.target_length or training.sequence_length
+        per_sample = t5_layer_bytes(shape, lengths, low=training.low_precision, autocasts=training.autocasts)
+        adapted = t * _adapted_bytes(training) if training.lora_rank else 0
+        return training.micro_batch_size * per_sample + adapted
+    if shape.gated:
+        profile = _gated_layer(training)
+        if shape.experts:  # what goes into experts and comes out again is cut only with the tokens
+            profile += 2 * (_copy_bytes(training) * cut - training.width * shape.chosen * shape.hidden)
+        per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
+    else:
+        width, h = training.width, shape.hidden
+        # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
+        inside = 4 * width * h + 2 * width * shape.busy_ffn  # q, k, v, output; before and behind the activation
+        if training.composed_gelu:
+            # transformers/activations.py, NewGELUActivation: tanh, one more than it, half of the input; autocast
+            # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
+            autocasts = training.autocasts and training.framework is Framework.PLAIN
+            inside += 3 * (4 if autocasts else width) * shape.busy_ffn
+        beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
+        beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
+        per_token = inside // cut + beside // whole + (2 * _copy_bytes(training) if shape.experts else 0)
+    if training.keeps_gathered:  # before q, k and v, and before the feed-forward block
+        per_token += 2 * training.width * shape.hidden * (cut - 1) // cut
+    if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
+        normed = training.width if training.fused else training.width + (4 if training.low_precision else 0)
+        per_token += normed * (shape.query + shape.key_value) // cut
+    if training.joint_projection:
+        per_token += _joint_bytes(training)
+    if training.lora_rank:
+        per_token += _adapted_bytes(training)
+    if training.fused and shape.gated:
+        # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
+        per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
+        per_token -= training.width * shape.busy_ffn // cut
+    if training.fuses_adapters and shape.gated:
+        per_token -= training.width * shape.busy_ffn // cut
+    if shape.experts and training.framework is Framework.MEGATRON:
+        # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it
+        per_token -= _copy_bytes(training)
+    if training.fp8:
+        # transformer_engine/pytorch/module/linear.py: a product keeps its input in 8 bits; attention keeps its result
+        per_token -= 2 * shape.hidden // whole + (shape.ffn - shape.query) // cut
+    return t * per_token + _crossing_bytes(training) + score_bytes(training)
+
+
+def _copy_bytes(training: Training) -> int:
+    """Of a token: what goes into its experts. Ranks that cut experts have all tokens of each other there."""
+    shape = training.shape
+    return training.width * shape.chosen * shape.hidden // (training.tp // training.expert_tp)
+
+
+def _crossing_bytes(training: Training) -> int:
+    """What a layer keeps in the mean as some attend to another sequence: queries, output and norm, and of an encoder's
+    tokens keys and values (a text that music is made to is short)."""
+    shape, width = training.shape, training.width
+    beside = width + training.stream + (1 if shape.dropout else 0)
+    whole = training.tp if training.sequence_parallel else 1
+    kept = training.target_tokens * (2 * width // training.tp + beside // whole)
+    if shape.crossed < shape.layers:
+        kept += training.tokens * 2 * width // training.tp
+    return kept * shape.hidden * shape.crossed // shape.layers
+
+
+def _is_t5(training: Training) -> bool:
+    """Whether layers are transformers' T5, whose scores are whole; Megatron's has learned positions instead."""
+    return training.shape.crossed > 0 and training.shape.flash is False
+
+
+def _joint_bytes(training: Training) -> int:
+    """Per token: what is kept of the product that q, k and v are cut out of (litgpt/model.py, CausalSelfAttention).
+
+    v is a view of it and holds all of it, though q and k were rotated into new tensors; keys and values of groups are
+    copied for every head instead.
+    """
+    shape = training.shape
+    if shape.key_value == shape.query:
+        return training.width * (shape.query + shape.key_value)
+    return training.width * 2 * (shape.query - shape.key_value)
+
+
+def _adapted_bytes(training: Training) -> int:
+    """Per token: what a layer keeps more, or less, than if all of it were trained (memory/hf_profiles.py, `_adapted`).
+
+    A frozen norm does not keep what its weight multiplies, nor a frozen projection its input. Adapters of one input
+    share it, but fp32 ones cast it, each for itself, and dropout makes a copy with a mask of one byte. Attention keeps
+    its own result.
+    """
+    shape, width = training.shape, training.width
+    adapted = adapted_projections(training)
+    times = {name: copies(training, name)[1] for name in shape.projections}
+    kept = width * training.lora_rank * sum(times[name] for name in adapted)
+    if shape.gated:
+        kept -= 2 * training.stream * shape.hidden
+    if shape.experts and not training.keeps_quantised_inputs:  # the router's, and what the shared expert takes in
+        kept -= width * (shape.hidden + shape.shared_ffn)
+    alone = (training.lora_fp32 or training.lora_dropout) and not training.fuses_adapters
+    for names in (("q", "k", "v"), ("up", "gate"), ("down",)):
+        inputs = shape.projections[names[0]][0] * times[names[0]]
+        shared = not alone and any(name in adapted for name in names)
+        kept -= 0 if shared or training.keeps_quantised_inputs else width * inputs
+    if alone:
+        each = width + (1 if training.lora_dropout else 0)
+        kept += each * sum(inputs * times[name] for name, (inputs, _) in adapted.items())
+    if training.keeps_adapted_outputs:
+        kept += 2 * width * sum(outputs * times[name] for name, (_, outputs) in adapted.items())
+    return kept
+
+
+def _gated_layer(training: Training, *, selective: bool = False) -> int:
+    """Per token: the count of memory/profiles.py, from where the low-precision norm without an fp32 copy differs."""
+    shape = training.shape
+    spec = DecoderShape(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=0 if shape.experts else shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+    )
+    precision = Precision.BF16 if training.low_precision else Precision.FP32
+    profile = decoder_profile(spec, "foreign", precision, 1, 1, training.stream == 4)
+    layer = mixture_layer(profile, shape) if shape.experts else profile.segments[1]
+    if selective:
+        return layer.selective_bytes or layer.saved_bytes
+    # transformers' norms keep their input in fp32 alone (hf_profiles.as_transformers)
+    return layer.saved_bytes - (4 * shape.hidden if precision is Precision.BF16 and training.stream == 2 else 0)
+
+
+def _norm_bytes(training: Training) -> int:
+    """Per token, of `_gated_layer`: both norms and the inputs of the projections behind them."""
+    if not training.low_precision:
+        return 24 * training.shape.hidden
+    return (26 if training.stream == 4 else 16) * training.shape.hidden
+
+
+def score_bytes(training: Training) -> int:
+    """Attention that holds its scores: 5 a s^2 b with dropout (section 4.1), of which the mask is one byte.
+
+    transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward), so does
+    autocast (aten/src/ATen/autocast_mode.h, its fp32 list).
+    """
+    if training.flash or _is_t5(training):
+        return 0
+    shape, width = training.shape, training.width
+    kept = 2 * width + (1 if shape.dropout else 0) if shape.dropout else width
+    if shape.gated and training.low_precision:
+        kept = width + 4
+    elif training.autocasts:
+        kept = width + 4 + (1 if shape.dropout else 0)
+    source, target = training.sequence_length, training.target_length or training.sequence_length
+    decoders = shape.crossed
+    squares = (shape.layers - decoders) * source**2 + decoders * target**2
+    if decoders < shape.layers:
+        squares += decoders * source * target
+    return kept * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
+
+
+def transient_bytes(training: Training) -> int:
+    """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part.
+
+    Liger's kernel (liger_kernel/ops/swiglu.py) and those of Unsloth write two of the three over their inputs.
+    """
+    shape, width = training.shape, training.width
+    products = (3 if shape.gated else 2) if not training.in_place else 1
+    inside = products * width * shape.busy_ffn // training.tp
+    if shape.experts:  # or those of what experts return, before and behind their weights (memory/experts.py, `_peaks`)
+        inside = max(inside, 3 * _copy_bytes(training))
+    # gradients of scores; transformers' softmax has its own in fp32
+    each = 4 if _is_t5(training) else 2 * width + (8 if shape.gated and training.low_precision else 0)
+    scores = 0 if training.flash else each * shape.heads * training.sequence_length // training.tp
+    return training.tokens * (inside + 2 * training.stream * shape.hidden + scores)
+
+
+def boundary_bytes(training: Training) -> int:
+    """What a layer hands on, of one micro-batch."""
+    cut = training.tp if training.sequence_parallel else 1
+    return training.layer_tokens * training.stream * training.shape.hidden // cut
+
+
+def kept_bytes(training: Training) -> int:
+    """What one layer keeps of a micro-batch under the training's checkpointing."""
+    if training.checkpointing is ActivationCheckpointing.FULL:
+        return 0 if training.offload_activations else boundary_bytes(training)
+    if training.checkpointing is ActivationCheckpointing.SELECTIVE:
+        # products and attention are kept (memory/profiles.py); Megatron's recomputes the scores alone
+        products = saved_bytes(training) - score_bytes(training)
+        if training.alternate_products:
+            return min(products, training.tokens * _alternate_bytes(training) // training.tp)
+        if training.shape.gated and training.framework not in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+            products = min(products, training.tokens * _gated_layer(training, selective=True) // training.tp)
+        return products
+    return saved_bytes(training)
+
+
+def _alternate_bytes(training: Training) -> int:
+    """Per token: its input, what attention returns, and of the products every second, from the first on.
+
+    torchtitan/distributed/activation_checkpoint.py, `mm_count`; the products come in the order q, k, v, o, gate, up,
+    down.
+    """
+    shape = training.shape
+    products = shape.query + shape.key_value + (0 if shape.experts else shape.ffn + shape.hidden)
+    return training.stream * shape.hidden + training.width * (products + shape.query) + 4 * shape.heads
+
+
+def working_bytes(training: Training) -> int:
+    """What the backward pass of one layer has above what all layers keep."""
+    again = saved_bytes(training) if training.checkpointing is ActivationCheckpointing.FULL else 0
+    if training.checkpointing is ActivationCheckpointing.SELECTIVE:
+        again = saved_bytes(training) - kept_bytes(training)
+    dequantised = 0
+    if training.base_bytes is not None:
+        dequantised = 2 * max(inputs * outputs for inputs, outputs in training.shape.projections.values())
+    casts = 2 * cast_elements(training) if training.autocasts and training.checkpointing is not NONE else 0
+    return again + transient_bytes(training) + dequantised + casts
+
+
+NONE = ActivationCheckpointing.NONE
+
+
+def cast_bytes(training: Training) -> int:
+    """Low-precision copies of one layer's fp32 matrices that are there from forward to backward.
+
+    Autocast keeps those of what is trained (aten/src/ATen/autocast_mode.cpp, cached_cast), backward those of the rest.
+    """
+    if not training.autocasts or training.checkpointing is not NONE or training.framework is Framework.FSDP1:
+        return 0
+    return 2 * cast_elements(training)
+
+
+def cast_elements(training: Training) -> int:
+    """Elements of one layer that autocast makes copies of."""
+    held = layer_held(training).trained
+    return held + layer_matrices(training) if training.lora_rank else held
+
+
+def head_bytes(training: Training) -> int:
+    """Norm, logits and loss at their peak, of one micro-batch.
+
+    Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
+    and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): logits,
+    their fp32 copy, its log-softmax; on the way back a gradient in place of the copy. Low: the plain one without wide
+    ones (Qwen/Qwen-7B, modeling_qwen.py): 6 bytes, as live storages were counted on CPU with torch 2.13, 2026-11. In
+    place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits alone.
+    Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
+    becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands beside.
+    Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
+    (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the plain
+    loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48 copies the
+    logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed (litgpt/utils.py,
+    chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A head in 4 bits is
+    dequantised to fp16, then cast.
+    """
+    shape, t = training.shape, training.target_tokens
+    cut = training.tp
+    states = t * (training.stream + 4) * shape.hidden
+    if not shape.causal:
+        return states
+    if training.quantises_head and training.base_bytes is not None:
+        states += 4 * shape.table
+    logits = t * shape.vocab // cut
+    if training.framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+        early = training.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
+        return states + (training.width + (8 if early or training.loss is Loss.SHIFTED else 4)) * logits
+    if training.loss is Loss.FUSED:
+        chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
+        return states + 4 * min(chunk, t) * shape.vocab
+    if training.loss is Loss.CHUNKED:
+        return states + training.width * logits + (8 + training.width) * logits // training.loss_chunks
+    if training.loss is Loss.IN_PLACE:
+        return states + training.width * logits
+    if training.loss is Loss.LABELS:
+        return states + (training.width + 8) * logits
+    if training.loss is Loss.LOW:
+        return states + 3 * training.width * logits
+    if training.loss is Loss.COMPILED:
+        return states + 2 * training.width * logits
+    if training.loss is Loss.SHIFTED:
+        return states + 8 * logits
+    if training.loss is Loss.LISTED:
+        return states + 8 * logits + 8 * logits // training.loss_chunks
+    return states + 12 * logits
