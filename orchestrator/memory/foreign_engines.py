@@ -91,11 +91,15 @@ def _activation_bytes(causes: Causes) -> int:
 
 
 def _communicators(training: Training) -> int:
-    """One of all ranks, and one along every axis that is not the whole."""
+    """One of all ranks, and one along every axis that is not the whole; of experts two more, to exchange tokens and to
+    reduce gradients (megatron/core/parallel_state.py makes groups of their own, though the ranks may be the same)."""
     if training.framework is Framework.DEVICE_MAP:
         return 0
     world = training.world_size
     groups = [world, *(degree for degree in (training.dp, training.tp, training.pp) if 1 < degree < world)]
+    if training.ep > 1:
+        copies = training.dp * training.tp // (training.ep * training.expert_tp)
+        groups += [degree for degree in (training.ep, copies) if degree > 1]
     return sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
 
 

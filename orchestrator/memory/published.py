@@ -291,7 +291,7 @@ class _Reader:
             ep=ep,
             expert_tp=expert_tp,
             gradient_accumulation_steps=steps,
-            unsynced=UNSYNCED.search(self.said) is not None,
+            unsynced=UNSYNCED.search(self.said) is not None and "own loop" not in self.said,
             virtual_stages=int((re.search(r"\bVPP?=(\d+)", other) or [0, 1])[1]),
             sequence_parallel=tp > 1
             and re.search(r"bridge|nanotron|\bsequence[ -]parallel|\bsp\b", self.said) is not None,
@@ -335,9 +335,10 @@ class _Reader:
             return 2
         if framework in (Framework.FSDP1, Framework.FSDP2):
             return 3
-        if framework is Framework.MEGATRON and "bridge" in self.said:
-            self.inferred.append("distributed optimizer on, as Megatron-Bridge's recipes have it")
-            return 1
+        for trainer in ("Megatron-Bridge", "ms-swift"):  # swift/megatron/arguments/megatron_args.py
+            if framework is Framework.MEGATRON and trainer.split("-")[1].lower() in self.said:
+                self.inferred.append(f"distributed optimizer on, as {trainer} has it")
+                return 1
         return 0
 
     # ----------------------------------------------------------------------------------------------------- how

@@ -123,3 +123,12 @@ def test_swift_leaves_experts_whole_and_megatron_cuts_them_as_all_else() -> None
     assert read(**row, framework="Megatron-LM").training.expert_tp == 4
     assert read(**row, framework="ms-swift Megatron-LM").training.expert_tp == 1
     assert read(**row, framework="Megatron-LM", compile_or_other="ETP2").training.expert_tp == 2
+
+
+def test_experts_have_communicators_of_their_own() -> None:
+    def around(training: Training) -> int:
+        estimate = estimate_foreign(training)
+        return estimate.device_bytes - estimate.reserved_bytes
+
+    one, two = around(replace(MEGATRON, ep=8)), around(replace(MEGATRON, ep=4))
+    assert around(MEGATRON) < one < two  # the other copies of a fourth of them reduce its gradients

@@ -380,3 +380,14 @@ def test_a_gelu_of_elementary_operations_keeps_three_more_of_its_width() -> None
     assert not read(row, model="gpt2-xl", framework="Megatron-LM", n_gpus="1").composed_gelu
     more = saved_bytes(gpt2) - saved_bytes(replace(gpt2, composed_gelu=False))
     assert more == 3 * gpt2.tokens * gpt2.width * gpt2.shape.ffn  # counted on live storages of gelu_new, 2026-11
+
+
+def test_a_trainer_holds_gradients_back_and_a_loop_of_ones_own_does_not() -> None:
+    row = ROW | {"sharding": "FULL_SHARD", "n_gpus": "2", "grad_accum": "4"}
+    assert read(row, framework="HF transformers").unsynced
+    assert not read(row, framework="somebody's trainer (own loop, HF transformers)").unsynced
+
+
+def test_swift_cuts_what_the_optimizer_keeps_unless_it_is_told_otherwise() -> None:
+    assert read(ROW, framework="ms-swift Megatron-LM", n_gpus="4").zero_stage == 1
+    assert read(ROW, framework="Megatron-LM", n_gpus="4").zero_stage == 0
