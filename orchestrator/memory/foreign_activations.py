@@ -66,8 +66,9 @@ def saved_bytes(training: Training) -> int:
     if training.fuses_adapters and shape.gated:
         per_token -= training.width * shape.busy_ffn // cut
     if shape.experts and training.framework is Framework.MEGATRON:
-        # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it
-        per_token -= _copy_bytes(training)
+        # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it;
+        # only behind a gated activation one kernel does so, and else what the activation returns is kept as well
+        per_token -= _copy_bytes(training) - (0 if shape.gated else training.width * shape.chosen * shape.ffn // cut)
     if training.fp8:
         # transformer_engine/pytorch/module/linear.py: a product keeps its input in 8 bits; attention keeps its result
         per_token -= 2 * shape.hidden // whole + (shape.ffn - shape.query) // cut

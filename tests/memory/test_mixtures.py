@@ -132,3 +132,13 @@ def test_experts_have_communicators_of_their_own() -> None:
 
     one, two = around(replace(MEGATRON, ep=8)), around(replace(MEGATRON, ep=4))
     assert around(MEGATRON) < one < two  # the other copies of a fourth of them reduce its gradients
+
+
+def test_a_plain_activation_is_kept_beside_its_weighted_copy_in_megatron() -> None:
+    said = "L12 h512 a8 ffn4x V50257"
+    dense, mixed = (
+        read(model="GPT-3", arch=arch, framework="Megatron-LM", n_gpus="8", tp="1").training
+        for arch in (said, f"{said} experts8 top1")
+    )
+    more = mixed.width * (512 + 2048)  # what goes into the expert, and what its activation returns
+    assert saved_bytes(mixed) - saved_bytes(dense) == mixed.tokens * more
