@@ -78,7 +78,7 @@ def saved_bytes(training: Training) -> int:
 def _copy_bytes(training: Training) -> int:
     """Of a token: what goes into its experts. Ranks that cut experts have all tokens of each other there."""
     shape = training.shape
-    return training.width * shape.chosen * shape.hidden // (training.tp // training.expert_tp)
+    return training.width * shape.chosen * shape.hidden * training.expert_tp // training.tp
 
 
 def _crossing_bytes(training: Training) -> int:

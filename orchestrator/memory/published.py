@@ -267,8 +267,8 @@ class _Reader:
 
     def layout(self, training: Training) -> Training:
         row, other = self.row, self.row["compile_or_other"]
-        tp = self._number("tp") or int((re.search(r"\bTP(\d+)", other) or [0, 1])[1])
-        pp = self._number("pp") or int((re.search(r"\bPP(\d+)", other) or [0, 1])[1])
+        tp = self._number("tp") or max(1, int((re.search(r"\bTP(\d+)", other) or [0, 1])[1]))
+        pp = self._number("pp") or max(1, int((re.search(r"\bPP(\d+)", other) or [0, 1])[1]))
         cp = self._number("cp", 1) or 1
         ep, expert_tp = self.spread(training, tp, pp)
         world = self._number("n_gpus", 1)
@@ -309,7 +309,7 @@ class _Reader:
         if not training.shape.experts:
             return 1, tp
         said = re.search(r"\bEP[ =]?(\d+)", other, re.I)
-        ep = self._number("ep") or int((said or [0, 1])[1])
+        ep = self._number("ep") or max(1, int((said or [0, 1])[1]))
         megatron = training.framework is Framework.MEGATRON
         if ep > 1 and not megatron:
             raise _no(f"no model of expert parallelism under {row['framework']}", row)
@@ -317,11 +317,11 @@ class _Reader:
             raise _no("expert parallelism of a degree that is not stated", row)
         cut = re.search(r"\bETP[ =]?(\d+)", other, re.I)
         whole = "swift" in self.said  # swift/megatron/arguments/megatron_args.py; megatron/training/arguments.py
-        expert_tp = int(cut[1]) if cut else 1 if whole else tp
+        expert_tp = max(1, int(cut[1])) if cut else 1 if whole else tp
+        if ep * expert_tp * pp > max(self._number("n_gpus"), tp * pp):
+            raise _no("experts are spread over more devices than are stated", row)
         if ep > 1:
             self.inferred.append("tokens are spread evenly over the experts")
-            if ep * expert_tp * pp > self._number("n_gpus"):
-                raise _no("experts are spread over more devices than are stated", row)
         return ep, expert_tp
 
     def _zero_stage(self, framework: Framework, said: str) -> int:

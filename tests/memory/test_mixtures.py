@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from orchestrator.memory.foreign import Framework, Training, layer_held
 from orchestrator.memory.foreign_activations import saved_bytes
@@ -142,3 +144,17 @@ def test_a_plain_activation_is_kept_beside_its_weighted_copy_in_megatron() -> No
     )
     more = mixed.width * (512 + 2048)  # what goes into the expert, and what its activation returns
     assert saved_bytes(mixed) - saved_bytes(dense) == mixed.tokens * more
+
+
+DEGREES = st.integers(min_value=0, max_value=8)
+
+
+@settings(deadline=None)
+@given(tp=DEGREES, pp=DEGREES, ep=DEGREES, expert_tp=DEGREES, gpus=st.integers(min_value=0, max_value=64))
+def test_any_spread_is_counted_or_refused(tp: int, pp: int, ep: int, expert_tp: int, gpus: int) -> None:
+    said = f"TP{tp}, PP{pp}, EP{ep}, ETP{expert_tp}"
+    try:
+        training = read(model="Mixtral 8x7B", framework="Megatron-LM", n_gpus=str(gpus), compile_or_other=said).training
+    except SpecError:
+        return
+    assert estimate_foreign(training).allocated_bytes > 0
