@@ -124,9 +124,8 @@ def t5_layer_bytes(shape: Architecture, lengths: tuple[int, int], *, low: bool, 
         buckets=32,
     )
     precision = Precision.BF16 if low else Precision.FP32
-    source, target = (
-        t5_profile(sizes, "foreign", precision, length, autocast=autocasts, cuda=True).segments for length in lengths
-    )
+    how = {"autocast": autocasts, "cuda": True, "keeps_scores": True}
+    source, target = (t5_profile(sizes, "foreign", precision, length, **how).segments for length in lengths)
     more = lengths[0] - lengths[1]
     crossing = more * ((2 if low else 4) * 2 * shape.query + 12 * shape.heads * lengths[1])
     return (encoders * source[1].saved_bytes + decoders * (target[3].saved_bytes + crossing)) // shape.layers

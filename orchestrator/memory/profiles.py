@@ -80,8 +80,9 @@ def _encoder_decoder(
 ) -> ModelProfile | None:
     config = config_of(model)
     t5, bart = t5_shape(model, config), bart_shape(model, config)
-    if t5 is not None:  # on CUDA a kernel that keeps no scores takes its biases of positions: it is traced
-        return None if cuda else t5_profile(t5, family, precision, sequence_length, autocast=autocast, cuda=False)
+    if t5 is not None:
+        how = {"autocast": autocast, "cuda": cuda, "keeps_scores": not cuda}
+        return t5_profile(t5, family, precision, sequence_length, **how)
     if bart is not None:
         return bart_profile(bart, family, precision, sequence_length, autocast=autocast)
     return None
@@ -94,9 +95,8 @@ def freezes(spec: JobSpec) -> bool:
 
 
 def is_known(spec: JobSpec) -> bool:
-    """Whether the memory of the job's model is known without a trace, wherever it runs."""
-    known = (profile_of(spec, precision=spec.precision, sequence_length=None, cuda=cuda) for cuda in (False, True))
-    return not freezes(spec) and all(one is not None for one in known)
+    """Whether the memory of the job's model is known without a trace."""
+    return not freezes(spec) and profile_of(spec, precision=spec.precision, sequence_length=None) is not None
 
 
 def _traced(

@@ -1,15 +1,16 @@
 """An encoder-decoder of the T5 family as transformers has one, in closed form.
 
-Its attention adds a bias of positions that is learned, so its scores are whole: what a layer saves grows with the
-square of the sequence. Encoder and decoder see `sequence_length` tokens each (training/tokenised.py), and all logits
-exist at once. Every coefficient is a slope of live bytes over one of the sizes, operation by operation, in traced steps
-of 14 models (transformers 5.23, torch 2.13.0, 2026-11), which they meet to the byte; attention is the math kernel's.
+Its attention adds a bias of positions that is learned: a CPU makes its scores whole, and the kernel of CUDA is given a
+bias as large as they are, so what a layer saves grows with the square of the sequence. Encoder and decoder see
+`sequence_length` tokens each (training/tokenised.py), and all logits exist at once. Every coefficient is a slope of
+live bytes over one of the sizes, operation by operation, in traced steps of 14 models (transformers 5.23, torch 2.13.0,
+2026-11), which they meet to the byte; with CUDA's kernel, of 9 models, the saved bytes and those of its backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.memory.encoder_decoders import embedding, head
@@ -63,6 +64,7 @@ class _Bytes:
 
     stream: int  # of a hidden state that layers hand on
     attention: int
+    bias: int  # of what a kernel adds to the scores of each sample
     feed_forward: int
     activated: int  # of what a feed-forward part saves, between its products
     selective_attention: int
@@ -98,14 +100,24 @@ def t5_shape(model: ModelSpec, config: Mapping[str, Any]) -> T5Shape | None:
 
 
 def t5_profile(
-    shape: T5Shape, family: str, precision: Precision, sequence_length: int, *, autocast: bool, cuda: bool
+    shape: T5Shape,
+    family: str,
+    precision: Precision,
+    sequence_length: int,
+    *,
+    autocast: bool,
+    cuda: bool,
+    keeps_scores: bool,
 ) -> ModelProfile:
     """The closed form, per sample of `sequence_length` tokens in and as many out.
 
-    `cuda`: whether autocast does as it does there, where the powers of a gate's GELU are fp32.
+    `cuda`: whether autocast does as it does there, where the powers of a gate's GELU are fp32. `keeps_scores`: whether
+    attention makes them all, as on a CPU and before transformers 5, or is the memory-efficient kernel of CUDA.
     """
     low = precision is not Precision.FP32
     bytes_of = _bytes_of(shape, sequence_length, precision, autocast=autocast, cuda=cuda)
+    if not keeps_scores:
+        bytes_of = _without_scores(bytes_of, shape, sequence_length, 2 if low else 4)
     encoder, decoder = (
         _layers(shape, bytes_of, sequence_length, low=low, autocast=autocast, decoder=decoder)
         for decoder in (False, True)
@@ -116,6 +128,8 @@ def t5_profile(
         precision=precision,
         source=Source.CLOSED_FORM,
         segments=(first, encoder, between, decoder, last),
+        workspace_bytes=shape.decoder_layers * bytes_of.bias * sequence_length,  # those that all samples share
+        attention="" if keeps_scores else "memory-efficient",
         updated_before_largest=_updated_before_largest(shape),
     )
 
@@ -131,6 +145,7 @@ def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, aut
         return _Bytes(
             stream=4 * h,
             attention=16 * h + 16 * q + 12 * scores + 4,
+            bias=0,
             feed_forward=16 * h + activated + 4,
             activated=activated,
             selective_attention=4 * h + 16 * q + 4 * scores,
@@ -145,6 +160,7 @@ def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, aut
     return _Bytes(
         stream=stream,
         attention=(16 if autocast else 12) * h + clamped + 14 * q + 12 * scores + 4,
+        bias=0,
         feed_forward=(14 if autocast and gated else 12) * h + clamped + activated + 4,
         activated=activated,
         selective_attention=2 * h + 10 * q + 4 * scores,
@@ -155,6 +171,21 @@ def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, aut
     )
 
 
+def _without_scores(found: _Bytes, shape: T5Shape, sequence_length: int, width: int) -> _Bytes:
+    """The kernel keeps queries, keys, values, its result and a number for each row of scores. It is given a bias, of
+    which one in a layer is each sample's own, and what it makes again is never the worst."""
+    q, rows, scores = shape.query, 4 * shape.heads, shape.heads * sequence_length
+    before = 16 if width == 4 else 14
+    return replace(
+        found,
+        attention=found.attention - 12 * scores + (4 * width - before) * q + rows,
+        bias=width * scores,
+        selective_attention=found.selective_attention - 4 * scores + (0 if width == 4 else -2) * q + rows,
+        attended=found.attended - 16 * scores + (8 * width - 20) * q + width * scores + rows,
+        recomputed=0,
+    )
+
+
 def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, decoder: bool) -> Segment:
     """The layers of one side. One of the decoder attends twice, and its gradient comes with that of what the encoder
     returned. Beside them wait the gradient of the table, from the head on, and those of the biases of positions."""
@@ -162,7 +193,7 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
     attentions = 2 if decoder else 1
     matrices, projections = shape.feed_forward_matrices, (h * q,) * 4
     all_matrices, largest = sum(matrices) + attentions * sum(projections), matrices[0]
-    saved = of.feed_forward + attentions * of.attention
+    saved = of.feed_forward + attentions * of.attention + of.bias
     others = (attentions - 1) * of.attention  # saved by the attention that goes backward last
     again = others + of.recomputed - saved
 
@@ -175,7 +206,7 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
         peak(0, width * f - (2 * h if autocast else 0), fresh=largest),
         peak(largest, -second * f, fresh=largest),
         peak(sum(matrices), (8 if low else 4) * h - of.activated),
-        peak(sum(matrices) + h * q, others + of.attended - saved),
+        peak(sum(matrices) + h * q, others + of.attended + (0 if decoder else of.bias) - saved),
         peak(all_matrices - h * q, of.passed - saved, fresh=h * q),
         peak(0, again, mode=ActivationCheckpointing.FULL),
         peak(0, again + width * (2 * h + f), mode=ActivationCheckpointing.SELECTIVE),
@@ -195,7 +226,7 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
         forward_flops=2.0 * s * all_matrices + attentions * 4.0 * s * s * q,
         cast_bytes=2 * all_matrices if autocast else 0,
         largest_parameter=max(largest, h * q),
-        waiting_gradients=shape.table + 2 * attentions * shape.heads * s * s,
+        waiting_gradients=shape.table + (2 if of.bias else 2 * attentions) * shape.heads * s * s,
         factored=len(matrices) * (h + f) + attentions * 4 * (h + q) + (1 + attentions) * h,
         tensors=(*matrices, h, *((*projections, h) * attentions)),
         matmuls=(*(attending * attentions), *(((s, h, f),) * (len(matrices) - 1)), (s, f, h)),

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from orchestrator.memory import bart, t5
 from orchestrator.memory.bart import bart_shape
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.profiles import autocasts, is_known, profile_of
+from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.memory.t5 import t5_shape
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
-from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
+from orchestrator.specs.profile import ModelProfile, Source
 from orchestrator.training.tracing import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE
 from tests.memory.models import BART, T5
@@ -112,6 +112,7 @@ ARITHMETICS = {
     "cast": Arithmetic(precision=BF16, autocast=False),
     "autocast": Arithmetic(precision=BF16, autocast=True),
     "autocast on CUDA": Arithmetic(precision=BF16, autocast=True, cuda=True),
+    "cast on CUDA": Arithmetic(precision=BF16, autocast=False, cuda=True),
     "cast to fp16": Arithmetic(precision=Precision.FP16, autocast=False),
 }
 
@@ -119,8 +120,8 @@ ARITHMETICS = {
 @pytest.mark.timeout(600)  # 3 s each on an idle core, many times that on a busy one
 @pytest.mark.parametrize(
     ("config", "length", "arithmetic"),
-    [(T5, 48, "fp32"), (GATED, 64, "cast"), (BART, 64, "cast to fp16")],
-    ids=("T5", "gated T5", "BART"),
+    [(T5, 48, "fp32"), (GATED, 64, "cast"), (T5, 64, "autocast on CUDA"), (BART, 64, "cast to fp16")],
+    ids=("T5", "gated T5", "T5 on CUDA", "BART"),
 )
 def test_the_closed_form_has_the_saved_bytes_of_traces_and_is_within_2_percent_of_their_peaks(
     config: dict[str, Any], length: int, arithmetic: str
@@ -146,7 +147,7 @@ def test_the_bars_hold_over_ragged_t5s_in_every_arithmetic(number: int) -> None:
         "num_layers": chosen.randint(2, 5),
         "num_decoder_layers": chosen.randint(2, 5),
     }
-    found = errors(config, 32 * chosen.randint(1, 5), *(how for how in ARITHMETICS.values() if not how.cuda))
+    found = errors(config, 32 * chosen.randint(1, 5), *ARITHMETICS.values())
     assert bars_hold(found), (config, found)
 
 
@@ -212,27 +213,6 @@ def test_what_a_configuration_leaves_out_is_as_transformers_has_it() -> None:
     for family, said in (("t5", t5.DEFAULTS), ("bart", {**bart.DEFAULTS, **bart.ALIKE})):
         default = AutoConfig.for_model(family)
         assert {name: getattr(default, name) for name in said} == said
-
-
-def test_on_cuda_where_no_scores_are_kept_a_t5_is_traced() -> None:
-    """Its biases of positions go into a kernel there that keeps queries, keys, values and a number for each row."""
-    spec, length = job(T5, 64), 64
-    assert not is_known(spec)
-    assert profile_of(spec, precision=FP32, sequence_length=length, cuda=True) is None
-    request = Request(
-        model=ModelSpec(hf=T5),
-        training=TrainingSpec(),
-        family="model",
-        sequence_length=length,
-        arithmetics=(Arithmetic(precision=FP32, autocast=False, cuda=True),),
-    )
-    (profile,) = profiles(request)
-    known = TracedProfile(sequence_length=length, autocast=False, cuda=True, profile=profile)
-    found = profile_of(spec.model_copy(update={"traced": (known,)}), precision=FP32, sequence_length=length, cuda=True)
-    assert found is profile
-    encoder = closed(T5, length).segments[1]
-    spared = (encoder.saved_bytes - profile.segments[1].saved_bytes) // length
-    assert spared == 8 * T5["num_heads"] * length - 4 * T5["num_heads"], "all of the scores but their bias"
 
 
 def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
