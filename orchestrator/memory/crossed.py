@@ -1,7 +1,7 @@
 """Encoder-decoders in other people's trainings: shapes by name, and what layers keep that attend to another sequence.
 
-Every value of the table stands in the `config.json` of the named
-repository, MusicGen's in facebookresearch/audiocraft config/model/lm/model_scale.
+Every value of the table stands in the `config.json` of the named repository, MusicGen's in facebookresearch/audiocraft
+config/model/lm/model_scale.
 """
 
 from __future__ import annotations
