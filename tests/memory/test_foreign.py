@@ -14,7 +14,8 @@ from orchestrator.memory.foreign import Framework, Loss, Training, layer_held
 from orchestrator.memory.foreign_activations import head_bytes, kept_bytes, saved_bytes
 from orchestrator.memory.foreign_engines import estimate_foreign
 from orchestrator.memory.public_models import KNOWN, known
-from orchestrator.memory.published import COLUMNS, described_row
+from orchestrator.memory.published import described_row
+from orchestrator.memory.published_row import COLUMNS
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
