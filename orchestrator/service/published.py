@@ -11,9 +11,9 @@ from typing import TypedDict
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.published import Described, described_row
-from orchestrator.memory.published_row import COLUMNS
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.published import Described, described_row
+from orchestrator.memory.foreign.row import COLUMNS
 from orchestrator.planning.frontier import MARGIN
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.memory.foreign import Training
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.published import Described, described_row
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.published import Described, described_row
+from orchestrator.memory.foreign.training import Training
 from orchestrator.service.published import capacity_bytes_of, fits_in
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.profile import MemoryEstimate

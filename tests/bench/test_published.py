@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from orchestrator.memory.published_row import COLUMNS
+from orchestrator.memory.foreign.row import COLUMNS
 from tests.bench.published import COLLECTED, SETTINGS, beside_what_ran, compared_rows
 
 

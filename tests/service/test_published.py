@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from orchestrator.cli import app
-from orchestrator.memory.published_row import COLUMNS
+from orchestrator.memory.foreign.row import COLUMNS
 from orchestrator.service.published import capacity_bytes_of, estimated_row, read_rows, rows_table
 from orchestrator.specs.errors import SpecError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.foreign import Training
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.published import described_row
-from orchestrator.memory.vision import vision_transformer
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.published import described_row
+from orchestrator.memory.foreign.training import Training
+from orchestrator.memory.foreign.vision import vision_transformer
 from orchestrator.specs.errors import SpecError
 
 ROW = {"id": "x1", "framework": "PyTorch", "n_gpus": "1", "micro_batch": "8", "precision": "amp_bf16"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from orchestrator.memory.foreign import BUCKET_ELEMENTS, Loss, Rule
+from orchestrator.memory.foreign.training import BUCKET_ELEMENTS, Loss, Rule
 
 CONVOLUTIONS = re.compile(
     r"vgg|resne[sx]?t|xception|mobilenet|efficientnet|inception|convnext|r-?cnn|deeplab|densenet|\br-?(?:50|101)\b"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.foreign.architectures import Architecture
 from orchestrator.memory.hf_profiles import NF4_BYTES
+from orchestrator.memory.moments import Causes
+from orchestrator.memory.updates import ADAM_8BIT_BYTES
 from orchestrator.specs.plan import ActivationCheckpointing
 
 # DeepSpeed: reduce_bucket_size and allgather_bucket_size, in elements (deepspeed/runtime/zero/config.py).
@@ -171,6 +173,9 @@ class Held:
         return Held(trained=self.trained * count, frozen_bytes=self.frozen_bytes * count)
 
 
+Live = tuple[str, Causes]  # a moment's name, and the bytes of every cause that is live then
+
+
 def layer_held(training: Training) -> Held:
     """One layer on one tensor-parallel rank: matrices are cut, norms and the biases behind sums are not."""
     shape = training.shape
@@ -249,3 +254,15 @@ def base_bytes_of(bits: int, *, double: bool = True) -> float:
     if bits == 8:
         return 1.0
     return NF4_BYTES if double else 0.5 + 4 / 64
+
+
+def state_bytes(training: Training) -> float:
+    """Bytes of the optimizer's states per trained parameter, masters aside."""
+    width = 2 if training.low_states else 4
+    return {
+        Rule.ADAM: 2 * width,
+        Rule.ADAM_8BIT: ADAM_8BIT_BYTES,
+        Rule.MOMENTUM: width,
+        Rule.SGD: 0,
+        Rule.ADAFACTOR: 0.01,
+    }[training.rule]

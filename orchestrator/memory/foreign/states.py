@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from orchestrator.memory.foreign import Framework, Loss, Rule, Training, base_bytes_of
-from orchestrator.memory.mixtures import ONE_TENSOR
-from orchestrator.memory.published_row import Row
-from orchestrator.memory.published_words import (
+from orchestrator.memory.foreign.mixtures import ONE_TENSOR
+from orchestrator.memory.foreign.row import Row
+from orchestrator.memory.foreign.training import Framework, Loss, Rule, Training, base_bytes_of
+from orchestrator.memory.foreign.words import (
     CASTS_NO_LOGITS,
     DROPS_OUT,
     KEEPS_QUANTISED_INPUTS,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.architectures import described
-from orchestrator.memory.foreign import Framework, Loss, Training, layer_held
-from orchestrator.memory.foreign_activations import head_bytes, kept_bytes, saved_bytes
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.public_models import KNOWN, known
-from orchestrator.memory.published import described_row
-from orchestrator.memory.published_row import COLUMNS
+from orchestrator.memory.foreign.activations import head_bytes, kept_bytes, saved_bytes
+from orchestrator.memory.foreign.architectures import described
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.public_models import KNOWN, known
+from orchestrator.memory.foreign.published import described_row
+from orchestrator.memory.foreign.row import COLUMNS
+from orchestrator.memory.foreign.training import Framework, Loss, Training, layer_held
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 

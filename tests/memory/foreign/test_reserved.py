@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from orchestrator.memory.foreign_engines import (
+from orchestrator.memory.foreign.reserved import (
     POOL_RATIO,
     POOL_RATIO_FUSED,
     POOL_RATIO_FUSED_VARYING,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.foreign.architectures import Architecture
 
 # Layers, width, heads and the usual edge of a patch: Dosovitskiy et al. 2021, arXiv:2010.11929, table 1; the small ones
 # are those of Touvron et al. 2021, arXiv:2012.12877, table 1.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.foreign.architectures import Architecture
 from orchestrator.memory.t5 import T5Shape, t5_profile
 from orchestrator.specs.plan import Precision
 

@@ -2,13 +2,14 @@
 
 They are counted here once for all foreign engines (Korthikanti et al. 2022, arXiv:2205.05198, section 4, for the GPT
 kind; the counts of memory/profiles.py for the Llama kind, whose storages were measured one by one); how an engine cuts
-and gathers them is in foreign_engines.py.
+and gathers them is in the module of that engine.
 """
 
 from __future__ import annotations
 
-from orchestrator.memory.crossed import t5_layer_bytes
-from orchestrator.memory.foreign import (
+from orchestrator.memory.foreign.crossed import t5_layer_bytes
+from orchestrator.memory.foreign.mixtures import mixture_layer
+from orchestrator.memory.foreign.training import (
     Framework,
     Loss,
     Training,
@@ -18,9 +19,11 @@ from orchestrator.memory.foreign import (
     layer_matrices,
 )
 from orchestrator.memory.hf_profiles import DecoderShape
-from orchestrator.memory.mixtures import mixture_layer
 from orchestrator.memory.profiles import decoder_profile
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
+
+KEPT = "saved activations"
+WORKING = "activations at work"  # logits and their gradients, or those inside of one layer
 
 
 def saved_bytes(training: Training) -> int:

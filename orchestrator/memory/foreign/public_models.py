@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from orchestrator.memory.architectures import Architecture
+from orchestrator.memory.foreign.architectures import Architecture
 
 
 def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: int | bool) -> Architecture:

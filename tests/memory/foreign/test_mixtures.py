@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.foreign import Framework, Training, layer_held
-from orchestrator.memory.foreign_activations import saved_bytes
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.mixtures import KNOWN, known_mixture
-from orchestrator.memory.published import Described, described_row
-from orchestrator.memory.published_row import COLUMNS
+from orchestrator.memory.foreign.activations import saved_bytes
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.mixtures import KNOWN, known_mixture
+from orchestrator.memory.foreign.published import Described, described_row
+from orchestrator.memory.foreign.row import COLUMNS
+from orchestrator.memory.foreign.training import Framework, Training, layer_held
 from orchestrator.specs.errors import SpecError
 
 DENSE = "L24 h2048 a16 kv8 ffn4096 V32000"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.crossed import KNOWN, known_crossed, t5_layer_bytes
-from orchestrator.memory.foreign import Framework, Training
-from orchestrator.memory.foreign_activations import saved_bytes
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.published import described_row
+from orchestrator.memory.foreign.activations import saved_bytes
+from orchestrator.memory.foreign.crossed import KNOWN, known_crossed, t5_layer_bytes
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.published import described_row
+from orchestrator.memory.foreign.training import Framework, Training
 
 ROW = {
     "id": "x1",

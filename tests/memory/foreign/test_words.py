@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.architectures import described
-from orchestrator.memory.foreign import Framework, Rule, Training
-from orchestrator.memory.foreign_activations import head_bytes, saved_bytes, score_bytes
-from orchestrator.memory.foreign_engines import estimate_foreign
-from orchestrator.memory.public_models import KNOWN, known
-from orchestrator.memory.published import described_row
-from orchestrator.memory.published_words import rule_of
+from orchestrator.memory.foreign.activations import head_bytes, saved_bytes, score_bytes
+from orchestrator.memory.foreign.architectures import described
+from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.public_models import KNOWN, known
+from orchestrator.memory.foreign.published import described_row
+from orchestrator.memory.foreign.training import Framework, Rule, Training
+from orchestrator.memory.foreign.words import rule_of
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 

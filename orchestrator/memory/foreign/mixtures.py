@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.memory.architectures import Architecture
 from orchestrator.memory.experts import Experts, with_experts
-from orchestrator.memory.public_models import spelled
+from orchestrator.memory.foreign.architectures import Architecture
+from orchestrator.memory.foreign.public_models import spelled
 from orchestrator.specs.profile import ModelProfile, Segment
 
 # Attention that goes through a narrow latent (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1) has no closed form here.

@@ -10,14 +10,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from orchestrator.memory.architectures import GATED, Architecture, described
-from orchestrator.memory.crossed import TWO_SIDED, known_crossed, two_sided
-from orchestrator.memory.foreign import Framework, Training
-from orchestrator.memory.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixture
-from orchestrator.memory.public_models import known
-from orchestrator.memory.published_row import Row
-from orchestrator.memory.published_states import with_adapters, with_states
-from orchestrator.memory.published_words import (
+from orchestrator.memory.foreign.architectures import GATED, Architecture, described
+from orchestrator.memory.foreign.crossed import TWO_SIDED, known_crossed, two_sided
+from orchestrator.memory.foreign.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixture
+from orchestrator.memory.foreign.public_models import known
+from orchestrator.memory.foreign.row import Row
+from orchestrator.memory.foreign.states import with_adapters, with_states
+from orchestrator.memory.foreign.training import Framework, Training
+from orchestrator.memory.foreign.vision import vision_transformer
+from orchestrator.memory.foreign.words import (
     CHECKPOINTS,
     COMPOSES_GELU,
     CONVOLUTIONS,
@@ -29,7 +30,6 @@ from orchestrator.memory.published_words import (
     UNSYNCED,
     bucket_elements_of,
 )
-from orchestrator.memory.vision import vision_transformer
 from orchestrator.specs.plan import ActivationCheckpointing
 
 LEAST_TOKENS = 256  # where a row leaves the length open: nobody fine-tunes on less

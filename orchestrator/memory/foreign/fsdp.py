@@ -1,0 +1,94 @@
+"""Which bytes are live at which moment under FSDP1 and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.training import Held, Live, Training, ends_held, layer_held, state_bytes, trained_width
+from orchestrator.memory.moments import Causes
+
+
+def fsdp_moments(training: Training) -> Iterator[Live]:
+    """Flat units: one per layer, and the root with embedding and head (Zhao et al. 2023, arXiv:2304.11277).
+
+    Under `limit_all_gathers` two units are gathered at a time, in the type they compute in; the root stays. Gradients
+    of one unit are whole when they are reduced; in fp32 where the policy reduces so. At stage 2 nothing is let go of
+    between forward and backward. A unit with anything to train has a gradient of all of it, and under `no_sync` all
+    gradients stay whole until they are reduced with those of the last micro-batch (torch/distributed/fsdp/
+    fully_sharded_data_parallel.py, on `use_orig_params` and `no_sync`). A hook that reshards a frozen unit holds its
+    input (_runtime_utils.py, `_register_post_backward_reshard_only_hook`): where reentrant checkpointing wraps units,
+    that of every layer is there at the end of the backward pass, with its gradient (over 12 layers on two gloo ranks of
+    torch 2.13, 28 layer inputs were counted instead of 16, and 16 if not reentrant; 2026-11).
+    """
+    shards = training.dp
+    layer, ends = layer_held(training), ends_held(training)
+    layers = training.shape.layers
+    held = layer * layers + ends
+    width = trained_width(training)
+    device = 0 if training.offload_parameters else 1
+    resident = device * -(-(width * held.trained + held.frozen_bytes) // shards)
+    states = device * round(((4 if training.masters else 0) + state_bytes(training)) * held.trained / shards)
+    compute = 2 if training.low_precision else 4
+
+    def gathered(unit: Held) -> int:
+        return compute * unit.trained + unit.frozen_bytes
+
+    root = gathered(ends) // 2 if training.ends_apart else gathered(ends)
+    units = (layers if training.zero_stage == 2 else 2) * gathered(layer)
+    # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced
+    beside, ended = (0, ends.trained // 2) if training.ends_apart else (root, ends.trained)
+    fixed: Causes = (("parameters", resident), ("optimizer states", states))
+    reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
+    frozen_gradients = layer.frozen_bytes if training.frozen_gradients else 0
+    all_gradients = width * held.trained + layers * frozen_gradients
+    shard_gradients = device * all_gradients // shards
+    earlier = 0
+    if training.gradient_accumulation_steps > 1:
+        earlier = all_gradients if training.unsynced else shard_gradients
+    kept = layers * kept_bytes(training)
+    yield (
+        "backward of head",
+        (
+            *fixed,
+            ("gradients", earlier),
+            ("gathered parameters", root + units),
+            ("whole gradients", compute * ended),
+            (KEPT, kept),
+            (WORKING, head_bytes(training)),
+        ),
+    )
+    yield (
+        "backward of last layer",
+        (
+            *fixed,
+            ("gradients", earlier),
+            ("gathered parameters", beside + units),
+            ("whole gradients", compute * ended + (reduce + compute) * layer.trained + 2 * frozen_gradients),
+            (KEPT, kept),
+            (WORKING, working_bytes(training)),
+        ),
+    )
+    if training.holds_boundaries:
+        held_bytes = layers * boundary_bytes(training)
+        yield (
+            "backward of first layer",
+            (
+                *fixed,
+                ("gradients", shard_gradients),
+                ("gathered parameters", beside + units),
+                (KEPT, kept + held_bytes),
+                (WORKING, working_bytes(training)),
+            ),
+        )
+    yield (
+        "gradient reduction of the root",
+        (
+            *fixed,
+            ("gradients", shard_gradients),
+            ("gathered parameters", root),
+            ("whole gradients", reduce * ends.trained),
+        ),
+    )
+    temporaries = shard_gradients if training.foreach else 0
+    yield ("optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries)))

@@ -1,0 +1,57 @@
+"""Which bytes are live at which moment where nothing is cut, or layers lie on device after device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.training import (
+    Framework,
+    Live,
+    Training,
+    ends_held,
+    layer_held,
+    state_bytes,
+    trained_width,
+)
+from orchestrator.memory.moments import Causes
+
+
+def plain_moments(training: Training) -> Iterator[Live]:
+    """All of the model on one device, or, layer after layer, on several (`device_map`): the last has the head."""
+    devices = training.pp if training.framework is Framework.DEVICE_MAP else 1
+    layers = -(-training.shape.layers // devices)
+    layer, ends = layer_held(training), ends_held(training, first=devices == 1)
+    held = layer * layers + ends
+    width = trained_width(training)
+    trained = held.trained
+    states = 0 if training.paged else round(((4 if training.masters else 0) + state_bytes(training)) * trained)
+    buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)
+    fixed: Causes = (
+        ("parameters", width * trained + held.frozen_bytes),
+        ("optimizer states", states),
+        ("gradient buckets", buckets),
+    )
+    everything = width * trained
+    largest = width * max(layer.trained, ends.trained)
+    gradients = largest if training.step_in_backward else everything
+    kept = layers * (kept_bytes(training) + cast_bytes(training))
+    accumulated = everything if training.gradient_accumulation_steps > 1 else 0
+    if training.step_in_backward:
+        accumulated = 0
+    yield ("backward of head", (*fixed, ("gradients", accumulated), (KEPT, kept), (WORKING, head_bytes(training))))
+    yield (
+        "backward of last layer",
+        (
+            *fixed,
+            ("gradients", max(accumulated, width * min(trained, ends.trained + layer.trained))),
+            (KEPT, kept),
+            (WORKING, working_bytes(training)),
+        ),
+    )
+    yield (
+        "backward of first layer",
+        (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
+    )
+    temporaries = everything if training.foreach and not training.step_in_backward else 0
+    yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))

@@ -1,0 +1,31 @@
+"""What the allocator holds beyond what is live."""
+
+from __future__ import annotations
+
+from orchestrator.memory.foreign.training import Framework, Loss, Training
+
+# Reserved over allocated bytes of what comes and goes in a step, by replaying 60 steps of a checkpointed decoder with
+# the plain loss on a model of the caching allocator (best fit, splits, no merging of segments), 2026-11: logits and
+# their copies differ in size by a row or by their type, so they cannot share blocks. Samples of one length and a
+# vocabulary of 151,936 gave 1.45; lengths spread below the limit 2.05 to 6.2 (vocabularies of 32,000 to 151,936, limits
+# of 512 to 8,192, four orders each), of which this is the median. tests/memory/foreign/test_reserved.py does it again.
+POOL_RATIO = 1.45
+POOL_RATIO_VARYING = 2.9
+POOL_RATIO_LABELS = 1.17  # where no copy of the logits is a row shorter
+POOL_RATIO_LABELS_VARYING = 2.03
+POOL_RATIO_FUSED = 1.15  # without logits, but for those of a chunk; and the lengths spread, median of three orders
+POOL_RATIO_FUSED_VARYING = 1.45
+POOL_RATIO_EXPANDABLE = 1.05  # segments grow and are cut page by page
+
+
+def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int, pooled_bytes: int) -> int:
+    """What the allocator holds while nothing presses: states lie where they were put, activations move."""
+    ratio = POOL_RATIO_VARYING if training.lengths_vary else POOL_RATIO
+    if training.loss is Loss.FUSED:
+        ratio = POOL_RATIO_FUSED_VARYING if training.lengths_vary else POOL_RATIO_FUSED
+    in_place = training.framework is Framework.MEGATRON and not training.is_old  # as `head_bytes` says
+    if training.loss is Loss.LABELS or in_place:
+        ratio = POOL_RATIO_LABELS_VARYING if training.lengths_vary else POOL_RATIO_LABELS
+    if training.expandable_segments:
+        ratio = POOL_RATIO_EXPANDABLE
+    return allocated_bytes + round((ratio - 1) * activation_bytes) + pooled_bytes
