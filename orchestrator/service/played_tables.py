@@ -81,8 +81,10 @@ def expected_table(expected: Sequence[ExpectedJob]) -> Table:
             coloured(one["status"]),
             devices,
             local_minute(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
-            local_minute(end_s, one["end_range_s"]),
+            local_minute(end_s, one["end_range_s"]) if one["says_length"] else f"{local_minute(end_s, None)} ?",
             Text("" if deadline_s is None else local_minute(deadline_s, None), style="red" if is_late else ""),
             Text(f"late: {one['why']}" if is_late else one["why"]),
         )
+    if not all(one["says_length"] for one in expected):
+        table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"
     return table

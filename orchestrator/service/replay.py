@@ -14,6 +14,7 @@ from typing import TypedDict
 from orchestrator.backends.journal import Journal
 from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.forecast import Expected, forecast
+from orchestrator.scheduling.menu import steps_left
 from orchestrator.scheduling.step import step
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.state import Action, Event, Job, Launch, Record, State, Stop
@@ -43,6 +44,7 @@ class ExpectedJob(TypedDict):
     start_range_s: tuple[float, float] | None  # within which it starts with a probability of 80 %; None: not known
     end_range_s: tuple[float, float] | None
     deadline_s: float | None
+    says_length: bool  # else a day was taken
     why: str
 
 
@@ -83,6 +85,7 @@ def _expected(job: Job, one: Expected | None) -> ExpectedJob:
         start_range_s=one.start_range_s if one else None,
         end_range_s=one.end_range_s if one else None,
         deadline_s=job.deadline_s,
+        says_length=steps_left(job) is not None,
         why=job.reason,
     )
 

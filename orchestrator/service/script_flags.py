@@ -87,6 +87,8 @@ def _trees(path: Path) -> Iterator[ast.Module]:
         except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
             if file != path:
                 continue
+            if isinstance(error, OSError):
+                raise SpecError(f"cannot be read: {error.strerror}", source=str(path)) from None
             hint = "a shell script has no flags that could be read: name the Python file that it starts"
             raise SpecError(f"cannot be read as Python: {error}", source=str(path), hint=hint) from None
         yield tree

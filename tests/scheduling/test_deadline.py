@@ -87,6 +87,17 @@ def test_what_will_be_late_is_said_with_what_is_possible() -> None:
     )
 
 
+def test_nothing_is_called_impossible_because_of_a_length_that_nobody_said() -> None:
+    state = folded(
+        seen(node(devices=1)),
+        submitted(1, JobSpec.model_validate({"name": "unsaid", "command": ["train"], "global_batch_size": 8})),
+        submitted(2, due(6000.0, {1: 3600.0}), 2.0),
+    )
+    said = late(state, ["job-2"])["job-2"]
+    assert said.startswith("is not expected by Thu 01:40 UTC: earliest Fri ")
+    assert said.endswith("; a day is taken for what does not say `steps`: job-1")
+
+
 def test_who_is_done_before_the_night_is_not_called_late() -> None:
     """The device is free at 18:00, and promised to a higher priority for the night: four hours can be had before it."""
     hour_s = 3600.0

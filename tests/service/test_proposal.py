@@ -215,9 +215,14 @@ def test_what_is_not_known_is_said(tmp_path: Path, source: str, said: str) -> No
     assert said in proposed(tmp_path, source)[0]
 
 
-@pytest.mark.parametrize("content", [b"#!/bin/sh\necho $1\n", b"\xff\xfe\x00", None])
-def test_what_is_no_python_script_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    if content is not None:
-        (tmp_path / "train.py").write_bytes(content)
+@pytest.mark.parametrize("content", [b"#!/bin/sh\necho $1\n", b"\xff\xfe\x00"])
+def test_what_is_no_python_script_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "train.py").write_bytes(content)
     with pytest.raises(SpecError, match="cannot be read as Python"):
         proposal(tmp_path / "train.py")
+
+
+def test_a_script_that_is_not_there_is_not_taken_for_another_language(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot be read: No such file or directory") as refused:
+        proposal(tmp_path / "train.py")
+    assert "shell" not in str(refused.value)

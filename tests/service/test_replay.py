@@ -101,9 +101,14 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     first, second, third = json.loads(capsys.readouterr().out)["jobs"]
     assert (first["status"], second["status"], third["status"]) == ("running", "queued", "queued")
     assert first["end_s"] <= second["start_s"] < second["end_s"] <= third["start_s"], "one device, one after the other"
+    supposed = "does not say `steps`: a day is taken"
     assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) == 0
-    assert third["id"] in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert third["id"] in told
+    assert supposed not in told
     endless = controller.submit(spec.model_copy(update={"name": "endless", "steps": None, "speeds": ()}))
+    assert ended(lambda: main(["forecast", "--home", str(tmp_path)])) == 0
+    assert supposed in capsys.readouterr().out
     asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
     assert ended(lambda: main(asked)) == 0
     said = capsys.readouterr()
