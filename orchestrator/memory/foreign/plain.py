@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.convolutional import walked
+from orchestrator.memory.foreign.convolutional_nets import NETS, ConvolutionalNet
 from orchestrator.memory.foreign.training import (
     Framework,
     Live,
@@ -55,3 +57,25 @@ def plain_moments(training: Training) -> Iterator[Live]:
     )
     temporaries = everything if training.foreach and not training.step_in_backward else 0
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
+
+
+def convolutional_moments(training: Training, shape: ConvolutionalNet) -> Iterator[Live]:
+    """A convolutional net on one device, its weights in fp32."""
+    counted = walked(
+        NETS[shape.net],
+        training.micro_batch_size,
+        shape.side,
+        low=training.low_precision,
+        transposes=training.transposes,
+        accumulates=training.gradient_accumulation_steps > 1,
+    )
+    weights = 4 * counted.parameters
+    fixed: Causes = (
+        ("parameters", weights + counted.buffer_bytes),
+        ("optimizer states", round(state_bytes(training) * counted.parameters)),
+        ("gradient buckets", weights if training.dp > 1 else 0),
+    )
+    kept, working, gradients = counted.peak
+    yield "backward pass", (*fixed, ("gradients", gradients), (KEPT, kept), (WORKING, working))
+    temporaries = weights if training.foreach else 0
+    yield "optimizer step", (*fixed, ("gradients", weights), ("optimizer temporaries", temporaries))

@@ -111,6 +111,7 @@ class Training:
     holds_boundaries: bool = False  # FSDP1: frozen units hold what went into them, and its gradient, to the end
     unsynced: bool = False  # FSDP: gradients are whole until the last micro-batch of a step
     alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
+    transposes: bool = False  # convolutions on tensor cores over tensors that do not lie as these want them
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     on_volta: bool = False
     on_hopper: bool = False  # or later
