@@ -88,6 +88,15 @@ def _inverted(
 _MOBILENET_V2 = (
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
 )  # fmt: skip
+# Kernel, stride, expansion, channels, blocks: Tan et al. 2018, arXiv:1807.11626, figure 7.
+_MNASNET = (
+    (3, 2, 3, 24, 3),
+    (5, 2, 3, 40, 3),
+    (5, 2, 6, 80, 3),
+    (3, 1, 6, 96, 2),
+    (5, 2, 6, 192, 4),
+    (3, 1, 6, 320, 1),
+)
 # Kernel, inner channels, channels, squeezed, h-swish, stride: Howard et al. 2019, arXiv:1905.02244, tables 1 and 2.
 _MOBILENET_V3_LARGE = (
     (3, 16, 16, 0, 0, 1), (3, 64, 24, 0, 0, 2), (3, 72, 24, 0, 0, 1), (5, 72, 40, 1, 0, 2), (5, 120, 40, 1, 0, 1),
@@ -109,13 +118,23 @@ _EFFICIENTNET_SCALES = ((1.0, 1.0), (1.0, 1.1), (1.1, 1.2), (1.2, 1.4), (1.4, 1.
 
 
 def _mobilenet_v2() -> Part:
-    blocks, before = ["conv32k3s2 bn clip"], 32
-    parts: list[Part] = list(blocks)
+    before = 32
+    parts: list[Part] = ["conv32k3s2 bn clip"]
     for expansion, out, count, stride in _MOBILENET_V2:
         for block in range(count):
             parts.append(_inverted(before, expansion * before, out, 3, 1 if block else stride, "clip"))
             before = out
     return (*parts, "conv1280k1 bn clip pool1 flat drop fc1000")
+
+
+def _mnasnet() -> Part:
+    before = 16
+    parts: list[Part] = ["conv32k3s2 bn relu dw3 bn relu conv16k1 bn"]
+    for kernel, stride, expansion, out, count in _MNASNET:
+        for block in range(count):
+            parts.append(_inverted(before, expansion * before, out, kernel, 1 if block else stride, "relu"))
+            before = out
+    return (*parts, "conv1280k1 bn relu pool1 flat mask fc1000")
 
 
 def _mobilenet_v3(rows: tuple[tuple[int, ...], ...], last: int) -> Part:
@@ -223,6 +242,7 @@ def _nets() -> Iterator[tuple[str, Part]]:
     yield "mobilenet_v2", _mobilenet_v2()
     yield "mobilenet_v3_large", _mobilenet_v3(_MOBILENET_V3_LARGE, 1280)
     yield "mobilenet_v3_small", _mobilenet_v3(_MOBILENET_V3_SMALL, 1024)
+    yield "mnasnet1_0", _mnasnet()
     for number, scales in enumerate(_EFFICIENTNET_SCALES):
         yield f"efficientnet_b{number}", _efficientnet(*scales)
     yield "convnext_tiny", _convnext((3, 3, 9, 3), (96, 192, 384, 768))
@@ -236,7 +256,12 @@ def _nets() -> Iterator[tuple[str, Part]]:
 
 NETS = dict(_nets())
 # Written otherwise, or short for the one that is meant as a rule.
-ALSO = {"efficientnet": "efficientnet_b0", "inception": "inception_v3", "mobilenet_v3": "mobilenet_v3_large"}
+ALSO = {
+    "mnasnet": "mnasnet1_0",
+    "efficientnet": "efficientnet_b0",
+    "inception": "inception_v3",
+    "mobilenet_v3": "mobilenet_v3_large",
+}
 _KEYS = {name.replace("_", ""): net for name, net in ({name: name for name in NETS} | ALSO).items()}
 _PIXELS = re.compile(r"(?<![\w.])(\d{2,4}) ?(?:px|[x×] ?\d{2,4})")
 

@@ -38,6 +38,7 @@ PARAMETERS = {
     "densenet169": 14_149_480,
     "densenet201": 20_013_928,
     "mobilenet_v2": 3_504_872,
+    "mnasnet1_0": 4_383_312,
     "mobilenet_v3_large": 5_483_032,
     "mobilenet_v3_small": 2_542_856,
     "efficientnet_b0": 5_288_548,
