@@ -13,11 +13,22 @@ from orchestrator.memory.pipeline import in_flight, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.plan import Engine, Offload, OffloadTarget, ParallelLayout, Plan, Sharding, ZeroStage
-from orchestrator.specs.profile import MemoryEstimate, ModelProfile, MomentBytes
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Engine,
+    Offload,
+    OffloadTarget,
+    ParallelLayout,
+    Plan,
+    Sharding,
+    ZeroStage,
+)
+from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProfile, MomentBytes
 
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
-# compared with a device). With planning's margin of 5 % on top this covers the worst of them.
+# compared with a device). With planning's margin of 5 % on top this covers the worst of them. A traced model whose own
+# steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters at seven
+# micro-batches gave 0.7 to 8.8 %, up and down (training/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
 # Lazily loaded context on an A100, torch 2.1.1: stas00/ml-engineering training/performance/README.md.
 CONTEXT_BYTES = 505_000_000
@@ -76,7 +87,8 @@ class DeviceBytes:
         And whatever it recomputes, where `counts_every_mode_alike`.
         """
         counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
-        return _reserved_bytes(counted, self._device) + self._outside_bytes(plan)
+        mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
+        return self._reserved_bytes(counted, mode) + self._outside_bytes(plan)
 
     def at_least(self, plan: Plan) -> int:
         """What the plan's `device_bytes` are at least, and most often are, in a tenth of the time of its estimate.
@@ -90,7 +102,7 @@ class DeviceBytes:
             live = activations(rank, mode, casts=casts)
             most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
-        return _reserved_bytes(allocated, self._device) + self._outside_bytes(plan)
+        return self._reserved_bytes(allocated, mode) + self._outside_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The plan's `estimate`."""
@@ -102,7 +114,7 @@ class DeviceBytes:
                 found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
         rank, worst, counted, activation = max(found, key=lambda one: one[2] + one[3])
         causes = (*worst.counted, ("pipeline buffers", rank.buffer_bytes(plan)), (ACTIVATIONS, activation))
-        reserved = _reserved_bytes(counted + activation, self._device)
+        reserved = self._reserved_bytes(counted + activation, plan.activation_checkpointing)
         return MemoryEstimate(
             moment=worst.name + rank.name,
             by_cause=tuple((cause, count) for cause, count in causes if count),
@@ -116,6 +128,13 @@ class DeviceBytes:
                 for _, moment, counted, activation in found
             ),
         )
+
+    def _reserved_bytes(self, allocated_bytes: int, mode: ActivationCheckpointing | None) -> int:
+        """What the allocator holds for as much; the least under any kind of checkpointing where it is None."""
+        if self._device.kind is not DeviceKind.CUDA:
+            return allocated_bytes
+        held, replayed = allocated_bytes + WORKSPACE_BYTES, self._profile.fragmentation_of(mode)
+        return round(held * FRAGMENTATION if replayed <= FRAGMENTATION else held * replayed + SEGMENTS_BYTES)
 
     def _outside_bytes(self, plan: Plan) -> int:
         copies = plan.dp_replicate
@@ -167,12 +186,6 @@ def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
     zero3 = plan.engine is Engine.DEEPSPEED and plan.zero_stage is ZeroStage.PARAMETERS
     return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan)
-
-
-def _reserved_bytes(allocated_bytes: int, device: DeviceSpec) -> int:
-    if device.kind is not DeviceKind.CUDA:
-        return allocated_bytes
-    return round((allocated_bytes + WORKSPACE_BYTES) * FRAGMENTATION)
 
 
 def _outside_bytes(plan: Plan, device: DeviceSpec) -> int:

@@ -136,6 +136,9 @@ class Source(StrEnum):
     ASSUMED = "assumed"  # nothing is known of a script: its own micro-batch is taken to fill a device
 
 
+# Of CUDA's caching allocator: a small and a large segment of which next to nothing is used (kSmallBuffer and
+# kLargeBuffer in c10/cuda/CUDACachingAllocator.cpp).
+SEGMENTS_BYTES = (2 + 20) * 2**20
 UNTIMED = (Source.PROBED, Source.ASSUMED)  # say nothing of seconds: only the order of their plans
 
 
@@ -160,10 +163,16 @@ class ModelProfile:
     moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
     turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
     attention: str = ""  # the kernel that the trace assumed
+    # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind of checkpointing
+    fragmentation: tuple[tuple[ActivationCheckpointing, float], ...] = ()  # none: its steps were not replayed
     updated_before_largest: int = 0  # elements that an update holds besides those for the largest tensor
 
     def __hash__(self) -> int:
         return self._hash
+
+    def fragmentation_of(self, mode: ActivationCheckpointing | None) -> float:
+        """That under this kind of checkpointing; of None the least of all; 1 where nothing is known."""
+        return min((factor for each, factor in self.fragmentation if mode in (each, None)), default=1.0)
 
     @cached_property
     def _hash(self) -> int:

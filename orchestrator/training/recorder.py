@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
+from orchestrator.training.allocator import Ledger
 from orchestrator.training.recipe import Recipe
 from orchestrator.training.timeline import Event, Phase, Place
 
@@ -93,12 +94,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._is_first_step, self._is_ahead = True, False
         self._live_bytes = self._resident_bytes = 0
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.ledger = Ledger()  # of the newest step
+        self._storages: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # with size and number in the ledger
 
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
         """Around a whole step of so many samples: parameters and buffers are live, gradients are not."""
-        self.phases, self._samples = [], samples
+        self.phases, self.ledger, self._samples = [], Ledger(), samples
         self._live_bytes, self._storages = 0, {}
         for parameter in self._parameters:
             self._count(parameter)
@@ -107,6 +109,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for buffer in recipe.module.buffers():
                 self._count(buffer)
         self._resident_bytes, self.buffer_bytes = self._live_bytes, self._live_bytes - weights
+        self.ledger.begin()
         self._held_by = {parameter.untyped_storage()._cdata: parameter for parameter in self._parameters}
         handles = [
             parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
@@ -233,14 +236,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key, size = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is None:
-            self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
+            self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, self.ledger.take(size))
             self._live_bytes += size
         elif known[1] != size:
-            self._storages[key] = (known[0], size)
+            self.ledger.give(known[2])
+            self._storages[key] = (known[0], size, self.ledger.take(size))
             self._live_bytes += size - known[1]
 
     def _forget(self, key: int) -> None:
-        self._live_bytes -= self._storages.pop(key)[1]
+        _, size, number = self._storages.pop(key)
+        self._live_bytes -= size
+        self.ledger.give(number)
 
     def _event(self) -> Event:
         place, total = self.phases[-1].place, self._gradients.total()

@@ -36,6 +36,7 @@ from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLay
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training import cross_entropy
+from orchestrator.training.allocator import Ledger, fragmentation, on_lines
 from orchestrator.training.batch_norm import batch_norms
 from orchestrator.training.batch_norm import prepare as prepare_batch_norms
 from orchestrator.training.cuda_autocast import as_on_cuda
@@ -146,6 +147,7 @@ class _Traced:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
         self._recorder = Recorder(self._recipes, held_bytes)
+        self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
         with as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
             cases = [(False, False)]
@@ -169,6 +171,7 @@ class _Traced:
             workspace_bytes=self._recorder.buffer_bytes,
             turns=turns if len(turns) > 1 else (),
             attention=self._recorder.attention,
+            fragmentation=tuple(self._fragmentation.items()),
             updated_before_largest=self._recorder.updated_before_largest,
         )
 
@@ -178,11 +181,18 @@ class _Traced:
         linear = patch.object(functional, "linear", Zero3Linear.apply) if zero3 else contextlib.nullcontext()
         with _forwards_put_back((*layers, *norms)), linear:
             recompute(layers, mode)
-            first, second = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
+            (first, few), (second, many) = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
+        if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
+            self._fragmentation[mode] = fragmentation(on_lines(few, many, SAMPLES).values(), self._adam_bytes())
         return Steps(mode=mode, sharded=sharded, zero3=zero3, samples=SAMPLES, phases=(first, second))
 
-    def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> list[Phase]:
-        """The forward and backward passes of one optimizer step, every recipe in its turn.
+    def _adam_bytes(self) -> list[int]:
+        """Of both fp32 moments of every parameter that is trained."""
+        parameters = [each for recipe in self._recipes for each in recipe.module.parameters() if each.requires_grad]
+        return [4 * parameter.numel() for parameter in parameters for _ in ("exp_avg", "exp_avg_sq")]
+
+    def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
+        """The forward and backward passes of one optimizer step, every recipe in its turn, and what they ask for.
 
         `sharded`: as FSDP2 has it, under which recipes out of turn ask for gradients too (training/alternating.py).
         """
@@ -194,7 +204,7 @@ class _Traced:
                 still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
                 with self._recorder.turn(turn), still:
                     self._forward_backward(recipe, tuple(map(self._fake.from_tensor, real)))
-        return self._recorder.phases
+        return self._recorder.phases, self._recorder.ledger
 
     def _forward_backward(self, recipe: Recipe, batch: Batch) -> None:
         batch = tuple(tensor.view_as(tensor) for tensor in batch)  # an operation, so that it is counted

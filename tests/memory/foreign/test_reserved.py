@@ -1,8 +1,4 @@
-"""What the caching allocator holds beside what is live: the ratios of memory/foreign.py, replayed.
-
-A model of c10/cuda/CUDACachingAllocator.cpp (best fit, splits, merges within a segment and never across), not compared
-with a device.
-"""
+"""What the caching allocator holds beside what is live: the ratios of memory/foreign/reserved.py, replayed."""
 
 from __future__ import annotations
 
@@ -20,50 +16,28 @@ from orchestrator.memory.foreign.reserved import (
     POOL_RATIO_LABELS_VARYING,
     POOL_RATIO_VARYING,
 )
+from orchestrator.training.allocator import Block, CachingAllocator
 
-MIB = 2**20
 HIDDEN, FFN, LAYERS = 4096, 11008, 16
 LENGTHS = (7.84, 0.69)  # log-normal: mean 3,234 and deviation 2,548 tokens, as ms-swift states of its dataset
 
-Block = tuple[int, int, int]  # segment, offset, bytes
 
-
-class Allocator:
-    """One stream, large blocks: requests are rounded to 512 bytes, segments to 2 MiB."""
+class Allocator(CachingAllocator):
+    """One that counts what is live."""
 
     def __init__(self) -> None:
-        self.free: list[Block] = []
-        self.segments = self.reserved_bytes = self.live_bytes = self.peak_bytes = 0
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
 
     def take(self, size: int) -> Block:
-        size = -(-size // 512) * 512
-        fitting = [block for block in self.free if block[2] >= size]
-        if fitting:
-            segment, offset, found = min(fitting, key=lambda block: block[2])
-            self.free.remove((segment, offset, found))
-        else:
-            self.segments += 1
-            segment, offset = self.segments, 0
-            found = 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-            self.reserved_bytes += found
-        if found - size > MIB:
-            self.free.append((segment, offset + size, found - size))
-            found = size
-        self.live_bytes += found
+        block = super().take(size)
+        self.live_bytes += block.size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return segment, offset, found
+        return block
 
     def give(self, block: Block) -> None:
-        segment, offset, size = block
-        self.live_bytes -= size
-        for other in [each for each in self.free if each[0] == segment]:
-            if other[1] + other[2] == offset:
-                self.free.remove(other)
-                offset, size = other[1], size + other[2]
-            elif offset + size == other[1]:
-                self.free.remove(other)
-                size += other[2]
-        self.free.append((segment, offset, size))
+        self.live_bytes -= block.size
+        super().give(block)
 
 
 Head = Callable[["Allocator", int, int], None]
@@ -124,7 +98,7 @@ def step(allocator: Allocator, tokens: int, vocabulary: int, head: Head) -> None
         waiting: list[Block] = []
         for block in reversed(blocks):
             if backward:
-                waiting.append(take(block[2]))
+                waiting.append(take(block.size))
             give(block)
             if len(waiting) > 2:
                 give(waiting.pop(0))

@@ -1,0 +1,199 @@
+"""How much more than its live bytes must a device have, so that PyTorch's caching allocator gets through a training?
+
+Blocks of other sizes than what is asked for cannot be used, or only in part. The allocator is a model of the native one
+(c10/cuda/CUDACachingAllocator.cpp of torch 2.11) on one stream: it was not compared with a device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+from orchestrator.specs.profile import SEGMENTS_BYTES
+
+MIB = 2**20
+LEAST_BYTES = 512  # kMinBlockSize
+SMALL_BYTES = MIB  # kSmallSize: up to there requests have a pool of their own
+SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer, for requests below kMinLargeAlloc
+LEAST_OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
+SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
+STEPS = 2  # the second begins with what the first has left behind
+MICRO_BATCHES = (2, 8, 32)  # beside those that were recorded
+STEPS_UP = 200  # from once what is live to twice as much
+STEPS_UP_MAX = 100
+
+
+class Exhausted(Exception):
+    """Nothing fits the request, though all that is free in whole segments went back to the device."""
+
+
+class Block:
+    """A piece of a segment."""
+
+    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: list[tuple[int, int, Block]]) -> None:
+        self.address, self.size, self.pool = address, size, pool
+        self.is_free = False
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class CachingAllocator:
+    """Best fit, splits, merges within a segment and never across."""
+
+    def __init__(self, capacity_bytes: float = float("inf")) -> None:
+        self.reserved_bytes = 0
+        self._capacity_bytes, self._next_address = capacity_bytes, 0
+        self._small: list[tuple[int, int, Block]] = []  # free blocks: size, address
+        self._large: list[tuple[int, int, Block]] = []
+
+    def take(self, size: int) -> Block:
+        """A block of at least so many bytes. Raises Exhausted."""
+        size = max(1, -(-size // LEAST_BYTES)) * LEAST_BYTES
+        is_small = size <= SMALL_BYTES
+        pool = self._small if is_small else self._large
+        at = bisect_left(pool, (size,))
+        block = pool.pop(at)[2] if at < len(pool) else self._new_segment(size, pool)
+        rest = block.size - size
+        if rest >= LEAST_BYTES if is_small else rest > SMALL_BYTES:
+            left = Block(block.address + size, rest, pool)
+            left.before, left.after, block.after, block.size = block, block.after, left, size
+            if left.after is not None:
+                left.after.before = left
+            self._keep(left)
+        block.is_free = False
+        return block
+
+    def give(self, block: Block) -> None:
+        """The block is free again, and one with its free neighbours."""
+        before, after = block.before, block.after
+        if before is not None and before.is_free:
+            self._drop(before)
+            before.size, before.after = before.size + block.size, after
+            if after is not None:
+                after.before = before
+            block = before
+        if after is not None and after.is_free:
+            self._drop(after)
+            block.size, block.after = block.size + after.size, after.after
+            if after.after is not None:
+                after.after.before = block
+        self._keep(block)
+
+    def _new_segment(self, size: int, pool: list[tuple[int, int, Block]]) -> Block:
+        if size <= SMALL_BYTES:
+            whole = SMALL_SEGMENT_BYTES
+        elif size < LEAST_OWN_SEGMENT_BYTES:
+            whole = LARGE_SEGMENT_BYTES
+        else:
+            whole = -(-size // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
+        if self.reserved_bytes + whole > self._capacity_bytes:
+            self._release_whole_segments()
+            if self.reserved_bytes + whole > self._capacity_bytes:
+                raise Exhausted
+        block = Block(self._next_address, whole, pool)
+        self._next_address += whole
+        self.reserved_bytes += whole
+        return block
+
+    def _release_whole_segments(self) -> None:
+        """As `release_cached_blocks` does."""
+        for pool in (self._small, self._large):
+            kept = [one for one in pool if one[2].before is not None or one[2].after is not None]
+            self.reserved_bytes -= sum(size for size, _, _ in pool) - sum(size for size, _, _ in kept)
+            pool[:] = kept
+
+    def _keep(self, block: Block) -> None:
+        block.is_free = True
+        insort(block.pool, (block.size, block.address, block))
+
+    def _drop(self, block: Block) -> None:
+        del block.pool[bisect_left(block.pool, (block.size, block.address))]
+
+
+class Ledger:
+    """Which storages a training step takes and gives back, in order."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # of every storage, by its number
+        self.resident = 0  # so many are there before the step: parameters and buffers
+        self.requests: list[int] = []  # n: storage n is taken; -n - 1: it is given back
+
+    def take(self, size: int) -> int:
+        """The number of a new storage."""
+        self.sizes.append(size)
+        self.requests.append(len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+    def give(self, number: int) -> None:
+        self.requests.append(-number - 1)
+
+    def begin(self) -> None:
+        """All that was taken so far is there before every step."""
+        self.resident, self.requests = len(self.sizes), []
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is live at once."""
+        live = peak = sum(self.sizes[: self.resident])
+        for request in self.requests:
+            live += self.sizes[request] if request >= 0 else -self.sizes[-request - 1]
+            peak = max(peak, live)
+        return peak
+
+
+def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, Ledger]:
+    """By micro-batch, the same step on MICRO_BATCHES, if its storages are the same on both `samples`: on lines.
+
+    They are not where a loop's turns follow from the micro-batch, as those of a loss over chunks of tokens do.
+    """
+    found = dict(zip(samples, (few, many), strict=True))
+    if len(few.sizes) != len(many.sizes):
+        return found
+    for wanted in MICRO_BATCHES:
+        if wanted not in found:
+            one = found[wanted] = Ledger()
+            one.resident, one.requests = many.resident, many.requests
+            beyond, apart = wanted - samples[1], samples[1] - samples[0]
+            pairs = zip(few.sizes, many.sizes, strict=True)
+            one.sizes = [max(0, second + (second - first) * beyond // apart) for first, second in pairs]
+    return found
+
+
+def fragmentation(steps: Iterable[Ledger], states: Sequence[int]) -> float:
+    """How often over what is live at most a device must have, so that every one of the trainings runs.
+
+    Beside SEGMENTS_BYTES; to half a percent, and 1.5 at most. `states`: bytes of the optimizer's tensors, which are
+    there before the first step.
+    """
+    steps_up = 0
+    for step in steps:
+        peak = step.peak_bytes + sum(states)
+        while steps_up < STEPS_UP_MAX and not _runs(step, states, peak * _factor(steps_up) + SEGMENTS_BYTES):
+            steps_up += 1
+    return _factor(steps_up)
+
+
+def _factor(steps_up: int) -> float:
+    return 1 + steps_up / STEPS_UP
+
+
+def _runs(step: Ledger, states: Sequence[int], capacity_bytes: float) -> bool:
+    allocator, sizes = CachingAllocator(capacity_bytes), step.sizes
+    try:
+        for size in (*sizes[: step.resident], *states):
+            allocator.take(size)
+        for _ in range(STEPS):
+            held: dict[int, Block] = {}
+            for request in step.requests:
+                if request >= 0:
+                    held[request] = allocator.take(sizes[request])
+                else:
+                    allocator.give(held.pop(-request - 1))
+            for block in held.values():  # the next step makes them anew
+                allocator.give(block)
+    except Exhausted:
+        return False
+    return True

@@ -1,0 +1,143 @@
+"""Laws of the model of CUDA's caching allocator, and of what a training needs under it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from orchestrator.specs.model import ModelSpec, TrainingSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Precision
+from orchestrator.specs.profile import SEGMENTS_BYTES
+from orchestrator.training.allocator import MIB, Block, CachingAllocator, Exhausted, Ledger, fragmentation, on_lines
+from orchestrator.training.tracing import SAMPLES, Arithmetic, Request, _Traced
+from tests.training.reseeded import EXAMPLES
+
+UNET = {"width": 64, "levels": 3, "samples": 50, "size": 64}
+
+
+@pytest.mark.parametrize(
+    ("asked", "reserved"),
+    [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB + 1, 12)],
+)
+def test_a_segment_is_as_large_as_pytorch_makes_it(asked: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    allocator.take(asked)
+    assert allocator.reserved_bytes == reserved * MIB
+
+
+def test_what_is_left_of_a_large_block_serves_another_request_from_a_mebibyte_on() -> None:
+    allocator = CachingAllocator()
+    first = allocator.take(12 * MIB)
+    allocator.give(first)
+    assert allocator.take(11 * MIB).size == 12 * MIB, "a mebibyte is not split off"
+    allocator.take(5 * MIB)
+    second = allocator.take(15 * MIB - 512)
+    assert (second.size, allocator.reserved_bytes) == (15 * MIB, 32 * MIB)
+
+
+def test_whole_segments_that_are_free_go_back_before_anything_fails() -> None:
+    allocator = CachingAllocator(30 * MIB)
+    allocator.give(allocator.take(20 * MIB))
+    assert allocator.take(26 * MIB).size == 26 * MIB
+    with pytest.raises(Exhausted):
+        allocator.take(6 * MIB)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
+    chance, capacity = random.Random(seed), 400 * MIB
+    allocator, held = CachingAllocator(capacity), list[tuple[Block, int]]()
+    for _ in range(600):
+        if held and chance.random() < 0.5:
+            allocator.give(held.pop(chance.randrange(len(held)))[0])
+        else:
+            size = round(2 ** chance.uniform(0, 25))
+            try:
+                held.append((allocator.take(size), size))
+            except Exhausted:
+                allocator.give(held.pop()[0])
+        assert allocator.reserved_bytes <= capacity
+        ends = 0
+        for block in sorted((block for block, _ in held), key=lambda one: one.address):
+            assert block.address >= ends
+            ends = block.address + block.size
+        assert all(block.size >= size for block, size in held)
+    for block, _ in held:
+        allocator.give(block)
+    free = [block for *_, block in allocator._small + allocator._large]
+    assert sum(block.size for block in free) == allocator.reserved_bytes
+    assert all(block.before is block.after is None for block in free)
+
+
+def ledger(*requests: int) -> Ledger:
+    """Positive: MiB that are taken, each with the next number; negative: the number, from 1 on, that is given back."""
+    found = Ledger()
+    found.begin()
+    for request in requests:
+        if request > 0:
+            found.take(request * MIB)
+        else:
+            found.give(-request - 1)
+    return found
+
+
+def test_blocks_of_one_size_are_used_again_without_loss() -> None:
+    assert fragmentation([ledger(64, 64, -1, 64, -2, -3)], [64 * MIB]) == 1.0
+
+
+def test_holes_that_are_too_small_are_paid_for() -> None:
+    """Two blocks are free in segments whose rest is live; what comes next is as large as both."""
+    apart = ledger(100, 100, 100, 100, 100, 100)
+    apart.sizes = [100 * MIB] * 6
+    whole = ledger(300, -1, 100, 150, 100, 150, -2, -4, 201, -3, -5, -6)
+    factor = fragmentation([whole], [])
+    assert factor > 1.2
+    assert fragmentation([apart], []) == 1.0
+    assert fragmentation([apart, whole], []) == factor, "all of them have to run"
+
+
+def test_what_is_said_to_be_enough_is_enough_and_half_a_percent_less_is_not() -> None:
+    step = ledger(300, -1, 100, 150, 100, 150, -2, -4, 201, -3, -5, -6)
+    enough = fragmentation([step], []) * step.peak_bytes + SEGMENTS_BYTES
+    for capacity, runs in ((enough, True), (enough - 0.005 * step.peak_bytes, False)):
+        allocator, blocks = CachingAllocator(capacity), dict[int, Block]()
+        try:
+            for request in 2 * step.requests:
+                if request >= 0:
+                    blocks[request] = allocator.take(step.sizes[request])
+                else:
+                    allocator.give(blocks[-request - 1])
+            ran = True
+        except Exhausted:
+            ran = False
+        assert ran is runs
+
+
+@pytest.fixture(scope="module")
+def unet() -> _Traced:
+    """Its convolutions widen as pictures shrink, so blocks of many sizes come and go."""
+    return _Traced(
+        Request(
+            model=ModelSpec(factory=f"{EXAMPLES / 'diffusion_unet.py'}:build", config=UNET),
+            training=TrainingSpec(max_steps=1),
+            family="unet",
+            sequence_length=1,
+            arithmetics=(),
+        ),
+        Arithmetic(precision=Precision.FP32, autocast=False),
+        None,
+    )
+
+
+def test_a_step_on_other_samples_asks_for_what_its_lines_say(unet: _Traced) -> None:
+    (_, few), (_, many), (_, eight) = (unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8))
+    found = on_lines(few, many, SAMPLES)[8]
+    assert found.sizes == eight.sizes
+    assert found.requests == eight.requests
+
+
+def test_a_traced_model_says_what_its_own_steps_need(unet: _Traced) -> None:
+    told = dict(unet.profile(unet.timeline).fragmentation)
+    assert set(told) == set(ActivationCheckpointing)
+    assert max(told.values()) > 1.08, "more than transformers do, of which all layers are alike"
