@@ -49,10 +49,9 @@ pytestmark = pytest.mark.timeout(600)  # 60 s of launches on two idle cores, sev
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """One launch per engine, per number of ranks of other layouts, of adapters, and of a lone rank's shared weight."""
     folder = tmp_path_factory.mktemp("peaks")
-    torch = [*plans(Engine.TORCH, (2,), Precision.FP32), *plans(Engine.TORCH, (8,), Precision.FP32, modes=(SELECTIVE,))]
-    found = rows(DEEP, torch, folder / "torch")
+    found = rows(DEEP, plans(Engine.TORCH, (2,), Precision.FP32), folder / "torch")
     found += rows(DEEP, plans(Engine.DEEPSPEED, (2,), Precision.FP32, modes=(FULL,)), folder / "deepspeed")
-    found += rows(DEEP, parallel_plans(2, (8,), Precision.FP32, (NONE, SELECTIVE)), folder / "two")
+    found += rows(DEEP, parallel_plans(2, (8,), Precision.FP32, (SELECTIVE,)), folder / "two")
     found += rows(DEEP, parallel_plans(4, (2,), Precision.BF16, (NONE,)), folder / "four")
     found += rows(ADAPTED, adapted_plans(), folder / "adapted")
     lone = [plan for plan in plans(Engine.TORCH, (1, 4), Precision.FP32, ranks=1) if not plan.zero_stage]

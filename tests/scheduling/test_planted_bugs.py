@@ -428,7 +428,12 @@ def test_planted_bugs_are_found_where_users_share_too_few_devices(bug: str, monk
     assert any(said in violation for crowd in crowds for violation in found_in(crowd)), f"nobody said {said!r}"
 
 
-@pytest.mark.parametrize("bug", BUGS)
+SELDOM_MET = ("cancelled jobs restart", "ends unforeseen")  # after dozens of nights
+
+
+@pytest.mark.parametrize(
+    "bug", [pytest.param(bug, marks=pytest.mark.long) if bug in SELDOM_MET else bug for bug in BUGS]
+)
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, said = BUGS[bug]
     monkeypatch.setattr(world, "TURNS_MAX", 400)

@@ -341,7 +341,12 @@ def test_a_hugging_face_trainer_is_capped_counted_and_measured(tmp_path: Path) -
     assert beat["step"] == 3
     tight = run(tmp_path, name, virtual_capacity_bytes=beat["peak_bytes"] - 1)
     assert tight.exit_code == OOM_EXIT_CODE, tight.out
-    for rank, guarded in enumerate(gang(tmp_path, name, virtual_capacity_bytes=400 * MIB)):
+
+
+@pytest.mark.long
+def test_a_hugging_face_trainer_on_two_ranks_is_counted(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
+    for rank, guarded in enumerate(gang(tmp_path, script(tmp_path, TRAINER), virtual_capacity_bytes=400 * MIB)):
         assert guarded.exit_code == 0, guarded.out
         assert guarded.read("heartbeat", rank=rank)["step"] == 3
 
