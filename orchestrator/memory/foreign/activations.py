@@ -275,10 +275,11 @@ def head_bytes(training: Training) -> int:
     """Norm, logits and loss at their peak, of one micro-batch.
 
     Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
-    and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): logits,
-    their fp32 copy, its log-softmax; on the way back a gradient in place of the copy. Low: the plain one without wide
-    ones (Qwen/Qwen-7B, modeling_qwen.py): 6 bytes, as live storages were counted on CPU with torch 2.13, 2026-11. In
-    place (flash_attn/losses/cross_entropy.py, inplace_backward): the logits alone.
+    and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): the same on
+    the way back, of all tokens. Low: the plain one without wide ones (Qwen/Qwen-7B, modeling_qwen.py): 6 bytes. Where
+    the loop holds what the model returned, the logits are beside (torch 2.13's profiler counted 12, 12 and 6 bytes a
+    logit, and 14, 16 and 8 with them held, on CPU, 2026-11). In place (flash_attn/losses/cross_entropy.py,
+    inplace_backward): the logits alone.
     Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
     becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands beside.
     Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
@@ -306,14 +307,13 @@ def head_bytes(training: Training) -> int:
         return states + training.width * logits + (8 + training.width) * logits // training.loss_chunks
     if training.loss is Loss.IN_PLACE:
         return states + training.width * logits
-    if training.loss is Loss.LABELS:
-        return states + (training.width + 8) * logits
     if training.loss is Loss.LOW:
-        return states + 3 * training.width * logits
+        return states + (4 if training.holds_outputs else 3) * training.width * logits
     if training.loss is Loss.COMPILED:
         return states + 2 * training.width * logits
     if training.loss is Loss.SHIFTED:
         return states + 8 * logits
     if training.loss is Loss.LISTED:
         return states + 8 * logits + 8 * logits // training.loss_chunks
-    return states + 12 * logits
+    held = (training.width if training.loss is Loss.LABELS else 4) if training.holds_outputs else 0
+    return states + (12 + held) * logits

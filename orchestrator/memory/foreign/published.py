@@ -91,7 +91,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
         expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
         fp8=framework is Framework.MEGATRON and row["precision"].lower().startswith("fp8"),
         alternate_products="titan" in row.said,
-        joint_projection=row.is_litgpt,
+        joint_projection=row.has_litgpt_model,
         stage=_stage_of(row),
         lengths_vary=re.match(r"max|up to|<|≤", row["seq_len"].lower()) is not None and "pack" not in row.other,
         first_step=bool(re.search(r"after iteration 1\b", row["note"])),
@@ -118,7 +118,7 @@ def _shape_of(row: Row, framework: Framework) -> Architecture:
         assert by_name is not None
         row.infer(f"architecture of {row['model']} from its published configuration")
         # litgpt/scripts/convert_hf_checkpoint.py stores a shared matrix twice
-        return replace(by_name, tied=by_name.tied and not row.is_litgpt)
+        return replace(by_name, tied=by_name.tied and not row.has_litgpt_model)
     shape, inferred = found
     row.inferred += inferred
     if by_name is not None:
@@ -208,11 +208,12 @@ def _framework_of(row: Row) -> Framework:
         raise row.refused("the searched configuration is not printed")
     if "colossalai" in said and "ddp" not in said and ("gemini" in said or "zero" not in said + sharding):
         raise row.refused(f"no model of the engine {row['framework']}")
-    if "deepspeed" in said or "zero" in sharding:
+    # FSDP's strategies are called ZeRO-2 and ZeRO-3 as well
+    if "deepspeed" in said or ("zero" in sharding and not re.search("fsdp|shard", said + sharding)):
         return Framework.DEEPSPEED
     if sharding == "ddp":
         return Framework.PLAIN
-    if "fsdp2" in said or (("torchtune" in said or "titan" in said) and row.number("n_gpus", 1) > 1):
+    if "fsdp2" in said + sharding or (("torchtune" in said or "titan" in said) and row.number("n_gpus", 1) > 1):
         return Framework.FSDP2
     if "fsdp" in said + sharding or "composer" in said or "shard" in sharding:
         return Framework.FSDP1
@@ -412,4 +413,4 @@ def _composes_gelu(row: Row, shape: Architecture, framework: Framework) -> bool:
     """Whether the code of transformers or minGPT ran, as far as the row says, and nothing fused its GELU."""
     theirs = re.search(r"\bhf\b|transformers|trainer|accelerate|min-?gpt", row.said) is not None
     gelu = COMPOSES_GELU.match(row["model"]) is not None and not shape.gated
-    return gelu and theirs and not (row.is_litgpt or "megatron" in row.said or _is_fused(row, framework))
+    return gelu and theirs and not (row.has_litgpt_model or "megatron" in row.said or _is_fused(row, framework))

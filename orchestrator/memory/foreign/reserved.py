@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet
 from orchestrator.memory.foreign.training import Framework, Loss, Training
+from orchestrator.specs.plan import ActivationCheckpointing
 
 # Reserved over allocated bytes of what comes and goes in a step, by replaying 60 steps of a checkpointed decoder with
 # the plain loss on a model of the caching allocator (best fit, splits, no merging of segments), 2026-11: logits and
@@ -12,24 +13,38 @@ from orchestrator.memory.foreign.training import Framework, Loss, Training
 # of 512 to 8,192, four orders each), of which this is the median. tests/memory/foreign/test_reserved.py does it again.
 POOL_RATIO = 1.45
 POOL_RATIO_VARYING = 2.9
-POOL_RATIO_LABELS = 1.17  # where no copy of the logits is a row shorter
+POOL_RATIO_LABELS = 1.17  # where no copy of the logits is a row shorter, and a gradient takes the place of one
 POOL_RATIO_LABELS_VARYING = 2.03
+POOL_RATIO_APART = 1.29  # and every gradient has a place of its own
+POOL_RATIO_APART_VARYING = 2.43
+POOL_RATIO_HELD = 1.13  # and the logits stay to the end of the backward pass
+POOL_RATIO_HELD_VARYING = 2.15
 POOL_RATIO_FUSED = 1.15  # without logits, but for those of a chunk; and the lengths spread, median of three orders
 POOL_RATIO_FUSED_VARYING = 1.45
 # Of convolutional nets, the median of forty replays: ten of the nets at 32 and 128 images, in fp32 and under autocast,
 # with what convolutions work in. They gave 1.05 to 1.20, ResNet-18 1.35 and those of VGG 1.40 to 1.68.
 POOL_RATIO_CONVOLUTIONAL = 1.13
+# Where layers keep what they made, nothing comes and goes between them: 1.0 to 1.16 whatever the loss, and 1.3 to 1.6
+# (tests/memory/foreign/test_reserved_kept.py).
+POOL_RATIO_KEPT = 1.05
+POOL_RATIO_KEPT_VARYING = 1.5
 POOL_RATIO_EXPANDABLE = 1.05  # segments grow and are cut page by page
 
 
 def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int, pooled_bytes: int) -> int:
     """What the allocator holds while nothing presses: states lie where they were put, activations move."""
-    ratio = POOL_RATIO_VARYING if training.lengths_vary else POOL_RATIO
-    if training.loss is Loss.FUSED:
-        ratio = POOL_RATIO_FUSED_VARYING if training.lengths_vary else POOL_RATIO_FUSED
-    in_place = training.framework is Framework.MEGATRON and not training.is_old  # as `head_bytes` says
-    if training.loss is Loss.LABELS or in_place:
-        ratio = POOL_RATIO_LABELS_VARYING if training.lengths_vary else POOL_RATIO_LABELS
+    even, varying = POOL_RATIO, POOL_RATIO_VARYING
+    if training.checkpointing is ActivationCheckpointing.NONE:
+        even, varying = POOL_RATIO_KEPT, POOL_RATIO_KEPT_VARYING
+    elif training.loss is Loss.FUSED:
+        even, varying = POOL_RATIO_FUSED, POOL_RATIO_FUSED_VARYING
+    elif training.framework is Framework.MEGATRON and not training.is_old:  # as `head_bytes` says
+        even, varying = POOL_RATIO_LABELS, POOL_RATIO_LABELS_VARYING
+    elif training.loss in (Loss.LABELS, Loss.LOW):
+        even, varying = POOL_RATIO_APART, POOL_RATIO_APART_VARYING
+        if training.holds_outputs:
+            even, varying = POOL_RATIO_HELD, POOL_RATIO_HELD_VARYING
+    ratio = varying if training.lengths_vary else even
     if isinstance(training.shape, ConvolutionalNet):
         ratio = POOL_RATIO_CONVOLUTIONAL
     if training.expandable_segments:

@@ -27,7 +27,10 @@ class Row:
         self.is_lower_bound = False  # batch or length was not stated: the least was taken
         self.said = " ".join(value for name, value in self._columns.items() if name != "note").lower()
         self.other = self._switched_on()
-        self.is_litgpt = re.search("lit-?gpt", self.said) is not None
+        # Thunder's benchmark trains litgpt's models in a loop of its own (Lightning-AI/lightning-thunder,
+        # thunder/benchmarks/benchmark_litgpt.py).
+        self.has_litgpt_model = re.search("lit-?gpt|thunder", self.said) is not None
+        self.is_litgpt = self.has_litgpt_model and "thunder" not in self.said
         # src/megatron/bridge/perf_recipes of NVIDIA-NeMo/Megatron-Bridge: what its summaries are measured with. A row
         # that departs from their allocator is not taken to follow them elsewhere.
         self.is_bridge = "bridge" in self.said and "default allocator" not in self.said

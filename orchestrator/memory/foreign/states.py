@@ -11,6 +11,7 @@ from orchestrator.memory.foreign.training import Framework, Loss, Rule, Training
 from orchestrator.memory.foreign.words import (
     CASTS_NO_LOGITS,
     DROPS_OUT,
+    HOLDS_OUTPUTS,
     KEEPS_QUANTISED_INPUTS,
     bits_of,
     loss_of,
@@ -132,6 +133,7 @@ def with_states(row: Row, training: Training) -> Training:
         and "fused" not in row["optimizer"].lower()
         and "torchtune" not in row.said,  # whose configurations say fused=True
         loss=_loss_of(row, framework),
+        holds_outputs=HOLDS_OUTPUTS.search(row.said) is not None,
         loss_chunks=max(1, training.sequence_length // 128) if row.is_litgpt else training.loss_chunks,
         offload_parameters=(everything and training.zero_stage not in (1, 2)) or "param=y" in offload,
         offload_optimizer=everything or only_optimizer,

@@ -97,6 +97,7 @@ class Training:
     first_step: bool = False  # measured after the first step: what one leaves for the next is not there yet
     loss: Loss = Loss.PLAIN
     loss_chunks: int = 8
+    holds_outputs: bool = False  # what the model returned, its logits, is there until the backward pass is over
     flash: bool = True
     in_place: bool = False  # the gradients of what an activation takes in are written over it
     fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again

@@ -43,6 +43,10 @@ LEARNS_ALL = re.compile(r"^(?:full\b|sft\b|fft\b|none\b|no\b|-|false\b|pretrain|
 KEEPS_QUANTISED_INPUTS = re.compile(r"lit-?gpt|swift 2\.|fsdp_qlora|bitsandbytes 0\.(?:3\d|4[0-2])\b")
 UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
 DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
+# Loops that hold what the model returned while they go backward, as `outputs = model(**batch); outputs.loss.backward()`
+# does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
+# mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
+HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
 # Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
 FUSES_ADAPTERS = re.compile(r"unsloth|fused lora|lora[ _](?:mlp|qkv|o)[ _]kernel|lora kernels")
@@ -150,6 +154,10 @@ def loss_of(said: str, other: str) -> Loss:
         return Loss.FUSED
     if "composer" in said:
         return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
+    if re.search("thunder|universal llm", said):
+        return (
+            Loss.LOW
+        )  # their loss takes logits as the model returns them (src/models of ljm565/universal-llm-trainer)
     if re.search("lit-?gpt", said):
         return Loss.LISTED
     if "titan" in said and "compile" in other and re.search(r"\b202[5-9]", said):

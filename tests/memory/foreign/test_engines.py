@@ -440,8 +440,8 @@ def test_the_first_step_leaves_no_place_for_the_activations_of_the_next() -> Non
 
 
 def test_samples_of_many_lengths_leave_more_unused_than_those_of_one() -> None:
-    varying = estimate_foreign(replace(PLAIN, micro_batch_size=4, lengths_vary=True))
-    even = estimate_foreign(replace(PLAIN, micro_batch_size=4))
+    varying = estimate_foreign(replace(PLAIN, micro_batch_size=32, lengths_vary=True))
+    even = estimate_foreign(replace(PLAIN, micro_batch_size=32))
     assert varying.allocated_bytes == even.allocated_bytes
     assert varying.reserved_bytes > even.reserved_bytes
 
