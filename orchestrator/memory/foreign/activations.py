@@ -248,7 +248,9 @@ def working_bytes(training: Training) -> int:
     dequantised = 0
     if training.base_bytes is not None:
         dequantised = 2 * max(inputs * outputs for inputs, outputs in training.shape.projections.values())
-    casts = 2 * cast_elements(training) if training.autocasts and training.checkpointing is not NONE else 0
+    # FSDP gathers weights in the type that autocast wants
+    sharded = training.framework in (Framework.FSDP1, Framework.FSDP2) and not training.gathers_fp32
+    casts = 0 if sharded or training.checkpointing is NONE or not training.autocasts else 2 * cast_elements(training)
     return again + transient_bytes(training) + dequantised + casts
 
 

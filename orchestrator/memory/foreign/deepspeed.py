@@ -14,7 +14,9 @@ SUB_GROUP_ELEMENTS = 1_000_000_000  # sub_group_size
 
 
 def deepspeed_moments(training: Training) -> Iterator[Live]:
-    """ZeRO 1 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config.
+    """ZeRO 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054) with DeepSpeed's buffers, in elements of its config.
+
+    Stage 0 cuts nothing (runtime/fp16/fused_optimizer.py).
 
     Its bucket has its full size however little is trained (stage_1_and_2.py, `setup_buckets`; stage3.py,
     `_setup_for_real_optimizer`). Stage 3 steps over one sub-group after the other, whose gradients it puts together and
@@ -22,7 +24,7 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     low_level_optim.py) have the same states and the same fp32 gradients at the step, in buckets of
     reduce_bucket_size_in_m = 12.
     """
-    stage, shards = training.zero_stage, training.dp
+    stage, shards = training.zero_stage, training.dp if training.zero_stage else 1
     layer, ends = layer_held(training), ends_held(training)
     layers = training.shape.layers
     held = layer * layers + ends

@@ -29,21 +29,23 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     device = 0 if training.offload_parameters else 1
     resident = device * -(-(width * held.trained + held.frozen_bytes) // shards)
     states = device * round(((4 if training.masters else 0) + state_bytes(training)) * held.trained / shards)
-    compute = 2 if training.low_precision else 4
+    compute = 2 if training.low_precision and not training.gathers_fp32 else 4
 
     def gathered(unit: Held) -> int:
         return compute * unit.trained + unit.frozen_bytes
 
     root = gathered(ends) // 2 if training.ends_apart else gathered(ends)
     units = (layers if training.zero_stage == 2 else 2) * gathered(layer)
-    # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced
-    beside, ended = (0, ends.trained // 2) if training.ends_apart else (root, ends.trained)
+    # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced; else the
+    # root's gradient is put together once the embedding's is there (split's backward pass, torch/distributed/fsdp/
+    # _flat_param.py, _get_unflat_views_unaligned)
+    beside, ended = (0 if training.ends_apart else root), min(ends.trained, training.shape.table)
     fixed: Causes = (("parameters", resident), ("optimizer states", states))
     reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
     frozen_gradients = layer.frozen_bytes if training.frozen_gradients else 0
     all_gradients = width * held.trained + layers * frozen_gradients
     shard_gradients = device * all_gradients // shards
-    earlier = 0
+    earlier = shard_gradients if training.keeps_gradients else 0
     if training.gradient_accumulation_steps > 1:
         earlier = all_gradients if training.unsynced else shard_gradients
     kept = layers * kept_bytes(training)

@@ -38,7 +38,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
     largest = width * max(layer.trained, ends.trained)
     gradients = largest if training.step_in_backward else everything
     kept = layers * (kept_bytes(training) + cast_bytes(training))
-    accumulated = everything if training.gradient_accumulation_steps > 1 else 0
+    accumulated = everything if training.gradient_accumulation_steps > 1 or training.keeps_gradients else 0
     if training.step_in_backward:
         accumulated = 0
     yield ("backward of head", (*fixed, ("gradients", accumulated), (KEPT, kept), (WORKING, head_bytes(training))))

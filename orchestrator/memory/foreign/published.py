@@ -24,8 +24,10 @@ from orchestrator.memory.foreign.words import (
     COMPOSES_GELU,
     CONVOLUTIONS,
     EXPERTS,
+    FLASHES,
     FUSES_ADAPTERS,
     IN_PLACE,
+    MASKED,
     NOT_DECODERS,
     PREFERENCES,
     UNSYNCED,
@@ -72,6 +74,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
         shape = _mixture_of(row, framework)
     else:
         shape = _shape_of(row, framework)
+    if not shape.causal and vision is None and MASKED.search(row.said):
+        shape = replace(shape, causal=True)  # a head over the vocabulary, which shares the embedding's matrix
     training = Training(
         shape=shape,
         framework=framework,
@@ -86,6 +90,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
         fuses_adapters=FUSES_ADAPTERS.search(row.said) is not None,
         transposes=_transposes(row),
         is_old=_is_old(row, framework),
+        # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
+        keeps_gradients=re.search(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b", row.said) is not None,
         on_volta="V100" in row["gpu"],
         on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
         expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
@@ -391,7 +397,7 @@ def _is_flash(row: Row, shape: Architecture, framework: Framework) -> bool:
         return True  # kernels that know a sink
     if shape.flash is False or re.search(r"eager attention|(?:without|no) flash|\bunfused\b", row.said):
         return False
-    if shape.flash or re.search(r"\bfa[234]\b|flash", row.said):
+    if shape.flash or FLASHES.search(row.said):
         return True
     if re.search(r"transformers v?4\.(?:[0-2]?\d|3[0-5])\b", row.said):
         return False  # its models had no attention but their own before 4.36 (huggingface/transformers v4.36.0)

@@ -9,10 +9,12 @@ from orchestrator.memory.foreign.mixtures import ONE_TENSOR
 from orchestrator.memory.foreign.row import Row
 from orchestrator.memory.foreign.training import Framework, Loss, Rule, Training, base_bytes_of
 from orchestrator.memory.foreign.words import (
+    AUTOCAST_ALONE,
     CASTS_NO_LOGITS,
     DROPS_OUT,
     HOLDS_OUTPUTS,
     KEEPS_QUANTISED_INPUTS,
+    MASKED,
     bits_of,
     loss_of,
     rule_of,
@@ -81,7 +83,10 @@ def with_states(row: Row, training: Training) -> Training:
         " ".join((row["optimizer"] or row["peft"], row.other)).lower(),
     )
     low = re.search(r"16|8|mixed|amp|half", precision) is not None or "32" not in precision
-    if training.ends_fp32 and re.search(r"\b(?:pure|true)\b", precision):
+    if training.ends_fp32 and (
+        re.search(r"\b(?:pure|true)\b", precision)
+        or ("own loop" in row.said and not re.search(r"\bmixed\b|\bamp\b|autocast", precision))
+    ):
         # bitsandbytes/nn/modules.py, Linear4bit: a product returns the type of its input, that of fp32 norms
         row.infer("all is fp32 but the quantised matrices: nothing casts what the norms return")
         low = False
@@ -92,7 +97,7 @@ def with_states(row: Row, training: Training) -> Training:
     megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
     # transformers 5 loads weights in the type they were saved in (MIGRATION_GUIDE_V5.md, on dtype)
     pure = (re.search(r"\bpure\b|\btrue\b", precision) and "amp" not in precision) or re.search(
-        r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|transformers v?5\b", row.said
+        r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|automodel|transformers v?5\b", row.said
     )
     full = not training.lora_rank
     whole = full or (training.base_bytes is None and re.search(r"\bmixed\b|\bamp\b", precision) is not None)
@@ -117,6 +122,7 @@ def with_states(row: Row, training: Training) -> Training:
         fp32_gradients=megatron and low and _adds_in_fp32(row, framework, precision),
         ends_apart="torchtune" in row.said,
         reduces_fp32="mixed=default" in precision,
+        gathers_fp32=autocasts and AUTOCAST_ALONE.search(row.said) is not None,
         rule=rule,
         low_states=low
         and not autocasts
@@ -132,7 +138,7 @@ def with_states(row: Row, training: Training) -> Training:
         and not re.search(r"fused adam|fused optim", optimizer)
         and "fused" not in row["optimizer"].lower()
         and "torchtune" not in row.said,  # whose configurations say fused=True
-        loss=_loss_of(row, framework),
+        loss=_loss_of(row, training),
         holds_outputs=HOLDS_OUTPUTS.search(row.said) is not None,
         loss_chunks=max(1, training.sequence_length // 128) if row.is_litgpt else training.loss_chunks,
         offload_parameters=(everything and training.zero_stage not in (1, 2)) or "param=y" in offload,
@@ -159,11 +165,14 @@ def _is_hf_fsdp(row: Row, framework: Framework) -> bool:
     return framework is Framework.FSDP1 and re.search("hf trainer|transformers", row.said) is not None
 
 
-def _loss_of(row: Row, framework: Framework) -> Loss:
+def _loss_of(row: Row, training: Training) -> Loss:
     """As the trainer has it; under DeepSpeed nothing casts the logits of models whose own code does not."""
     loss = loss_of(row.said, row.other)
+    if loss is Loss.PLAIN and (training.shape.crossed or MASKED.search(row.said)):
+        loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)
     low = CASTS_NO_LOGITS.match(row["model"].lower()) and "megatron" not in row.said
-    return Loss.LOW if low and loss is Loss.PLAIN and framework is Framework.DEEPSPEED else loss
+    plain = loss in (Loss.PLAIN, Loss.LABELS)
+    return Loss.LOW if low and plain and training.framework is Framework.DEEPSPEED else loss
 
 
 def _is_old_zero_3(row: Row) -> bool:

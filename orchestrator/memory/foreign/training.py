@@ -76,6 +76,9 @@ class Training:
     masters: bool = False  # an fp32 copy of low-precision weights
     fp32_gradients: bool = False  # gradients are added up in fp32 beside those of the backward pass
     reduces_fp32: bool = False  # FSDP: gradients travel in fp32
+    gathers_fp32: bool = (
+        False  # FSDP has no policy of its own: autocast casts what was gathered as wide as it is stored
+    )
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     rule: Rule = Rule.ADAM
     step_in_backward: bool = False  # gradients are used up as they come
@@ -113,6 +116,7 @@ class Training:
     unsynced: bool = False  # FSDP: gradients are whole until the last micro-batch of a step
     alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
     transposes: bool = False  # convolutions on tensor cores over tensors that do not lie as these want them
+    keeps_gradients: bool = False  # from one step to the next: zero_grad filled them with zeros until torch 2.0
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     on_volta: bool = False
     on_hopper: bool = False  # or later
@@ -149,7 +153,7 @@ class Training:
     @property
     def stream(self) -> int:
         """Bytes of an element of what a layer hands on: the type of the embedding when it is used."""
-        if self.framework in (Framework.FSDP1, Framework.FSDP2):
+        if self.framework in (Framework.FSDP1, Framework.FSDP2) and not self.gathers_fp32:
             return self.width
         return 4 if self.ends_fp32 else self.weight_bytes
 

@@ -45,8 +45,14 @@ UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
 DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
 # Loops that hold what the model returned while they go backward, as `outputs = model(**batch); outputs.loss.backward()`
 # does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
-# mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
-HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
+# mila-iqia/milabench, train.py of karpathy/nanoGPT, recipes/llm/train_ft.py of NVIDIA-NeMo/Automodel. transformers'
+# Trainer lets go of it before (compute_loss).
+HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt|automodel")
+# Trainers whose FSDP has no mixed-precision policy under autocast, and that put flash attention into the models they
+# are given: atorch/auto/opt_lib of intelligent-machine-learning/atorch, amp_optimization.py and
+# module_replace_optimization.py.
+AUTOCAST_ALONE = re.compile(r"\batorch\b")
+FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
 # Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
 FUSES_ADAPTERS = re.compile(r"unsloth|fused lora|lora[ _](?:mlp|qkv|o)[ _]kernel|lora kernels")
@@ -59,6 +65,8 @@ CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")
 CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythia|gpt-neox|(?:m|flan-?)?t5|m?t0|bart)")
 # hidden_act is gelu_new in their config.json; microsoft/phi-*, Salesforce/codegen-* and karpathy/minGPT likewise.
 COMPOSES_GELU = re.compile(r"(?:[\w-]+/)?(?:distil-?)?(?:gpt-?2|gpt-?neo-|gpt-?j|codegen-|phi-?[12]\b|min-?gpt)", re.I)
+# Encoders with a head over the vocabulary: run_mlm.py of transformers' examples, pretrain_bert.py of Megatron-LM.
+MASKED = re.compile(r"masked[ -]?l(?:m\b|anguage)|\bmlm\b|pretrain_bert|bert pre-?training")
 AUTO_BUCKETS = re.compile(r"\bhf\b(?! accelerate)|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
 
@@ -166,4 +174,5 @@ def loss_of(said: str, other: str) -> Loss:
         return Loss.SHIFTED
     if "torchtune default config" in said or "chunk" in other:
         return Loss.CHUNKED
-    return Loss.LABELS if re.search(r"transformers v?(?:4\.(?:49|5\d)|5)\b", said) else Loss.PLAIN
+    # NVIDIA-NeMo/Automodel shifts labels in its data (components/loss/masked_ce.py)
+    return Loss.LABELS if re.search(r"automodel|transformers v?(?:4\.(?:49|5\d)|5)\b", said) else Loss.PLAIN

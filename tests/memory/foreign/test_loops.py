@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.foreign.activations import head_bytes
+from orchestrator.memory.foreign.activations import head_bytes, working_bytes
+from orchestrator.memory.foreign.engines import _all_moments
 from orchestrator.memory.foreign.published import described_row
-from orchestrator.memory.foreign.training import Framework, Loss, Training
+from orchestrator.memory.foreign.training import Framework, Loss, Training, layer_held
 
 ROW = {
     "id": "x1",
@@ -63,3 +64,63 @@ def test_thunder_trains_the_models_of_litgpt_in_a_loop_of_its_own() -> None:
     assert (thunder.loss, litgpt.loss) == (Loss.LOW, Loss.LISTED)
     assert thunder.holds_outputs
     assert not litgpt.holds_outputs
+
+
+def live(training: Training, moment: str) -> dict[str, int]:
+    return next(dict(causes) for name, causes, _ in _all_moments(training) if name == moment)
+
+
+def test_deepspeed_without_zero_cuts_nothing() -> None:
+    alone, eight = (read(framework="DeepSpeed", sharding="ZeRO-0", precision="fp16", n_gpus=n) for n in ("1", "8"))
+    parameters = alone.shape.parameters
+    assert live(alone, "optimizer step") == live(eight, "optimizer step")
+    assert live(eight, "optimizer step")["optimizer states"] == pytest.approx(12 * parameters, rel=1e-3)
+
+
+def test_gradients_stay_from_step_to_step_until_torch_2() -> None:
+    said = {"framework": "PyTorch Lightning (torch {})", "precision": "fp16 mixed", "sharding": "DDP"}
+    before, since = (read(**said | {"framework": said["framework"].format(version)}) for version in ("1.13", "2.0"))
+    moment = "backward of head"
+    assert live(before, moment)["gradients"] == pytest.approx(4 * before.shape.parameters, rel=1e-3)
+    assert live(since, moment).get("gradients", 0) == 0
+    assert replace(before, keeps_gradients=False) == since
+
+
+def test_an_encoder_that_learns_masked_words_has_logits_of_its_vocabulary() -> None:
+    said = {"framework": "HF Trainer", "model": "bert-base-uncased", "seq_len": "512", "precision": "fp32"}
+    classifies, predicts = read(**said), read(**said, compile_or_other="masked language modelling")
+    assert predicts.loss is Loss.LABELS
+    more = head_bytes(predicts) - head_bytes(classifies)
+    assert more == 12 * predicts.tokens * predicts.shape.vocab
+    assert predicts.shape.parameters == classifies.shape.parameters
+
+
+def test_quantised_training_without_autocast_is_as_wide_as_its_norms() -> None:
+    said = {"peft": "QLoRA r16 all linear", "precision": "bf16", "n_gpus": "1"}
+    own, trainer, mixed = (
+        read(**said | more)
+        for more in (
+            {"framework": "HF transformers + PEFT (own loop)"},
+            {"framework": "HF Trainer"},
+            {"framework": "HF transformers + PEFT (own loop)", "precision": "bf16 amp"},
+        )
+    )
+    assert [own.low_precision, trainer.low_precision, mixed.low_precision] == [False, True, True]
+
+
+def test_fsdp_gathers_what_autocast_would_cast_but_without_a_policy_of_its_own() -> None:
+    said = {"precision": "bf16 amp", "act_ckpt": "True", "sharding": "FULL_SHARD"}
+    policy, alone = read(**said, framework="PyTorch FSDP"), read(**said, framework="ATorch FSDP (HF transformers)")
+    assert (policy.gathers_fp32, alone.gathers_fp32) == (False, True)
+    moment = "backward of head"
+    assert live(alone, moment)["gathered parameters"] == 2 * live(policy, moment)["gathered parameters"]
+    assert (policy.stream, alone.stream) == (2, 4)
+    assert working_bytes(policy) == working_bytes(replace(policy, autocasts=False))
+    assert working_bytes(alone) > working_bytes(policy) + 2 * layer_held(policy).trained
+
+
+def test_while_layers_go_backward_fsdp_has_the_gradient_of_the_head_alone() -> None:
+    training = read(sharding="FULL_SHARD", framework="PyTorch FSDP")
+    whole = live(training, "backward of head")["whole gradients"]
+    assert whole == 2 * training.shape.table
+    assert live(training, "gradient reduction of the root")["whole gradients"] == pytest.approx(2 * whole, rel=1e-3)
