@@ -12,9 +12,11 @@ from orchestrator.memory.moments import Causes
 def fsdp_moments(training: Training) -> Iterator[Live]:
     """Flat units: one per layer, and the root with embedding and head (Zhao et al. 2023, arXiv:2304.11277).
 
-    Under `limit_all_gathers` two units are gathered at a time, in the type they compute in; the root stays. Gradients
-    of one unit are whole when they are reduced; in fp32 where the policy reduces so. At stage 2 nothing is let go of
-    between forward and backward. A unit with anything to train has a gradient of all of it, and under `no_sync` all
+    Under `limit_all_gathers` two units are gathered at a time, in the type they compute in; the root stays, and the
+    last layer is fetched as the backward pass begins. While a layer goes backward, what it kept gives way to its
+    gradients, which are whole once when they are reduced, beside what is sent of them; in fp32 where the policy
+    reduces so (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce). At stage 2 nothing is let go
+    of between forward and backward. A unit with anything to train has a gradient of all of it, and under `no_sync` all
     gradients stay whole until they are reduced with those of the last micro-batch (torch/distributed/fsdp/
     fully_sharded_data_parallel.py, on `use_orig_params` and `no_sync`). A hook that reshards a frozen unit holds its
     input (_runtime_utils.py, `_register_post_backward_reshard_only_hook`): where reentrant checkpointing wraps units,
@@ -35,13 +37,15 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
         return compute * unit.trained + unit.frozen_bytes
 
     root = gathered(ends) // 2 if training.ends_apart else gathered(ends)
-    units = (layers if training.zero_stage == 2 else 2) * gathered(layer)
+    ahead = layers if training.zero_stage == 2 else 1  # of the layers, those that are there as the backward pass starts
+    units = (ahead if training.zero_stage == 2 else 2) * gathered(layer)
     # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced; else the
     # root's gradient is put together once the embedding's is there (split's backward pass, torch/distributed/fsdp/
     # _flat_param.py, _get_unflat_views_unaligned)
     beside, ended = (0 if training.ends_apart else root), min(ends.trained, training.shape.table)
     fixed: Causes = (("parameters", resident), ("optimizer states", states))
     reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
+    reducing = max(reduce, 2 * compute)  # gradients of a unit, and what is sent of them
     frozen_gradients = layer.frozen_bytes if training.frozen_gradients else 0
     all_gradients = width * held.trained + layers * frozen_gradients
     shard_gradients = device * all_gradients // shards
@@ -54,8 +58,7 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
         (
             *fixed,
             ("gradients", earlier),
-            ("gathered parameters", root + units),
-            ("whole gradients", compute * ended),
+            ("gathered parameters", root + ahead * gathered(layer)),
             (KEPT, kept),
             (WORKING, head_bytes(training)),
         ),
@@ -66,9 +69,19 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
             *fixed,
             ("gradients", earlier),
             ("gathered parameters", beside + units),
-            ("whole gradients", compute * ended + (reduce + compute) * layer.trained + 2 * frozen_gradients),
+            ("whole gradients", compute * ended),
             (KEPT, kept),
             (WORKING, working_bytes(training)),
+        ),
+    )
+    yield (
+        "gradient reduction of last layer",
+        (
+            *fixed,
+            ("gradients", earlier),
+            ("gathered parameters", beside + ahead * gathered(layer)),
+            ("whole gradients", compute * ended + reducing * layer.trained + 2 * frozen_gradients),
+            (KEPT, kept - kept_bytes(training)),
         ),
     )
     if training.holds_boundaries:

@@ -27,6 +27,7 @@ from orchestrator.memory.foreign.words import (
     FLASHES,
     FUSES_ADAPTERS,
     IN_PLACE,
+    LIGER,
     MASKED,
     NOT_DECODERS,
     PREFERENCES,
@@ -412,7 +413,7 @@ def _is_flash(row: Row, shape: Architecture, framework: Framework) -> bool:
 def _is_fused(row: Row, framework: Framework) -> bool:
     compiled = "compile" in row.other.replace("compile=false", "")
     megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
-    return compiled or "liger" in row.said or (megatron and "nanotron" not in row.said)
+    return compiled or LIGER.search(row.said) is not None or (megatron and "nanotron" not in row.said)
 
 
 def _composes_gelu(row: Row, shape: Architecture, framework: Framework) -> bool:

@@ -15,6 +15,7 @@ from orchestrator.memory.foreign.words import (
     HOLDS_OUTPUTS,
     KEEPS_QUANTISED_INPUTS,
     MASKED,
+    REDUCES_FP32,
     bits_of,
     loss_of,
     rule_of,
@@ -121,7 +122,7 @@ def with_states(row: Row, training: Training) -> Training:
         masters=masters,
         fp32_gradients=megatron and low and _adds_in_fp32(row, framework, precision),
         ends_apart="torchtune" in row.said,
-        reduces_fp32="mixed=default" in precision,
+        reduces_fp32=REDUCES_FP32.search(row.said) is not None,
         gathers_fp32=autocasts and AUTOCAST_ALONE.search(row.said) is not None,
         rule=rule,
         low_states=low

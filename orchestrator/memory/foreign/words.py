@@ -45,18 +45,22 @@ UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
 DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
 # Loops that hold what the model returned while they go backward, as `outputs = model(**batch); outputs.loss.backward()`
 # does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
-# mila-iqia/milabench, train.py of karpathy/nanoGPT, recipes/llm/train_ft.py of NVIDIA-NeMo/Automodel. transformers'
-# Trainer lets go of it before (compute_loss).
-HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt|automodel")
+# mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
+HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
 # Trainers whose FSDP has no mixed-precision policy under autocast, and that put flash attention into the models they
 # are given: atorch/auto/opt_lib of intelligent-machine-learning/atorch, amp_optimization.py and
 # module_replace_optimization.py.
 AUTOCAST_ALONE = re.compile(r"\batorch\b")
 FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
+# Sharded gradients travel in fp32: training.mixed_precision_reduce of pytorch/torchtitan has it so, as has composer's
+# mixed_precision: DEFAULT (mosaicml/composer, trainer/mosaic_fsdp_utils.py).
+REDUCES_FP32 = re.compile(r"mixed=default|titan|reduc\w+ in fp32|fp32 reduc|reduce_dtype[ =:]*(?:fp32|float32)")
 # Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
 FUSES_ADAPTERS = re.compile(r"unsloth|fused lora|lora[ _](?:mlp|qkv|o)[ _]kernel|lora kernels")
-IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|liger(?![ _-](?:fused|flce|cross|loss|rms))")
+# nemo_automodel/_transformers/auto_model.py of NVIDIA-NeMo/Automodel has Liger's by default, but for its loss.
+LIGER = re.compile(r"liger|automodel")
+IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|automodel|liger(?![ _-](?:fused|flce|cross|loss|rms))")
 # gradient_checkpointing is on unless it is turned off: swift/trainers/arguments.py, llamafactory/model/model_utils/
 # checkpointing.py, unsloth/models/_utils.py
 CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.foreign.activations import head_bytes, working_bytes
+from orchestrator.memory.foreign.activations import head_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.engines import _all_moments
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Framework, Loss, Training, layer_held
@@ -22,6 +22,8 @@ ROW = {
     "act_ckpt": "False",
     "optimizer": "AdamW fused",
 }
+
+MOMENTS = ("backward of last layer", "gradient reduction of last layer")
 
 
 def read(**columns: str) -> Training:
@@ -121,6 +123,28 @@ def test_fsdp_gathers_what_autocast_would_cast_but_without_a_policy_of_its_own()
 
 def test_while_layers_go_backward_fsdp_has_the_gradient_of_the_head_alone() -> None:
     training = read(sharding="FULL_SHARD", framework="PyTorch FSDP")
-    whole = live(training, "backward of head")["whole gradients"]
+    whole = live(training, "backward of last layer")["whole gradients"]
     assert whole == 2 * training.shape.table
     assert live(training, "gradient reduction of the root")["whole gradients"] == pytest.approx(2 * whole, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("framework", "other", "bytes_of_a_gradient"),
+    [("PyTorch FSDP", "", 4), ("PyTorch FSDP", "reduced in fp32", 6), ("torchtitan FSDP2", "", 6)],
+)
+def test_a_unit_is_reduced_once_what_its_layer_kept_is_gone(
+    framework: str, other: str, bytes_of_a_gradient: int
+) -> None:
+    training = read(sharding="FULL_SHARD", framework=framework, compile_or_other=other, precision="bf16")
+    before, after = (live(training, moment) for moment in MOMENTS)
+    assert after["whole gradients"] - before["whole gradients"] == bytes_of_a_gradient * layer_held(training).trained
+    assert before["saved activations"] - after["saved activations"] == kept_bytes(training)
+    assert "activations at work" not in after
+
+
+def test_the_loss_is_taken_before_a_second_layer_is_gathered() -> None:
+    training = read(sharding="FULL_SHARD", framework="PyTorch FSDP")
+    head, layer = (live(training, moment) for moment in ("backward of head", "backward of last layer"))
+    unit = 2 * layer_held(training).trained
+    assert layer["gathered parameters"] - head["gathered parameters"] == unit
+    assert "whole gradients" not in head

@@ -1,4 +1,4 @@
-"""What the caching allocator holds beside what is live where layers keep what they made, and where logits stay: replays.
+"""What the allocator holds beside what is live where layers keep what they made, and where logits stay: replays.
 
 On the model of the allocator that test_reserved.py replays checkpointed decoders on.
 """
