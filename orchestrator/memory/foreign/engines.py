@@ -91,7 +91,11 @@ def _all_moments(training: Training) -> Iterator[tuple[str, Causes, int]]:
         for stage in stages:
             yield from megatron_moments(training, stage)
     elif training.framework in (Framework.FSDP1, Framework.FSDP2):
-        yield from ((*moment, 0) for moment in fsdp_moments(training))
+        reduced = [(name, causes, dict(causes).get("gradients", 0)) for name, causes in fsdp_moments(training)]
+        # Gradients are reduced on a stream of their own, and what was allocated on one stream serves no other
+        # (c10/cuda/CUDACachingAllocator.cpp, get_free_block).
+        most = max(gradients for *_, gradients in reduced)
+        yield from ((name, causes, most - gradients) for name, causes, gradients in reduced)
     elif training.framework is Framework.DEEPSPEED:
         yield from ((*moment, 0) for moment in deepspeed_moments(training))
     else:

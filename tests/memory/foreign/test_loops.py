@@ -148,3 +148,11 @@ def test_the_loss_is_taken_before_a_second_layer_is_gathered() -> None:
     unit = 2 * layer_held(training).trained
     assert layer["gathered parameters"] - head["gathered parameters"] == unit
     assert "whole gradients" not in head
+
+
+def test_what_fsdp_reduces_lies_where_activations_cannot() -> None:
+    training = read(sharding="FULL_SHARD", framework="PyTorch FSDP")
+    shards = 2 * training.shape.parameters // training.dp
+    beside = {name: pooled for name, _, pooled in _all_moments(training)}
+    assert beside["backward of head"] == pytest.approx(shards, rel=1e-3)
+    assert beside["optimizer step"] == 0
