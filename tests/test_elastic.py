@@ -19,6 +19,7 @@ from orchestrator.service.intake import read_job
 from tests.test_survival import until
 
 ROOT = Path(__file__).parents[1]
+PATIENCE_S = 400.0  # for all of STEPS, on a busy machine
 STEPS = 260
 TOLERANCE = 1e-5  # of the loss, fp32
 MODEL = """
@@ -55,7 +56,7 @@ class Night:
         until(lambda: len(self.losses(job_id, number)) > 2, f"attempt {number} of {job_id}")
 
     def ends(self, job_id: str) -> Job:
-        until(lambda: self.job(job_id)["status"] not in ("queued", "running"), f"the end of {job_id}")
+        until(lambda: self.job(job_id)["status"] not in ("queued", "running"), f"the end of {job_id}", PATIENCE_S)
         return self.job(job_id)
 
     def losses(self, job_id: str, number: int) -> dict[int, float]:
