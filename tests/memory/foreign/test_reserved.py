@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from orchestrator.memory.foreign.convolutional import walked
+from orchestrator.memory.foreign.convolutional_nets import NETS
 from orchestrator.memory.foreign.reserved import (
     POOL_RATIO,
+    POOL_RATIO_CONVOLUTIONAL,
     POOL_RATIO_FUSED,
     POOL_RATIO_FUSED_VARYING,
     POOL_RATIO_LABELS,
@@ -17,6 +20,7 @@ from orchestrator.memory.foreign.reserved import (
     POOL_RATIO_VARYING,
 )
 from orchestrator.training.allocator import Block, CachingAllocator
+from tests.memory.foreign.torch_classifiers import step_events
 
 HIDDEN, FFN, LAYERS = 4096, 11008, 16
 LENGTHS = (7.84, 0.69)  # log-normal: mean 3,234 and deviation 2,548 tokens, as ms-swift states of its dataset
@@ -142,6 +146,34 @@ def test_with_fewer_sizes_of_logits_the_pool_wastes_less(head: Head, limit: int,
     assert ratio(151_936, 2_048, None, head) == pytest.approx(even, abs=0.05)
     found = statistics.median(ratio(151_936, limit, seed, head) for seed in range(3))
     assert found == pytest.approx(spread, abs=0.2)
+
+
+def classifier_ratio(net: str, batch: int) -> float:
+    """Reserved after three steps of Adam over what was live, in the peak's activations."""
+    events, held = step_events(NETS[net], batch, 224)
+    allocator = Allocator()
+    weights = [size for number, size in events if number in held]
+    for size in weights:
+        allocator.take(size)
+    for turn in range(3):
+        live: dict[int, Block] = {}
+        for number, size in events:
+            if size and number not in held:
+                live[number] = allocator.take(size)
+            elif number in live:
+                allocator.give(live.pop(number))
+        if turn == 0:
+            for size in (*weights, *weights):
+                allocator.take(size)
+        for block in [*map(allocator.take, weights), *live.values()]:  # of the step; gradients
+            allocator.give(block)
+    peak = walked(NETS[net], batch, 224, low=False, transposes=False).peak
+    return 1 + (allocator.reserved_bytes - allocator.peak_bytes) / (peak.kept + peak.working)
+
+
+def test_steps_of_convolutional_nets_leave_less_between() -> None:
+    found = [classifier_ratio(net, 32) for net in ("mobilenet_v2", "resnet50")]
+    assert statistics.mean(found) == pytest.approx(POOL_RATIO_CONVOLUTIONAL, abs=0.05)
 
 
 @pytest.mark.long

@@ -113,12 +113,14 @@ class Classifier:
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The most bytes of storages that were live after any operation."""
+    """Storages as they come and go, and the most bytes of them that were live after any operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
-        self._seen: set[int] = set()
+        self.events: list[tuple[int, int]] = []  # which storage, and its bytes; none once it is gone
+        self._seen: dict[int, int] = {}
+        self._count_of_all = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -128,15 +130,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return found
 
+    def number_of(self, tensor: Tensor) -> int:
+        return self._seen[tensor.untyped_storage()._cdata]
+
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._seen:
-            self._seen.add(key)
+            self._seen[key] = self._count_of_all = self._count_of_all + 1
             self.live_bytes += (size := storage.nbytes())
+            self.events.append((self._seen[key], size))
             weakref.finalize(storage, self._gone, key, size)
 
     def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
+        self.events.append((self._seen.pop(key), 0))
         self.live_bytes -= size
 
 
@@ -152,7 +158,7 @@ def counted(net: Part, batch: int, side: int, *, low: bool = False) -> tuple[int
         kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    with _arithmetic(low=low), Live() as live:
+    with arithmetic(low=low), Live() as live:
         images, labels = torch.zeros(batch, 3, side, side), torch.zeros(batch, dtype=torch.int64)
         keeping = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)  # type: ignore[no-untyped-call]
         with keeping, torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -170,10 +176,20 @@ def counted(net: Part, batch: int, side: int, *, low: bool = False) -> tuple[int
 
 
 @contextlib.contextmanager
-def _arithmetic(*, low: bool) -> Iterator[None]:
+def arithmetic(*, low: bool) -> Iterator[None]:
     if not low:
         with torch.device("meta"):
             yield
         return
     with as_on_cuda(), FakeTensorMode():
         yield
+
+
+def step_events(net: Part, batch: int, side: int) -> tuple[list[tuple[int, int]], set[int]]:
+    """Storages as they come and go in a step, and those of weights and buffers among them; gradients stay."""
+    classifier = Classifier()
+    with arithmetic(low=False), Live() as live:
+        classifier.loss(net, torch.zeros(batch, 3, side, side), torch.zeros(batch, dtype=torch.int64)).backward()  # type: ignore[no-untyped-call]
+        classifier.losses.clear()
+        held = {live.number_of(each) for each in (*classifier.layers.parameters(), *classifier.layers.buffers())}
+        return list(live.events), held
