@@ -181,7 +181,13 @@ class _Walk:
         return self._product(x, y, x.channels * word.number, bias=word.number, transposes=False)
 
     def _product(self, x: _Value, y: _Value, weights: int, *, bias: int, transposes: bool) -> _Value:
-        """Autocast casts what goes in, and the weights, whose copy is kept as well."""
+        """Autocast casts what goes in, and the weights, whose copy is kept as well.
+
+        cuDNN works in what its plan wants, taken from the caching allocator without a bound (aten/src/ATen/native/
+        cudnn/Conv_v8.cpp, run_conv_plan; with cudnn.benchmark once in the most that any plan wants). Counted are the
+        copies for tensor cores, which want channels last (NVIDIA, Convolutional Layers User's Guide, "Tensor Layouts
+        In Memory"); what other algorithms want, as by FFT or Winograd, is not documented.
+        """
         x = self._as(x, self._width)
         copies = (_Storage(self._width * weights),) if self._width == 2 else ()
         self.parameters += weights + bias
