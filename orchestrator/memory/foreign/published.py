@@ -23,6 +23,7 @@ from orchestrator.memory.foreign.words import (
     CHECKPOINTS,
     COMPOSES_GELU,
     CONVOLUTIONS,
+    ENGINES_WITHOUT_MODEL,
     EXPERTS,
     FLASHES,
     FUSES_ADAPTERS,
@@ -32,6 +33,7 @@ from orchestrator.memory.foreign.words import (
     NOT_DECODERS,
     PREFERENCES,
     UNSYNCED,
+    ZERO_STAGE,
     bucket_elements_of,
 )
 from orchestrator.specs.plan import ActivationCheckpointing
@@ -202,7 +204,7 @@ def _framework_of(row: Row) -> Framework:
     sharding = row["sharding"].lower()
     if "megatron" in said and re.search("zero-?[23]", sharding):
         return Framework.DEEPSPEED
-    if re.search(r"jax|maxtext|easylm|levanter|\btpu|tensorflow|keras|paddle|mindspore", said):
+    if ENGINES_WITHOUT_MODEL.search(said):
         raise row.refused(f"no model of the engine {row['framework']}")
     if "neox" in said:
         return Framework.MEGATRON_DEEPSPEED
@@ -218,11 +220,13 @@ def _framework_of(row: Row) -> Framework:
     # FSDP's strategies are called ZeRO-2 and ZeRO-3 as well
     if "deepspeed" in said or ("zero" in sharding and not re.search("fsdp|shard", said + sharding)):
         return Framework.DEEPSPEED
-    if sharding == "ddp":
+    if sharding in ("ddp", "no_shard"):
         return Framework.PLAIN
     if "fsdp2" in said + sharding or (("torchtune" in said or "titan" in said) and row.number("n_gpus", 1) > 1):
         return Framework.FSDP2
-    if "fsdp" in said + sharding or "composer" in said or "shard" in sharding:
+    # litgpt's scripts shard over what devices they have (litgpt/finetune, litgpt/pretrain.py: FSDPStrategy)
+    spreads = row.is_litgpt and row.number("n_gpus", 1) > 1
+    if spreads or "fsdp" in said + sharding or "composer" in said or "shard" in sharding:
         return Framework.FSDP1
     return Framework.PLAIN
 
@@ -244,7 +248,7 @@ def _stage_of(row: Row) -> int | None:
 
 
 def _micro_batch_of(row: Row) -> int:
-    if found := row.number("micro_batch"):
+    if (found := row.number("micro_batch")) and "global" not in row["micro_batch"].lower():
         return found
     row.infer("micro-batch not stated: 1 taken")
     row.is_lower_bound = True
@@ -260,10 +264,11 @@ def _length_of(row: Row) -> int:
         "max ",
         re.sub(r"^(?:~|≈|seq(?:[ _]?len)?[=: ]*|length[=: ]*|(?:source|src|encoder)[=: ]*)", "", said),
     )
-    if found := re.fullmatch(r"(?:max )?(\d+)(k?)\b.*", said):
+    ranges = re.match(r"\d+ ?(?:-|–|to|\.\.) ?\d", said)
+    if not ranges and (found := re.fullmatch(r"(?:max )?(\d+(?:\.\d+)?)(k?)\b.*", said)):
         if said.startswith("max "):
             row.infer("the longest sample is as long as the limit")
-        return int(found[1]) * (1024 if found[2] else 1)
+        return max(1, round(float(found[1]) * (1024 if found[2] else 1)))
     if tokens := re.search(r"(\d+) tok\b", said):
         return int(tokens[1])
     if said:
@@ -346,8 +351,10 @@ def _spread_of(row: Row, training: Training, tp: int, pp: int) -> tuple[int, int
 
 
 def _zero_stage_of(row: Row, framework: Framework, said: str) -> int:
-    if found := re.search(r"zero-?(\d)", said + " " + row["framework"].lower()):
+    if found := ZERO_STAGE.search(said + " " + row["framework"].lower()):
         return int(found[1])
+    if re.search(r"zero[- ]?(?:infinity|\+\+)", said + " " + row["framework"].lower()):
+        return 3  # arXiv:2104.07857 and arXiv:2306.10209 go on from stage 3
     if framework is Framework.MEGATRON and "fsdp" in said:
         return 3
     if "distributed optimizer" in said or "low_level_zero" in row.said:
@@ -360,6 +367,8 @@ def _zero_stage_of(row: Row, framework: Framework, said: str) -> int:
         if framework is Framework.MEGATRON and trainer.split("-")[1].lower() in row.said:
             row.infer(f"distributed optimizer on, as {trainer} has it")
             return 1
+    if framework is Framework.DEEPSPEED and row.number("n_gpus", 1) > 1:
+        raise row.refused("which stage of ZeRO is not stated: write it into the column sharding, like ZeRO-2")
     return 0
 
 
@@ -368,7 +377,7 @@ def _zero_stage_of(row: Row, framework: Framework, said: str) -> int:
 
 def _checkpointing_of(row: Row, framework: Framework) -> ActivationCheckpointing:
     said, other = row["act_ckpt"].lower(), row.other
-    if "gradient checkpointing=✘" in other or re.match(r"false|no(?!t)|off|0|-|✘|✗", said):
+    if "gradient checkpointing=✘" in other or re.match(r"false|no(?!t)|n$|off|disabled|without|0|-|✘|✗", said):
         return ActivationCheckpointing.NONE
     if said.startswith("selective"):
         return ActivationCheckpointing.SELECTIVE

@@ -34,8 +34,12 @@ SMALL = re.compile(
     re.I,
 )
 LORA = re.compile(r"lora|dora\b|pissa|loftq|olora|corda|\beva\b", re.I)
-OWN_STATES = re.compile(r"galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I)
-LEARNS_ALL = re.compile(r"^(?:full\b|sft\b|fft\b|none\b|no\b|-|false\b|pretrain|all parameters)|\bfull\b", re.I)
+OWN_STATES = re.compile(
+    r"adamw?[ _-]?4-?bit|4-?bit[ _-]adam|galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I
+)
+LEARNS_ALL = re.compile(
+    r"^(?:n$|n/?a$|✘|✗|full\b|sft\b|fft\b|none\b|no\b|-|false\b|pretrain|all parameters)|\bfull\b", re.I
+)
 
 # How public trainers work, where their rows do not say so: bitsandbytes kept what goes into a 4-bit product until
 # 0.43.3 (pull 1270 of 2024-07); Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is
@@ -55,6 +59,11 @@ FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
 # Sharded gradients travel in fp32: training.mixed_precision_reduce of pytorch/torchtitan has it so, as has composer's
 # mixed_precision: DEFAULT (mosaicml/composer, trainer/mosaic_fsdp_utils.py).
 REDUCES_FP32 = re.compile(r"mixed=default|titan|reduc\w+ in fp32|fp32 reduc|reduce_dtype[ =:]*(?:fp32|float32)")
+# "ZeRO-3", "ZeRO Stage 2", "stage3", "z3"; a pipeline's stage is not one of ZeRO's
+ZERO_STAGE = re.compile(r"(?:zero[ _-]*(?:stage[ _-]*)?|(?<!pipeline )\bstage[ _-]*|\bz)([0-3])\b")
+ENGINES_WITHOUT_MODEL = re.compile(
+    r"jax|maxtext|easylm|levanter|\btpu|tensorflow|keras|paddle|mindspore|mindspeed|internevo|oneflow|libai|patrickstar"
+)
 # Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
 FUSES_ADAPTERS = re.compile(r"unsloth|fused lora|lora[ _](?:mlp|qkv|o)[ _]kernel|lora kernels")
@@ -142,7 +151,8 @@ def targets_of(said: str) -> tuple[str, ...]:
 
 def bits_of(said: str) -> int:
     """Bits of an element of a quantised base, by the words of a row in lower case; 0: it is not quantised."""
-    if "int8" in said or "8bit base" in said:
+    said = re.sub(r"(?<=[48])[-_ ]bit\b", "bit", said)
+    if re.search(r"int8|8bit base|(?:lora|load in|load_in_)[^;,]*\b8bit|\b8bit lora", said):
         return 8
     return 4 if "qlora" in said or "int4" in said or "4bit" in said or "nf4" in said else 0
 

@@ -1,0 +1,100 @@
+"""What a row says in other words is read as what it means, or is refused in a line that says what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.memory.foreign.published import described_row
+from orchestrator.memory.foreign.training import Framework
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import ActivationCheckpointing
+
+ROW = {
+    "id": "x",
+    "model": "Llama-2-7b",
+    "gpu": "A100 80GB",
+    "n_gpus": "8",
+    "framework": "HF Trainer + DeepSpeed",
+    "sharding": "ZeRO-3",
+    "micro_batch": "2",
+    "seq_len": "2048",
+    "precision": "bf16",
+    "act_ckpt": "True",
+    "optimizer": "AdamW",
+}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "stage"),
+    [
+        ("ZeRO Stage 3", 3),
+        ("zero stage 2", 2),
+        ("stage3", 3),
+        ("ZeRO 2", 2),
+        ("deepspeed_zero3", 3),
+        ("Z3", 3),
+        ("ZeRO-Infinity", 3),
+        ("ZeRO++", 3),
+    ],
+)
+def test_a_stage_of_zero_is_read_in_any_spelling(sharding: str, stage: int) -> None:
+    assert described_row({**ROW, "sharding": sharding}).training.zero_stage == stage
+
+
+def test_deepspeed_on_several_devices_without_a_stage_is_refused() -> None:
+    with pytest.raises(SpecError, match="which stage of ZeRO is not stated"):
+        described_row({**ROW, "sharding": ""})
+    assert described_row({**ROW, "sharding": "", "n_gpus": "1"}).training.zero_stage == 0
+
+
+def test_fsdp_that_shards_nothing_is_ddp() -> None:
+    training = described_row({**ROW, "framework": "PyTorch FSDP", "sharding": "NO_SHARD"}).training
+    assert training.framework is Framework.PLAIN
+    assert training.zero_stage == 0
+
+
+@pytest.mark.parametrize("word", ["n", "disabled", "without", "off", "No", "none"])
+def test_no_checkpointing_in_any_word(word: str) -> None:
+    assert described_row({**ROW, "act_ckpt": word}).training.checkpointing is ActivationCheckpointing.NONE
+
+
+@pytest.mark.parametrize(("length", "tokens"), [("0.5k", 512), ("2,048", 2048), ("4K", 4096)])
+def test_lengths_in_any_spelling(length: str, tokens: int) -> None:
+    assert described_row({**ROW, "seq_len": length}).training.sequence_length == tokens
+
+
+def test_a_range_of_lengths_is_no_length() -> None:
+    with pytest.raises(SpecError, match="length of the samples is not stated"):
+        described_row({**ROW, "seq_len": "512-1024"})
+
+
+def test_a_global_batch_is_no_micro_batch() -> None:
+    found = described_row({**ROW, "micro_batch": "global 64"})
+    assert found.training.micro_batch_size == 1
+    assert found.is_lower_bound
+
+
+@pytest.mark.parametrize(
+    ("peft", "bits"), [("LoRA 8bit", 8), ("LoRA, 8-bit base", 8), ("LoRA 4-bit", 4), ("QLoRA", 4), ("LoRA", 16)]
+)
+def test_bits_of_a_base_in_any_spelling(peft: str, bits: int) -> None:
+    training = described_row({**ROW, "framework": "HF Trainer", "n_gpus": "1", "sharding": "", "peft": peft}).training
+    base = training.base_bytes or 2
+    assert (base < 2, base < 1) == (bits < 16, bits < 8)
+
+
+def test_adam_on_the_host_keeps_its_states_there() -> None:
+    training = described_row({**ROW, "sharding": "ZeRO-2", "optimizer": "CPUAdam"}).training
+    assert training.offload_optimizer
+    assert not training.offload_parameters
+
+
+@pytest.mark.parametrize("engine", ["InternEvo", "OneFlow LiBai", "PatrickStar", "MindSpeed-LLM"])
+def test_engines_that_are_not_modelled_are_refused_by_name(engine: str) -> None:
+    with pytest.raises(SpecError, match="no model of the engine"):
+        described_row({**ROW, "framework": engine})
+
+
+def test_four_bit_adam_is_refused() -> None:
+    with pytest.raises(SpecError, match="AdamW4bit"):
+        described_row({**ROW, "framework": "HF Trainer", "n_gpus": "1", "sharding": "", "optimizer": "AdamW4bit"})
