@@ -108,7 +108,11 @@ def t5_layer_bytes(shape: Architecture, lengths: tuple[int, int], *, low: bool, 
     """What a layer of transformers' T5 keeps of a sample, in the mean of both sides (memory/t5.py, on CUDA).
 
     `lengths`: of source and target. The closed form has one for both: what is longer or shorter of the source are keys,
-    values and scores of the attention to it, which that counts 12 bytes each.
+    values and scores of the attention to it.
+
+    That counts dropout as the CPU does it, by a product with a mask of numbers, and 12 bytes for each score. CUDA's is
+    one kernel (aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable), which keeps its mask in bytes and not its
+    input: of a score stay the softmax, taken in fp32, the mask, and what goes into the product with the values.
     """
     decoders = shape.crossed
     encoders = shape.layers - decoders
@@ -126,6 +130,13 @@ def t5_layer_bytes(shape: Architecture, lengths: tuple[int, int], *, low: bool, 
     precision = Precision.BF16 if low else Precision.FP32
     how = {"autocast": autocasts, "cuda": True, "keeps_scores": True}
     source, target = (t5_profile(sizes, "foreign", precision, length, **how).segments for length in lengths)
+    width = 2 if low else 4
+    score = 4 + 1 + width
     more = lengths[0] - lengths[1]
-    crossing = more * ((2 if low else 4) * 2 * shape.query + 12 * shape.heads * lengths[1])
-    return (encoders * source[1].saved_bytes + decoders * (target[3].saved_bytes + crossing)) // shape.layers
+    crossing = more * (width * 2 * shape.query + score * shape.heads * lengths[1])
+    below = [
+        length * ((12 - score) * attentions * shape.heads * length + (width - 1) * (parts * shape.hidden + shape.ffn))
+        for length, attentions, parts in zip(lengths, (1, 2), (2, 3), strict=True)
+    ]
+    encoder, decoder = source[1].saved_bytes - below[0], target[3].saved_bytes - below[1] + crossing
+    return (encoders * encoder + decoders * decoder) // shape.layers

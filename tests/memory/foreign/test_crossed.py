@@ -72,6 +72,15 @@ def test_a_target_as_long_as_its_source_is_what_the_closed_form_counts_for_both(
     assert above - once == pytest.approx(once - below, rel=0.01)
 
 
+@pytest.mark.parametrize(("low", "score"), [(False, 9), (True, 7)])
+def test_a_score_keeps_what_cudas_dropout_and_an_fp32_softmax_keep(low: bool, score: int) -> None:
+    """Softmax in fp32, a mask of bytes, and the product's input: the second difference of lengths is that of scores."""
+    shape = KNOWN["t5-large"]
+    one, two, three = (t5_layer_bytes(shape, (s, s), low=low, autocasts=low) for s in (256, 512, 768))
+    attentions = 1.5  # of an encoder's layer one, of a decoder's two
+    assert (three - two) - (two - one) == pytest.approx(2 * 256**2 * shape.heads * attentions * score, rel=1e-6)
+
+
 def test_megatrons_encoder_decoder_has_positions_and_two_matrices() -> None:
     """NVIDIA/Megatron-LM tests/functional_tests/test_cases/t5/t5_11b_mcore_tp4_pp1: 42,906 MiB of the last rank."""
     training = read(
