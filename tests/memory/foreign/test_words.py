@@ -153,10 +153,11 @@ def test_masters_have_fp32_states_beside_them() -> None:
 
 
 def test_buckets_are_as_large_as_the_trainer_makes_them() -> None:
-    said = {"DeepSpeed": 500_000_000, "HF Trainer + DeepSpeed": 4096**2, "ColossalAI": 12 * 2**20}
-    found = {name: read(SHARDED, framework=name, sharding="ZeRO-2").bucket_elements for name in said}
-    assert found == said
-    assert read(SHARDED, framework="DeepSpeed", compile_or_other="reduce bucket 5e7").bucket_elements == 50_000_000
+    sizes = {"DeepSpeed": 500_000_000, "HF Trainer + DeepSpeed": 4096**2, "ColossalAI": 12 * 2**20}
+    found = {name: read(SHARDED, framework=name, sharding="ZeRO-2").bucket_elements for name in sizes}
+    assert found == sizes
+    said = {"framework": "DeepSpeed", "sharding": "ZeRO-2", "compile_or_other": "reduce bucket 5e7"}
+    assert read(SHARDED, **said).bucket_elements == 50_000_000
 
 
 def test_deepspeed_makes_its_whole_bucket_however_little_is_trained() -> None:
