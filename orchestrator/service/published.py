@@ -19,7 +19,7 @@ from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import parse_bytes
 
-NEEDED = ("id", "model", "arch", "framework", "micro_batch", "seq_len", "precision")
+NEEDED = ("id", "model", "framework", "micro_batch", "seq_len", "precision")
 
 
 class RowEstimate(TypedDict):

@@ -262,7 +262,8 @@ ALSO = {
     "inception": "inception_v3",
     "mobilenet_v3": "mobilenet_v3_large",
 }
-_KEYS = {name.replace("_", ""): net for name, net in ({name: name for name in NETS} | ALSO).items()}
+_LETTERED = {name.replace(size, size[0]): name for name in NETS for size in ("tiny", "small", "base") if size in name}
+_KEYS = {name.replace("_", ""): net for name, net in ({name: name for name in NETS} | _LETTERED | ALSO).items()}
 _PIXELS = re.compile(r"(?<![\w.])(\d{2,4}) ?(?:px|[x×] ?\d{2,4})")
 
 
@@ -279,7 +280,7 @@ class ConvolutionalNet(Architecture):
 
 
 def convolutional_net(name: str, sample: str) -> tuple[ConvolutionalNet, bool] | None:
-    """A net by its usual name, and whether the size of its images ("224x224", "224px") is stated in it or the sample.
+    """A net by its usual name, and whether its images' size ("224x224", "224px") is stated there or in the sample.
 
     None where the name is another's. Else images are those of ImageNet, as wide as the net's paper has them.
     """
@@ -287,7 +288,7 @@ def convolutional_net(name: str, sample: str) -> tuple[ConvolutionalNet, bool] |
     net = _KEYS.get(re.sub(r"[\W_]", "", _PIXELS.sub("", plain)))
     if net is None:
         return None
-    stated = _PIXELS.search(sample.lower()) or _PIXELS.search(plain)
+    stated = re.fullmatch(r"(\d{2,4})", sample.strip()) or _PIXELS.search(sample.lower()) or _PIXELS.search(plain)
     side = int(stated[1]) if stated else 299 if net in ("inception_v3", "xception") else 224
     if net == "inception_v3" and side < 299:
         net = SMALL_INCEPTION

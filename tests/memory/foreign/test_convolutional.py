@@ -117,6 +117,7 @@ def test_gradients_of_earlier_batches_and_what_tensor_cores_work_in_come_on_top(
         ("timm/resnet50.a1_in1k", "resnet50"),
         ("Wide ResNet-50-2", "wide_resnet50_2"),
         ("ConvNeXt-Tiny 86x86", "convnext_tiny"),
+        ("ConvNeXt-T", "convnext_tiny"),
         ("VGG16-BN", "vgg16_bn"),
         ("efficientnet", "efficientnet_b0"),
     ],
@@ -147,6 +148,10 @@ def test_what_is_not_one_of_them_is_refused_as_before(written: str) -> None:
 def test_what_no_walk_covers_is_refused_with_its_reason(columns: dict[str, str], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         read(**columns)
+
+
+def test_a_bare_number_is_how_wide_images_are() -> None:
+    assert read(seq_len="160") == read(seq_len="160x160") != read(seq_len="224")
 
 
 def test_a_row_says_precision_device_and_layout() -> None:
