@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.memory.foreign.architectures import GATED, Architecture, described
-from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet, convolutional_net
+from orchestrator.memory.foreign.convolutional_rows import check_net, net_of, transposes
 from orchestrator.memory.foreign.crossed import TWO_SIDED, known_crossed, two_sided
 from orchestrator.memory.foreign.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixture
 from orchestrator.memory.foreign.public_models import known
@@ -56,7 +56,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
     if row["model"].startswith("kernel:"):
         raise row.refused("a kernel by itself, not a training")
     vision = vision_transformer(row["model"], row["seq_len"])
-    net = _net_of(row)
+    net = net_of(row)
     if net is None and vision is None and ("conv net" in row["arch"] or CONVOLUTIONS.search(row["model"])):
         raise row.refused("a convolutional net or image model has no closed form: its activations need a trace")
     if PREFERENCES.search(row.said):
@@ -86,12 +86,12 @@ def described_row(columns: Mapping[str, str]) -> Described:
         sequence_length=1 if net else _tokens_of(row, vision[1]) if vision is not None else _length_of(row),
         target_length=_target_length_of(row, shape),
         checkpointing=_checkpointing_of(row, framework),
-        flash=_is_flash(row, shape, framework),
+        flash=net is not None or _is_flash(row, shape, framework),
         fused=_is_fused(row, framework),
         composed_gelu=_composes_gelu(row, shape, framework),
         in_place=IN_PLACE.search(row.said) is not None,
         fuses_adapters=FUSES_ADAPTERS.search(row.said) is not None,
-        transposes=_transposes(row),
+        transposes=transposes(row),
         is_old=_is_old(row, framework),
         # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
         keeps_gradients=re.search(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b", row.said) is not None,
@@ -108,7 +108,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
     training = _with_layout(row, training)
     training = with_states(row, with_adapters(row, training))
     if net is not None:
-        _check_net(row, training)
+        check_net(row, training)
     return Described(training=training, inferred=tuple(row.inferred), is_lower_bound=row.is_lower_bound)
 
 
@@ -143,42 +143,6 @@ def _shape_of(row: Row, framework: Framework) -> Architecture:
         row.infer("dropout on, as Megatron's defaults")
         shape = replace(shape, dropout=True, positions=shape.positions and row.number("seq_len"))
     return shape
-
-
-def _net_of(row: Row) -> ConvolutionalNet | None:
-    found = convolutional_net(row["model"], row["seq_len"])
-    if found is None:
-        return None
-    net, is_stated = found
-    if not is_stated:
-        row.infer(f"images of {net.side} pixels, as in the paper of the net")
-    if net.parameters:  # of images that are large enough
-        row.infer(f"{net.net} as torchvision or timm defines it, a thousand classes")
-    return net
-
-
-def _check_net(row: Row, training: Training) -> None:
-    """Raises SpecError where weights are not fp32 and trained as a whole, or something else recomputes or fuses."""
-    for is_so, what in (
-        (training.low_precision and not training.autocasts, "in low precision"),
-        (training.lora_rank > 0, "with adapters"),
-        (training.checkpointing is not ActivationCheckpointing.NONE, "with checkpointing"),
-        (training.fused, "that is compiled"),
-    ):
-        if is_so:
-            raise row.refused(f"no closed form of a convolutional net {what}")
-
-
-def _transposes(row: Row) -> bool:
-    """Whether convolutions run on tensor cores over tensors whose channels are not last.
-
-    Since Ampere also in fp32: torch.backends.cudnn.allow_tf32 is on.
-    """
-    early = re.search(
-        r"\b(?:V100|T4|[PKM]\d{2,3}|RTX ?(?:20\d\d|[4568]000)|(?:GTX ?)?1[06]\d0)\b|titan", row["gpu"], re.I
-    )
-    low = "32" not in row["precision"]
-    return (low or early is None) and re.search(r"channels[ _-]last|nhwc", row.said) is None
 
 
 def _mixture_of(row: Row, framework: Framework) -> Architecture:

@@ -76,9 +76,7 @@ class Training:
     masters: bool = False  # an fp32 copy of low-precision weights
     fp32_gradients: bool = False  # gradients are added up in fp32 beside those of the backward pass
     reduces_fp32: bool = False  # FSDP: gradients travel in fp32
-    gathers_fp32: bool = (
-        False  # FSDP has no policy of its own: autocast casts what was gathered as wide as it is stored
-    )
+    gathers_fp32: bool = False  # FSDP without a policy: autocast casts what was gathered as it is stored
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     rule: Rule = Rule.ADAM
     step_in_backward: bool = False  # gradients are used up as they come
