@@ -114,9 +114,8 @@ def with_states(row: Row, training: Training) -> Training:
     if not offload and "offload" in row["sharding"].lower():
         offload = "cpu" if training.zero_stage == 3 else "optimizer"
     only_optimizer = bool(re.match(r"(cpu )?optim", offload)) or "opt=y" in offload
-    only_optimizer |= (
-        not offload and re.search(r"cpu[ _-]?adam", optimizer) is not None
-    )  # deepspeed/ops/adam/cpu_adam.py
+    steps_on_host = re.search(r"cpu[ _-]?adam", optimizer) is not None  # deepspeed/ops/adam/cpu_adam.py
+    only_optimizer |= steps_on_host and not offload
     everything = not only_optimizer and "cpu" in re.sub(r"act_cpu=\w+", "", offload)
     return replace(
         training,

@@ -177,9 +177,7 @@ def loss_of(said: str, other: str) -> Loss:
     if "composer" in said:
         return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
     if re.search("thunder|universal llm", said):
-        return (
-            Loss.LOW
-        )  # their loss takes logits as the model returns them (src/models of ljm565/universal-llm-trainer)
+        return Loss.LOW  # takes logits as the model returns them: src/models of ljm565/universal-llm-trainer
     if re.search("lit-?gpt", said):
         return Loss.LISTED
     if "titan" in said and "compile" in other and re.search(r"\b202[5-9]", said):
