@@ -24,7 +24,7 @@ from tests.training import gang
 TOLERANCE = 2e-6
 TRAINING = dataclasses.replace(gang.TRAINING, max_steps=16, checkpoint_every_steps=2, keep_checkpoints=2)
 KILLED_AFTER_STEPS_MAX = 4  # of one life: so a training takes about five
-STARTUP_S = 6.0
+STARTUP_S = 1.5  # of ranks that are forked; a whole training takes about five
 SEED = 20
 DEADLINE_S = 120
 POLL_S = 0.001
