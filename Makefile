@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo demo-audio test test-long lint bench bench-memory bench-cost bench-scheduler clean
+# Tests that compute and start nothing: one core's work, beside those that mostly wait for processes.
+PURE := $(addprefix tests/,specs memory/foreign planning scheduling)
+
+.PHONY: demo demo-audio test test-pure test-world test-long lint bench bench-memory bench-cost bench-scheduler clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +21,13 @@ demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -m "not long" --durations=25
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-pure test-world
+
+test-pure:
+	$(BIN)/python -m pytest -m "not long" $(PURE)
+
+test-world:
+	$(BIN)/python -m pytest -m "not long" --durations=25 $(addprefix --ignore=,$(PURE)) tests
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long
