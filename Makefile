@@ -21,10 +21,10 @@ demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
 
 test: $(READY) lint
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=line test-pure test-world
+	$(MAKE) --no-print-directory --jobs=2 test-pure test-world
 
-test-pure:
-	$(BIN)/python -m pytest -m "not long" $(PURE)
+test-pure:  # tells everything at its end, so that the dots of the other do not mix with its own
+	@said=$$($(BIN)/python -m pytest -m "not long" $(PURE) 2>&1); code=$$?; echo "$$said"; exit $$code
 
 test-world:
 	$(BIN)/python -m pytest -m "not long" --durations=25 $(addprefix --ignore=,$(PURE)) tests
