@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from orchestrator.memory.foreign.architectures import Architecture
+from orchestrator.memory.foreign.public_models import gpt
 from orchestrator.memory.t5 import T5Shape, t5_profile
 from orchestrator.specs.plan import Precision
 
@@ -44,20 +45,7 @@ def _t5(layers: int, hidden: int, heads: int, width: int, ffn: int, vocab: int, 
 def _plain(
     layers: int, hidden: int, heads: int, vocab: int, positions: int, crossed: int, *, tied: bool = True
 ) -> Architecture:
-    return Architecture(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        ffn=4 * hidden,
-        vocab=vocab,
-        gated=False,
-        tied=tied,
-        positions=positions,
-        dropout=True,
-        crossed=crossed,
-    )
+    return gpt(layers, hidden, heads, vocab, positions=positions, tied=tied, dropout=True, crossed=crossed)
 
 
 V1_1 = {  # google/t5-v1_1-*, and with another vocabulary google/mt5-*

@@ -23,42 +23,34 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     that of every layer is there at the end of the backward pass, with its gradient (over 12 layers on two gloo ranks of
     torch 2.13, 28 layer inputs were counted instead of 16, and 16 if not reentrant; 2026-11).
     """
-    shards = training.dp
     layer, ends = layer_held(training), ends_held(training)
     layers = training.shape.layers
     held = layer * layers + ends
     width = trained_width(training)
     device = 0 if training.offload_parameters else 1
-    resident = device * -(-(width * held.trained + held.frozen_bytes) // shards)
-    states = device * round(((4 if training.masters else 0) + state_bytes(training)) * held.trained / shards)
     compute = 2 if training.low_precision and not training.gathers_fp32 else 4
-
-    def gathered(unit: Held) -> int:
-        return compute * unit.trained + unit.frozen_bytes
-
-    root = gathered(ends) // 2 if training.ends_apart else gathered(ends)
+    a_layer, root = (compute * unit.trained + unit.frozen_bytes for unit in (layer, ends))
+    root = root // 2 if training.ends_apart else root
     ahead = layers if training.zero_stage == 2 else 1  # of the layers, those that are there as the backward pass starts
-    units = (ahead if training.zero_stage == 2 else 2) * gathered(layer)
+    units = (ahead if training.zero_stage == 2 else 2) * a_layer
     # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced; else the
     # root's gradient is put together once the embedding's is there (split's backward pass, torch/distributed/fsdp/
     # _flat_param.py, _get_unflat_views_unaligned)
     beside, ended = (0 if training.ends_apart else root), min(ends.trained, training.shape.table)
-    fixed: Causes = (("parameters", resident), ("optimizer states", states))
+    fixed = _sharded(training, held) if device else (("parameters", 0), ("optimizer states", 0))
     reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
     reducing = max(reduce, 2 * compute)  # gradients of a unit, and what is sent of them
     frozen_gradients = layer.frozen_bytes if training.frozen_gradients else 0
     all_gradients = width * held.trained + layers * frozen_gradients
-    shard_gradients = device * all_gradients // shards
-    earlier = shard_gradients if training.keeps_gradients else 0
-    if training.gradient_accumulation_steps > 1:
-        earlier = all_gradients if training.unsynced else shard_gradients
+    shard_gradients = device * all_gradients // training.dp
+    earlier = _earlier(training, all_gradients, shard_gradients)
     kept = layers * kept_bytes(training)
     yield (
         "backward of head",
         (
             *fixed,
             ("gradients", earlier),
-            ("gathered parameters", root + ahead * gathered(layer)),
+            ("gathered parameters", root + ahead * a_layer),
             (KEPT, kept),
             (WORKING, head_bytes(training)),
         ),
@@ -79,7 +71,7 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
         (
             *fixed,
             ("gradients", earlier),
-            ("gathered parameters", beside + ahead * gathered(layer)),
+            ("gathered parameters", beside + ahead * a_layer),
             ("whole gradients", compute * ended + reducing * layer.trained + 2 * frozen_gradients),
             (KEPT, kept - kept_bytes(training)),
         ),
@@ -107,3 +99,19 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     )
     temporaries = shard_gradients if training.foreach else 0
     yield ("optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries)))
+
+
+def _earlier(training: Training, whole_bytes: int, shard_bytes: int) -> int:
+    """Bytes of the gradients that are there when a backward pass begins, of micro-batches or steps before it."""
+    if training.gradient_accumulation_steps > 1:
+        return whole_bytes if training.unsynced else shard_bytes
+    return shard_bytes if training.keeps_gradients else 0
+
+
+def _sharded(training: Training, held: Held) -> Causes:
+    """What every rank has of the parameters and of the optimizer's states."""
+    states = (4 if training.masters else 0) + state_bytes(training)
+    return (
+        ("parameters", -(-(trained_width(training) * held.trained + held.frozen_bytes) // training.dp)),
+        ("optimizer states", round(states * held.trained / training.dp)),
+    )

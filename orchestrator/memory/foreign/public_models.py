@@ -29,7 +29,8 @@ def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, 
     )
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int, *, positions: int = 0, **more: int | bool) -> Architecture:
+def gpt(layers: int, hidden: int, heads: int, vocab: int, *, positions: int = 0, **more: int | bool) -> Architecture:
+    """A decoder of the GPT kind: a feed-forward part four times as wide, one matrix for embedding and head."""
     return replace(
         Architecture(
             layers=layers,
@@ -185,80 +186,80 @@ KNOWN: dict[str, Architecture] = {
     "gemma-3-12b": _llama(48, 3840, 16, 8, 15360, 262208, tied=True, head_dim=256),
     "gemma-3-27b": _llama(62, 5376, 32, 16, 21504, 262208, tied=True, head_dim=128),
     "stablelm-3b-4e1t": _llama(32, 2560, 32, 32, 6912, 50304),  # stabilityai/stablelm-3b-4e1t
-    "stablelm-alpha-3b": _gpt(16, 4096, 32, 50688, tied=False),  # stabilityai/stablelm-base-alpha-*
-    "stablelm-alpha-7b": _gpt(16, 6144, 48, 50432, tied=False),
-    "redpajama-incite-3b": _gpt(32, 2560, 32, 50432, tied=False),  # togethercomputer/RedPajama-INCITE-*
-    "redpajama-incite-7b": _gpt(32, 4096, 32, 50432, tied=False),
-    "phi-1.5": _gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1_5
-    "phi-2": _gpt(32, 2560, 32, 51200, tied=False),  # microsoft/phi-2
-    "falcon-7b": _gpt(32, 4544, 71, 65024, kv_heads=1),  # tiiuae/falcon-7b
-    "falcon-40b": _gpt(60, 8192, 128, 65024, kv_heads=8),  # tiiuae/falcon-40b
-    "mpt-7b": _gpt(32, 4096, 32, 50432),  # mosaicml/mpt-7b: alibi
-    "mpt-30b": _gpt(48, 7168, 64, 50432),  # mosaicml/mpt-30b: alibi
-    "starcoder": _gpt(40, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # bigcode/starcoder
-    "starcoder2-3b": _gpt(30, 3072, 24, 49152, kv_heads=2),  # bigcode/starcoder2-*
-    "starcoder2-7b": _gpt(32, 4608, 36, 49152, kv_heads=4),
-    "starcoder2-15b": _gpt(40, 6144, 48, 49152, kv_heads=4, tied=False),
-    "distilgpt2": _gpt(6, 768, 12, 50257, positions=1024, dropout=True),  # distilbert/distilgpt2
-    "pythia-70m": _gpt(6, 512, 8, 50304, tied=False),  # EleutherAI/pythia-70m
-    "pythia-160m": _gpt(12, 768, 12, 50304, tied=False),  # EleutherAI/pythia-160m
-    "pythia-410m": _gpt(24, 1024, 16, 50304, tied=False),  # EleutherAI/pythia-410m
-    "cerebras-gpt-111m": _gpt(10, 768, 12, 50257, positions=2048),  # cerebras/Cerebras-GPT-*
-    "cerebras-gpt-1.3b": _gpt(24, 2048, 16, 50257, positions=2048),
-    "cerebras-gpt-2.7b": _gpt(32, 2560, 32, 50257, positions=2048),
-    "cerebras-gpt-6.7b": _gpt(32, 4096, 32, 50257, positions=2048),
-    "cerebras-gpt-13b": _gpt(40, 5120, 40, 50257, positions=2048),
-    "dolly-v2-3b": _gpt(32, 2560, 32, 50280, tied=False),  # databricks/dolly-v2-*
-    "dolly-v2-7b": _gpt(32, 4096, 32, 50280, tied=False),
-    "dolly-v2-12b": _gpt(36, 5120, 40, 50280, tied=False),
-    "opt-175b": _gpt(96, 12288, 96, 50272, positions=2050, dropout=True),  # arXiv:2205.01068, table 1
-    "gpt-3-125m": _gpt(12, 768, 12, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
-    "gpt-3-350m": _gpt(24, 1024, 16, 51200, positions=2048, dropout=True),
-    "gpt-3-760m": _gpt(24, 1536, 16, 51200, positions=2048, dropout=True),
-    "xlm-roberta-base": _gpt(12, 768, 12, 250002, positions=514, dropout=True, causal=False),  # FacebookAI/xlm-*
-    "xlm-roberta-large": _gpt(24, 1024, 16, 250002, positions=514, dropout=True, causal=False),
-    "distilbert": _gpt(6, 768, 12, 30522, positions=512, dropout=True, causal=False),  # distilbert/distilbert-base
-    "gpt2": _gpt(12, 768, 12, 50257, positions=1024, dropout=True),  # openai-community/gpt2
-    "gpt2-medium": _gpt(24, 1024, 16, 50257, positions=1024, dropout=True),  # openai-community/gpt2-medium
-    "gpt2-large": _gpt(36, 1280, 20, 50257, positions=1024, dropout=True),  # openai-community/gpt2-large
-    "gpt2-xl": _gpt(48, 1600, 25, 50257, positions=1024, dropout=True),  # openai-community/gpt2-xl
-    "gpt-neo-125m": _gpt(12, 768, 12, 50257, positions=2048),  # EleutherAI/gpt-neo-125m
-    "gpt-neo-1.3b": _gpt(24, 2048, 16, 50257, positions=2048),  # EleutherAI/gpt-neo-1.3B
-    "gpt-neo-2.7b": _gpt(32, 2560, 20, 50257, positions=2048),  # EleutherAI/gpt-neo-2.7B
-    "gpt-j-6b": _gpt(28, 4096, 16, 50400, tied=False),  # EleutherAI/gpt-j-6b
-    "gpt-neox-20b": _gpt(44, 6144, 64, 50432, tied=False),  # EleutherAI/gpt-neox-20b
-    "pythia-1b": _gpt(16, 2048, 8, 50304, tied=False),  # EleutherAI/pythia-1b
-    "pythia-1.4b": _gpt(24, 2048, 16, 50304, tied=False),  # EleutherAI/pythia-1.4b
-    "pythia-2.8b": _gpt(32, 2560, 32, 50304, tied=False),  # EleutherAI/pythia-2.8b
-    "pythia-6.9b": _gpt(32, 4096, 32, 50432, tied=False),  # EleutherAI/pythia-6.9b
-    "pythia-12b": _gpt(36, 5120, 40, 50688, tied=False),  # EleutherAI/pythia-12b
-    "opt-125m": _gpt(12, 768, 12, 50272, positions=2050, dropout=True),  # facebook/opt-125m
-    "opt-1.3b": _gpt(24, 2048, 32, 50272, positions=2050, dropout=True),  # facebook/opt-1.3b
-    "opt-2.7b": _gpt(32, 2560, 32, 50272, positions=2050, dropout=True),  # facebook/opt-2.7b
-    "opt-6.7b": _gpt(32, 4096, 32, 50272, positions=2050, dropout=True),  # facebook/opt-6.7b
-    "opt-13b": _gpt(40, 5120, 40, 50272, positions=2050, dropout=True),  # facebook/opt-13b
-    "opt-30b": _gpt(48, 7168, 56, 50272, positions=2050, dropout=True),  # facebook/opt-30b
-    "opt-66b": _gpt(64, 9216, 72, 50272, positions=2050, dropout=True),  # facebook/opt-66b
-    "bloom-560m": _gpt(24, 1024, 16, 250880),  # bigscience/bloom-560m
-    "bloom-1b1": _gpt(24, 1536, 16, 250880),  # bigscience/bloom-1b1
-    "bloom-1b7": _gpt(24, 2048, 16, 250880),  # bigscience/bloom-1b7
-    "bloom-3b": _gpt(30, 2560, 32, 250880),  # bigscience/bloom-3b
-    "bloom-7b1": _gpt(30, 4096, 32, 250880),  # bigscience/bloom-7b1
-    "bloom": _gpt(70, 14336, 112, 250880),  # bigscience/bloom
-    "gpt-3-1.3b": _gpt(24, 2048, 16, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
-    "gpt-3-2.7b": _gpt(32, 2560, 32, 51200, positions=2048, dropout=True),
-    "gpt-3-6.7b": _gpt(32, 4096, 32, 51200, positions=2048, dropout=True),
-    "gpt-3-13b": _gpt(40, 5120, 40, 51200, positions=2048, dropout=True),
-    "gpt-3-175b": _gpt(96, 12288, 96, 51200, positions=2048, dropout=True),
-    "bert-base": _gpt(12, 768, 12, 30522, positions=512, dropout=True, causal=False),  # google-bert/bert-base-uncased
-    "bert-large": _gpt(24, 1024, 16, 30522, positions=512, dropout=True, causal=False),
-    "roberta-base": _gpt(12, 768, 12, 50265, positions=514, dropout=True, causal=False),  # FacebookAI/roberta-base
-    "roberta-large": _gpt(24, 1024, 16, 50265, positions=514, dropout=True, causal=False),
+    "stablelm-alpha-3b": gpt(16, 4096, 32, 50688, tied=False),  # stabilityai/stablelm-base-alpha-*
+    "stablelm-alpha-7b": gpt(16, 6144, 48, 50432, tied=False),
+    "redpajama-incite-3b": gpt(32, 2560, 32, 50432, tied=False),  # togethercomputer/RedPajama-INCITE-*
+    "redpajama-incite-7b": gpt(32, 4096, 32, 50432, tied=False),
+    "phi-1.5": gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1_5
+    "phi-2": gpt(32, 2560, 32, 51200, tied=False),  # microsoft/phi-2
+    "falcon-7b": gpt(32, 4544, 71, 65024, kv_heads=1),  # tiiuae/falcon-7b
+    "falcon-40b": gpt(60, 8192, 128, 65024, kv_heads=8),  # tiiuae/falcon-40b
+    "mpt-7b": gpt(32, 4096, 32, 50432),  # mosaicml/mpt-7b: alibi
+    "mpt-30b": gpt(48, 7168, 64, 50432),  # mosaicml/mpt-30b: alibi
+    "starcoder": gpt(40, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # bigcode/starcoder
+    "starcoder2-3b": gpt(30, 3072, 24, 49152, kv_heads=2),  # bigcode/starcoder2-*
+    "starcoder2-7b": gpt(32, 4608, 36, 49152, kv_heads=4),
+    "starcoder2-15b": gpt(40, 6144, 48, 49152, kv_heads=4, tied=False),
+    "distilgpt2": gpt(6, 768, 12, 50257, positions=1024, dropout=True),  # distilbert/distilgpt2
+    "pythia-70m": gpt(6, 512, 8, 50304, tied=False),  # EleutherAI/pythia-70m
+    "pythia-160m": gpt(12, 768, 12, 50304, tied=False),  # EleutherAI/pythia-160m
+    "pythia-410m": gpt(24, 1024, 16, 50304, tied=False),  # EleutherAI/pythia-410m
+    "cerebras-gpt-111m": gpt(10, 768, 12, 50257, positions=2048),  # cerebras/Cerebras-GPT-*
+    "cerebras-gpt-1.3b": gpt(24, 2048, 16, 50257, positions=2048),
+    "cerebras-gpt-2.7b": gpt(32, 2560, 32, 50257, positions=2048),
+    "cerebras-gpt-6.7b": gpt(32, 4096, 32, 50257, positions=2048),
+    "cerebras-gpt-13b": gpt(40, 5120, 40, 50257, positions=2048),
+    "dolly-v2-3b": gpt(32, 2560, 32, 50280, tied=False),  # databricks/dolly-v2-*
+    "dolly-v2-7b": gpt(32, 4096, 32, 50280, tied=False),
+    "dolly-v2-12b": gpt(36, 5120, 40, 50280, tied=False),
+    "opt-175b": gpt(96, 12288, 96, 50272, positions=2050, dropout=True),  # arXiv:2205.01068, table 1
+    "gpt-3-125m": gpt(12, 768, 12, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
+    "gpt-3-350m": gpt(24, 1024, 16, 51200, positions=2048, dropout=True),
+    "gpt-3-760m": gpt(24, 1536, 16, 51200, positions=2048, dropout=True),
+    "xlm-roberta-base": gpt(12, 768, 12, 250002, positions=514, dropout=True, causal=False),  # FacebookAI/xlm-*
+    "xlm-roberta-large": gpt(24, 1024, 16, 250002, positions=514, dropout=True, causal=False),
+    "distilbert": gpt(6, 768, 12, 30522, positions=512, dropout=True, causal=False),  # distilbert/distilbert-base
+    "gpt2": gpt(12, 768, 12, 50257, positions=1024, dropout=True),  # openai-community/gpt2
+    "gpt2-medium": gpt(24, 1024, 16, 50257, positions=1024, dropout=True),  # openai-community/gpt2-medium
+    "gpt2-large": gpt(36, 1280, 20, 50257, positions=1024, dropout=True),  # openai-community/gpt2-large
+    "gpt2-xl": gpt(48, 1600, 25, 50257, positions=1024, dropout=True),  # openai-community/gpt2-xl
+    "gpt-neo-125m": gpt(12, 768, 12, 50257, positions=2048),  # EleutherAI/gpt-neo-125m
+    "gpt-neo-1.3b": gpt(24, 2048, 16, 50257, positions=2048),  # EleutherAI/gpt-neo-1.3B
+    "gpt-neo-2.7b": gpt(32, 2560, 20, 50257, positions=2048),  # EleutherAI/gpt-neo-2.7B
+    "gpt-j-6b": gpt(28, 4096, 16, 50400, tied=False),  # EleutherAI/gpt-j-6b
+    "gpt-neox-20b": gpt(44, 6144, 64, 50432, tied=False),  # EleutherAI/gpt-neox-20b
+    "pythia-1b": gpt(16, 2048, 8, 50304, tied=False),  # EleutherAI/pythia-1b
+    "pythia-1.4b": gpt(24, 2048, 16, 50304, tied=False),  # EleutherAI/pythia-1.4b
+    "pythia-2.8b": gpt(32, 2560, 32, 50304, tied=False),  # EleutherAI/pythia-2.8b
+    "pythia-6.9b": gpt(32, 4096, 32, 50432, tied=False),  # EleutherAI/pythia-6.9b
+    "pythia-12b": gpt(36, 5120, 40, 50688, tied=False),  # EleutherAI/pythia-12b
+    "opt-125m": gpt(12, 768, 12, 50272, positions=2050, dropout=True),  # facebook/opt-125m
+    "opt-1.3b": gpt(24, 2048, 32, 50272, positions=2050, dropout=True),  # facebook/opt-1.3b
+    "opt-2.7b": gpt(32, 2560, 32, 50272, positions=2050, dropout=True),  # facebook/opt-2.7b
+    "opt-6.7b": gpt(32, 4096, 32, 50272, positions=2050, dropout=True),  # facebook/opt-6.7b
+    "opt-13b": gpt(40, 5120, 40, 50272, positions=2050, dropout=True),  # facebook/opt-13b
+    "opt-30b": gpt(48, 7168, 56, 50272, positions=2050, dropout=True),  # facebook/opt-30b
+    "opt-66b": gpt(64, 9216, 72, 50272, positions=2050, dropout=True),  # facebook/opt-66b
+    "bloom-560m": gpt(24, 1024, 16, 250880),  # bigscience/bloom-560m
+    "bloom-1b1": gpt(24, 1536, 16, 250880),  # bigscience/bloom-1b1
+    "bloom-1b7": gpt(24, 2048, 16, 250880),  # bigscience/bloom-1b7
+    "bloom-3b": gpt(30, 2560, 32, 250880),  # bigscience/bloom-3b
+    "bloom-7b1": gpt(30, 4096, 32, 250880),  # bigscience/bloom-7b1
+    "bloom": gpt(70, 14336, 112, 250880),  # bigscience/bloom
+    "gpt-3-1.3b": gpt(24, 2048, 16, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
+    "gpt-3-2.7b": gpt(32, 2560, 32, 51200, positions=2048, dropout=True),
+    "gpt-3-6.7b": gpt(32, 4096, 32, 51200, positions=2048, dropout=True),
+    "gpt-3-13b": gpt(40, 5120, 40, 51200, positions=2048, dropout=True),
+    "gpt-3-175b": gpt(96, 12288, 96, 51200, positions=2048, dropout=True),
+    "bert-base": gpt(12, 768, 12, 30522, positions=512, dropout=True, causal=False),  # google-bert/bert-base-uncased
+    "bert-large": gpt(24, 1024, 16, 30522, positions=512, dropout=True, causal=False),
+    "roberta-base": gpt(12, 768, 12, 50265, positions=514, dropout=True, causal=False),  # FacebookAI/roberta-base
+    "roberta-large": gpt(24, 1024, 16, 50265, positions=514, dropout=True, causal=False),
 }
 
 KNOWN |= {
-    "apertus-8b": _gpt(32, 4096, 32, 131072, kv_heads=8, ffn=21504, tied=False),  # swiss-ai/Apertus-8B-2509: not gated
-    "afm-4.5b": _gpt(36, 2560, 20, 128004, kv_heads=4, ffn=18432, tied=False),  # arcee-ai/AFM-4.5B: not gated
+    "apertus-8b": gpt(32, 4096, 32, 131072, kv_heads=8, ffn=21504, tied=False),  # swiss-ai/Apertus-8B-2509: not gated
+    "afm-4.5b": gpt(36, 2560, 20, 128004, kv_heads=4, ffn=18432, tied=False),  # arcee-ai/AFM-4.5B: not gated
     "devstral-small": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai/Devstral-Small-2507
     "magistral-small": _llama(40, 5120, 32, 8, 32768, 131072, head_dim=128),  # mistralai/Magistral-Small-2506
     "mimo-7b": _llama(36, 4096, 32, 8, 11008, 151680),  # XiaomiMiMo/MiMo-7B-Base
@@ -283,24 +284,24 @@ KNOWN |= {
     "mistral-nemo-12b": _llama(40, 5120, 32, 8, 14336, 131072, head_dim=128),
     "gemma-3-270m": _llama(18, 640, 4, 1, 2048, 262144, tied=True, head_dim=256),  # google/gemma-3-270m
     "codegemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, tied=True, head_dim=256),  # google/codegemma-7b
-    "nemotron-4-15b": _gpt(32, 6144, 48, 256000, kv_heads=8, tied=False),  # arXiv:2402.16819, table 1: squared ReLU
-    "nemotron-4-340b": _gpt(96, 18432, 96, 256000, kv_heads=8, tied=False),  # nvidia/Nemotron-4-340B-Base
-    "falcon-180b": _gpt(80, 14848, 232, 65024, kv_heads=8),  # tiiuae/falcon-180B
-    "chatglm-6b": _gpt(28, 4096, 32, 130528, flash=False),  # THUDM/chatglm-6b: attends through a mask
-    "phi-1": _gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1
-    "santacoder": _gpt(24, 2048, 16, 49280, positions=2048, kv_heads=1, dropout=True),  # bigcode/santacoder
-    "starcoderbase": _gpt(40, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # bigcode/starcoderbase-*
-    "starcoderbase-1b": _gpt(24, 2048, 16, 49152, positions=8192, kv_heads=1, dropout=True),
-    "starcoderbase-3b": _gpt(36, 2816, 22, 49152, positions=8192, kv_heads=1, dropout=True),
-    "starcoderbase-7b": _gpt(42, 4096, 32, 49152, positions=8192, kv_heads=1, dropout=True),
-    "codegen-350m": _gpt(20, 1024, 16, 51200, tied=False),  # Salesforce/codegen-*
-    "codegen-2b": _gpt(32, 2560, 32, 51200, tied=False),
-    "codegen-6b": _gpt(33, 4096, 16, 51200, tied=False),
-    "codegen-16b": _gpt(34, 6144, 24, 51200, tied=False),
+    "nemotron-4-15b": gpt(32, 6144, 48, 256000, kv_heads=8, tied=False),  # arXiv:2402.16819, table 1: squared ReLU
+    "nemotron-4-340b": gpt(96, 18432, 96, 256000, kv_heads=8, tied=False),  # nvidia/Nemotron-4-340B-Base
+    "falcon-180b": gpt(80, 14848, 232, 65024, kv_heads=8),  # tiiuae/falcon-180B
+    "chatglm-6b": gpt(28, 4096, 32, 130528, flash=False),  # THUDM/chatglm-6b: attends through a mask
+    "phi-1": gpt(24, 2048, 32, 51200, tied=False),  # microsoft/phi-1
+    "santacoder": gpt(24, 2048, 16, 49280, positions=2048, kv_heads=1, dropout=True),  # bigcode/santacoder
+    "starcoderbase": gpt(40, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # bigcode/starcoderbase-*
+    "starcoderbase-1b": gpt(24, 2048, 16, 49152, positions=8192, kv_heads=1, dropout=True),
+    "starcoderbase-3b": gpt(36, 2816, 22, 49152, positions=8192, kv_heads=1, dropout=True),
+    "starcoderbase-7b": gpt(42, 4096, 32, 49152, positions=8192, kv_heads=1, dropout=True),
+    "codegen-350m": gpt(20, 1024, 16, 51200, tied=False),  # Salesforce/codegen-*
+    "codegen-2b": gpt(32, 2560, 32, 51200, tied=False),
+    "codegen-6b": gpt(33, 4096, 16, 51200, tied=False),
+    "codegen-16b": gpt(34, 6144, 24, 51200, tied=False),
     # arXiv:2205.05198, table 3, in Megatron-LM's vocabulary
-    "gpt-3-22b": _gpt(48, 6144, 64, 51200, positions=2048, dropout=True),
-    "gpt-3-530b": _gpt(105, 20480, 128, 51200, positions=2048, dropout=True),
-    "gpt-3-1t": _gpt(128, 25600, 160, 51200, positions=2048, dropout=True),
+    "gpt-3-22b": gpt(48, 6144, 64, 51200, positions=2048, dropout=True),
+    "gpt-3-530b": gpt(105, 20480, 128, 51200, positions=2048, dropout=True),
+    "gpt-3-1t": gpt(128, 25600, 160, 51200, positions=2048, dropout=True),
 }
 
 # Qwen3, Gemma 3 and OLMo 2 and 3 norm queries and keys (transformers, modeling_qwen3.py and its like).
