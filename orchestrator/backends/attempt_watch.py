@@ -96,6 +96,7 @@ class AttemptWatch:
         self._started = started_ranks(job.spec, attempt.placement)
         self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
         self._stop_grace_s: float | None = None
+        self._free_before_bytes: tuple[int, ...] = ()  # nobody knows it any more where a restarted service takes it up
 
     def stop(self, grace_s: float) -> None:
         """Ask for the end; the thread obeys within a tick."""
@@ -173,6 +174,7 @@ class AttemptWatch:
         for folder in (self._folder.path, output, self._jobs.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         write_durably(self._jobs.epoch, str(self._attempt.number))
+        self._free_before_bytes = self._world.nodes.free_before(self._devices)
         launchers = gang.place(self._attempt, self._jobs, live)
         if isinstance(launchers, str):
             return Ending(launch_error=launchers)
@@ -305,6 +307,7 @@ class AttemptWatch:
             launch_error=errors[0] if errors else None,
             stopped=stopped,
             counts=counts,
+            free_before_bytes=self._free_before_bytes,
         )
 
     def _all_told(self, node: str) -> bool:

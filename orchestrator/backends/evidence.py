@@ -50,6 +50,7 @@ class Ending:
     launch_error: str | None = None
     stopped: bool = False
     counts: tuple[int, int] | None = None  # the first and the last number of the job's `progress` in its log
+    free_before_bytes: tuple[int, ...] = ()
 
 
 def write_ending(folder: AttemptFolder, ending: Ending) -> None:
@@ -63,8 +64,8 @@ def read_ending(folder: AttemptFolder) -> Ending | None:
     data = _read_json(_ending_path(folder))
     if data is None:
         return None
-    counts = data.get("counts")
-    return Ending(**{**data, "nodes_lost": tuple(data["nodes_lost"]), "counts": tuple(counts) if counts else None})
+    tuples = {name: tuple(data[name]) for name in ("nodes_lost", "free_before_bytes")}
+    return Ending(**{**data, **tuples, "counts": tuple(data["counts"]) if data["counts"] else None})
 
 
 def _ending_path(folder: AttemptFolder) -> Path:
@@ -95,6 +96,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         finished=spec.success.log is not None and not absent and not attempt.probe,
         lost=tuple(lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
         checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
+        free_before_bytes=ending.free_before_bytes,
     )
 
 

@@ -140,7 +140,7 @@ def attempt_content(
         status="KILLED" if killed else "FAILED" if failure else "FINISHED",
         tags=_cut(tags),
         params=_cut({**settings(attempt.plan), "placement": place}),
-        metrics=_attempt_metrics(attempt),
+        metrics=_attempt_metrics(attempt, seen),
         texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
     )
 
@@ -176,8 +176,8 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
     return points, elapsed_ms
 
 
-def _attempt_metrics(attempt: Attempt) -> dict[str, float]:
-    predicted = predicted_peak_bytes(attempt)
+def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, float]:
+    predicted, overhead_bytes = predicted_peak_bytes(attempt), None if seen is None else seen.overhead_bytes
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
         "predicted_step_s": None if attempt.estimate.source in UNTIMED else attempt.step_s,
@@ -185,6 +185,7 @@ def _attempt_metrics(attempt: Attempt) -> dict[str, float]:
         "needed_bytes": attempt.needed_bytes,
         "fit_probability": attempt.fit_probability,
         "measured_peak_bytes": attempt.peak_bytes,
+        "measured_overhead_bytes": overhead_bytes,
         "measured_step_s": attempt.measured_step_s,
         "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,
     }

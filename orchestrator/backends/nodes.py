@@ -98,6 +98,7 @@ class NodeWatch:
     _live: dict[str, LiveNode] = field(default_factory=dict)
     _busy: dict[tuple[str, int], int] = field(default_factory=dict)  # (node, device) -> attempts on it
     _free: dict[tuple[str, int], int] = field(default_factory=dict)
+    _idle_free: dict[tuple[str, int], int] = field(default_factory=dict)  # the same to the byte, as NVML told it
     # (node, device) -> when its attempt was last seen to compute there, and when NVML last told
     _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _probed_at_s: dict[str, float] = field(default_factory=dict)
@@ -124,6 +125,12 @@ class NodeWatch:
             for part in parts:
                 self._busy[part] = self._busy.get(part, 0) + 1
                 self._use.pop(part, None)
+
+    def free_before(self, parts: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+        """Bytes free on each of these devices when NVML last saw it idle; () where it did not see them all."""
+        with self._lock:
+            found = [self._idle_free.get(part) for part in parts]
+        return tuple(free for free in found if free is not None) if None not in found else ()
 
     def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
         """How long one of an attempt's devices has not computed that had; 0 where all do, or NVML does not say."""
@@ -176,6 +183,8 @@ class NodeWatch:
                     self._use[part] = (now_s, now_s)
                 elif part in self._use and device.busy_percent is not None:
                     self._use[part] = (self._use[part][0], now_s)
+                if not device.error and self._busy.get(part, 0) <= 0:
+                    self._idle_free[part] = device.free_bytes
             for index in range(node.launch.devices):
                 if self._busy.get((name, index), 0) <= 0:
                     free = settled(self._free.get((name, index)), read.get(index, 0))

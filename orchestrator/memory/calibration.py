@@ -16,6 +16,7 @@ from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
 
 from orchestrator.memory.correction import corrected_bytes, corrected_peak, observed_correction
+from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, Source
 from orchestrator.specs.state import Observation
@@ -130,6 +131,7 @@ class Calibration:
     step_factors: Mapping[Engine, float] = field(default_factory=dict)  # measured / predicted seconds of a step
     line: MeasuredLine | None = None  # of a script that was probed
     is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
+    overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Those of the engine, where the profile has this source; before it was measured, what is supposed."""
@@ -172,7 +174,8 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     range; but a job that ran out of memory itself is held to what it needed then, however far off that was. Outcomes
     under another torch than the newest do not count, save that what was refuted stays refuted.
     """
-    of_family = [seen for seen in observations if seen.family == family and seen.device == device]
+    of_device = [seen for seen in observations if seen.device == device]
+    of_family = [seen for seen in of_device if seen.family == family]
     counted = [seen for seen in _of_newest_torch(of_family) if not seen.probe]
     observed = [observed_correction(seen.moments, seen.measured_bytes) for seen in counted[-WINDOW:]]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
@@ -198,7 +201,13 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
         },
         line=_line(of_family),
         is_seen=any(seen.ran_out or not seen.probe for seen in of_family),
+        overhead=overhead_of(of_device, device),
     )
+
+
+def overhead_of(observations: Iterable[Observation], device: str) -> Overhead:
+    """What a kind of device holds beside the allocator, as outcomes under the newest torch there measured it."""
+    return measured_overhead(_of_newest_torch([seen for seen in observations if seen.device == device]))
 
 
 def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
@@ -258,7 +267,7 @@ def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
 def needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
     """Free bytes that one device must have for the plan: its corrected estimate and the margin."""
     margin = calibrated.judging(plan, estimate).margin
-    if _has_unmeasured_overhead(estimate):
+    if _has_unmeasured_cache(estimate):
         margin = max(margin, MARGIN)
     return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
 
@@ -269,10 +278,10 @@ def fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibratio
         return 0.0
     room = capacity_bytes / max(1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate)))
     share = calibrated.judging(plan, estimate).within(room)
-    return min(share, SUPPOSED.within(room)) if _has_unmeasured_overhead(estimate) else share
+    return min(share, SUPPOSED.within(room)) if _has_unmeasured_cache(estimate) else share
 
 
-def _has_unmeasured_overhead(estimate: MemoryEstimate) -> bool:
+def _has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
     """Peaks are measured as allocated bytes: they say nothing about the allocator around them."""
     return estimate.reserved_bytes > estimate.allocated_bytes
 

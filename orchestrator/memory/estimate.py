@@ -9,6 +9,7 @@ from functools import lru_cache
 from orchestrator.memory import deepspeed, torch_engines
 from orchestrator.memory.activations import activations, highest_places
 from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
+from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.pipeline import in_flight, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.memory.updates import state_bytes
@@ -18,7 +19,6 @@ from orchestrator.specs.plan import (
     Engine,
     Offload,
     OffloadTarget,
-    ParallelLayout,
     Plan,
     Sharding,
     ZeroStage,
@@ -30,23 +30,20 @@ from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProf
 # steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters at seven
 # micro-batches gave 0.7 to 8.8 %, up and down (training/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
-# Lazily loaded context on an A100, torch 2.1.1: stas00/ml-engineering training/performance/README.md.
-CONTEXT_BYTES = 505_000_000
-# One communicator of 2 ranks, and of more: NVIDIA/nccl issue 964.
-COMMUNICATOR_BYTES = {1: 0, 2: 544_000_000}
-LARGE_COMMUNICATOR_BYTES = 688_000_000
 # cuBLAS on Hopper keeps 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); cublasLt as much.
 WORKSPACE_BYTES = 64 * 2**20
 
 
-def estimate(profile: ModelProfile, plan: Plan, device: DeviceSpec) -> MemoryEstimate:
+def estimate(
+    profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
+) -> MemoryEstimate:
     """Bytes that the worst rank of `plan` needs on `device` at its worst moment, by cause.
 
     `profile` is that of the plan's precision, sequence length and tensor-parallel degree. On a virtual device only
     live tensors count, so the three totals are equal; on CUDA the allocator, the context and the communicators come on
     top.
     """
-    return DeviceBytes(profile, plan, device).estimate(plan)
+    return DeviceBytes(profile, plan, device, overhead).estimate(plan)
 
 
 def alike(plan: Plan) -> object:
@@ -65,13 +62,15 @@ class DeviceBytes:
     A search asks for thousands of plans that it then drops: for most of them it is enough to know the least they need.
     """
 
-    def __init__(self, profile: ModelProfile, plan: Plan, device: DeviceSpec) -> None:
-        self._profile, self._plan, self._device = profile, plan, device
+    def __init__(
+        self, profile: ModelProfile, plan: Plan, device: DeviceSpec, overhead: Overhead = SUPPOSED_OVERHEAD
+    ) -> None:
+        self._profile, self._plan, self._device, self._overhead = profile, plan, device, overhead
         self._is_ddp = plan.layout.pp == 1 and plan.layout.dp > 1 and plan.zero_stage is ZeroStage.NONE
         self._in_flight = in_flight(0, plan.layout.pp, plan.pipeline_stages_per_rank)
         tells_apart = plan.engine is not Engine.TORCH and deepspeed.tells_recomputed_apart(profile, plan)
         self.counts_every_mode_alike = device.kind is DeviceKind.CUDA and not tells_apart
-        self._outside: dict[int, int] = {}  # by copies of the shards, which alone differ
+        self._overhead_bytes_of: dict[int, int] = {}  # by copies of the shards, which alone differ
         self._counted: dict[object, list[tuple[Rank, dict[int, int]]]] = {}
         self._moments: dict[object, list[tuple[Rank, list[tuple[Moment, int]]]]] = {}  # and their counted bytes
 
@@ -88,7 +87,7 @@ class DeviceBytes:
         """
         counted = max(max(beside.values()) for _, beside in self._counted_of(plan))
         mode = None if self.counts_every_mode_alike else plan.activation_checkpointing
-        return self._reserved_bytes(counted, mode) + self._outside_bytes(plan)
+        return self._reserved_bytes(counted, mode) + self._overhead_bytes(plan)
 
     def at_least(self, plan: Plan) -> int:
         """What the plan's `device_bytes` are at least, and most often are, in a tenth of the time of its estimate.
@@ -102,7 +101,7 @@ class DeviceBytes:
             live = activations(rank, mode, casts=casts)
             most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
-        return self._reserved_bytes(allocated, mode) + self._outside_bytes(plan)
+        return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The plan's `estimate`."""
@@ -120,7 +119,7 @@ class DeviceBytes:
             by_cause=tuple((cause, count) for cause, count in causes if count),
             allocated_bytes=counted + activation,
             reserved_bytes=reserved,
-            device_bytes=reserved + self._outside_bytes(plan),
+            device_bytes=reserved + self._overhead_bytes(plan),
             host_bytes=_host_bytes(rank.held, plan),
             source=self._profile.source,
             moments=tuple(
@@ -136,11 +135,13 @@ class DeviceBytes:
         held, replayed = allocated_bytes + WORKSPACE_BYTES, self._profile.fragmentation_of(mode)
         return round(held * FRAGMENTATION if replayed <= FRAGMENTATION else held * replayed + SEGMENTS_BYTES)
 
-    def _outside_bytes(self, plan: Plan) -> int:
+    def _overhead_bytes(self, plan: Plan) -> int:
+        if self._device.kind is not DeviceKind.CUDA:
+            return 0
         copies = plan.dp_replicate
-        if copies not in self._outside:
-            self._outside[copies] = _outside_bytes(plan, self._device)
-        return self._outside[copies]
+        if copies not in self._overhead_bytes_of:
+            self._overhead_bytes_of[copies] = self._overhead.bytes_of(plan)
+        return self._overhead_bytes_of[copies]
 
     def _moments_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[Moment, int]]]]:
         key = self._key(plan)
@@ -188,11 +189,6 @@ def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
     return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan)
 
 
-def _outside_bytes(plan: Plan, device: DeviceSpec) -> int:
-    """What the device holds for the plan beside what the allocator reserves."""
-    return CONTEXT_BYTES + _communicator_bytes(plan.layout, plan.dp_replicate) if device.kind is DeviceKind.CUDA else 0
-
-
 def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:
     """Those of the model's passages at the places, and all that are none of its passages."""
     cuda = device.kind is DeviceKind.CUDA
@@ -208,15 +204,6 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) 
         sharded = torch_engines.fsdp2_moments if plan.sharding is Sharding.FSDP else deepspeed.moments
         return sharded(rank, plan, places, cuda=cuda)
     return torch_engines.ddp_moments(rank, plan, places, bucket_views=False, cuda=cuda, foreach=cuda)
-
-
-@lru_cache(maxsize=4096)
-def _communicator_bytes(layout: ParallelLayout, dp_replicate: int) -> int:
-    """One of all ranks, and one along every axis of the mesh that is not the whole of it."""
-    world = layout.world_size
-    axes = [layout.tp, layout.pp, layout.dp // dp_replicate, dp_replicate]
-    groups = [world, *(degree for degree in axes if 1 < degree < world)]
-    return sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
 
 
 def _host_bytes(profile: ModelProfile, plan: Plan) -> int:

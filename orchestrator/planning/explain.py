@@ -54,7 +54,7 @@ def why_nothing_fits(
     refuted: frozenset[Plan] = frozenset(),
 ) -> str:
     """The plan that comes closest, its bytes by cause and what would make the job fit, as lines of text."""
-    found = frontier(spec, hardware, calibrated.correction)
+    found = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
     closest = nearest(found, calibrated, refuted) or nearest(found, calibrated)
     assert closest is not None, "a frontier is never empty"
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
@@ -96,7 +96,7 @@ def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibr
 
 
 def _larger_devices(spec: JobSpec, hardware: Hardware, _capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
-    found = frontier(spec, hardware, calibrated.correction).candidates
+    found = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     own = [candidate for candidate in found if candidate.degradation is Degradation.EXACT]
     least = min(own, key=lambda candidate: needed_bytes(candidate, calibrated))
     yield f"devices with at least {format_bytes(needed_bytes(least, calibrated))} free ({in_short(least.plan)})"
@@ -127,7 +127,10 @@ def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, cal
 
 def _first_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Candidate | None:
     try:
-        return next(fitting(frontier(spec, hardware, calibrated.correction), capacity_bytes, calibrated), None)
+        return next(
+            fitting(frontier(spec, hardware, calibrated.correction, calibrated.overhead), capacity_bytes, calibrated),
+            None,
+        )
     except SpecError:  # this many devices cannot share the global batch
         return None
 

@@ -10,6 +10,7 @@ from math import ceil, floor, gcd, inf, log2, prod
 
 from orchestrator.memory.correction import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike
+from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
@@ -62,14 +63,17 @@ class _Variant:
     degradation: Degradation
 
 
-def frontier(spec: JobSpec, hardware: Hardware, correction: float = 1.0) -> Frontier:
+def frontier(
+    spec: JobSpec, hardware: Hardware, correction: float = 1.0, overhead: Overhead = SUPPOSED_OVERHEAD
+) -> Frontier:
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
     Every legal plan is looked at; what needs more than REACH devices' memory is of interest only where all plans do.
     A plan that keeps less of a sample beats no other where weights are all that counts, but it does where `correction`,
     the factor on the activations, says that they were taken for too little. What is found is what no other beats at the
     two steps of a scale around it, or as estimated: a plan may be missing that needs less in between, by no more than
-    a step, since between them nothing grows faster than the correction.
+    a step, since between them nothing grows faster than the correction. `overhead` is what such devices hold beside
+    the allocator.
     Where the job tells its speeds, these are the step times of the fastest plan on so many devices, and what the cost
     model says of the others is relative to it.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
@@ -77,16 +81,18 @@ def frontier(spec: JobSpec, hardware: Hardware, correction: float = 1.0) -> Fron
     if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
         hardware = replace(hardware, launches_block=True)
     step = CORRECTION_STEPS * log2(max(1.0, correction))
-    return _as_told(spec.model_copy(update=UNPLANNED), hardware, tuple(sorted({0, floor(step), ceil(step)})))
+    steps = tuple(sorted({0, floor(step), ceil(step)}))
+    return _as_told(spec.model_copy(update=UNPLANNED), hardware, overhead, steps)
 
 
 @lru_cache(maxsize=512)
-def _as_told(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
+def _as_told(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...]) -> Frontier:
     """Jobs that tell other speeds are costed alike."""
     if not spec.speeds:
-        return _frontier(spec, hardware, steps)
+        return _frontier(spec, hardware, overhead, steps)
     counts = tuple((count, 1.0) for count, _ in spec.speeds)
-    return _measured(_frontier(spec.model_copy(update={"speeds": counts}), hardware, steps), dict(spec.speeds))
+    costed = _frontier(spec.model_copy(update={"speeds": counts}), hardware, overhead, steps)
+    return _measured(costed, dict(spec.speeds))
 
 
 def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
@@ -103,12 +109,12 @@ def _measured(costed: Frontier, speeds: Mapping[int, float]) -> Frontier:
 
 
 @lru_cache(maxsize=512)
-def _frontier(spec: JobSpec, hardware: Hardware, steps: tuple[int, ...]) -> Frontier:
+def _frontier(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tuple[int, ...]) -> Frontier:
     """What is in any of the frontiers at these steps of the scale of corrections."""
     classes: dict[Degradation, list[_Variant]] = {}
     for variant in _variants(spec, hardware):
         classes.setdefault(variant.degradation, []).append(variant)
-    needs = _Needs(spec, hardware)
+    needs = _Needs(spec, hardware, overhead)
     found = [
         Candidate(plan=one.plan, estimate=one.estimate, step_s=one.step_s, degradation=degradation)
         for degradation, variants in sorted(classes.items())
@@ -257,8 +263,8 @@ def _default_length(spec: JobSpec) -> int | None:
 class _Needs:
     """The memory of one job's plans on one kind of device; what plans have in common is counted once."""
 
-    def __init__(self, spec: JobSpec, hardware: Hardware) -> None:
-        self._spec, self._hardware = spec, hardware
+    def __init__(self, spec: JobSpec, hardware: Hardware, overhead: Overhead) -> None:
+        self._spec, self._hardware, self._overhead = spec, hardware, overhead
         self._known: dict[object, tuple[ModelProfile, DeviceBytes]] = {}
 
     def of(self, plan: Plan) -> tuple[ModelProfile, DeviceBytes]:
@@ -266,7 +272,7 @@ class _Needs:
         key = alike(plan)
         if key not in self._known:
             profile = profile_for(self._spec, self._hardware, plan)
-            self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device))
+            self._known[key] = (profile, DeviceBytes(profile, plan, self._hardware.device, self._overhead))
         return self._known[key]
 
     def estimate(self, plan: Plan) -> MemoryEstimate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from orchestrator.memory.calibration import CORRECTION_MAX, Calibration, calibration
 from orchestrator.memory.correction import (
@@ -36,6 +37,7 @@ def lessons(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
     predicted = predicted_peak_bytes(attempt)
     if seen is not None:
         said.append(_measured(attempt, seen))
+        said += _overhead(state, attempt, seen)
     if seen is not None and (seen.ran_out or _differs(attempt, seen)):
         said += [] if predicted is None else [_wrong_term(attempt, seen)]
         said.append(_learned(state, attempt, seen))
@@ -118,6 +120,24 @@ def _measured(attempt: Attempt, seen: Observation) -> str:
     return f"measured: {format_bytes(seen.measured_bytes)}{least}{times}"
 
 
+def _overhead(state: State, attempt: Attempt, seen: Observation) -> list[str]:
+    """What its devices held beside the allocator, and what that changed for other jobs there."""
+    if seen.overhead_bytes is None:
+        return []
+    predicted_bytes = attempt.estimate.device_bytes - attempt.estimate.reserved_bytes
+    told, predicted = format_bytes(seen.overhead_bytes), format_bytes(predicted_bytes)
+    was, now = (one.overhead.bytes_of(seen.plan) for one in _before_and_after(state, seen))
+    changed = "" if was == now else f"; learned: {format_bytes(was)} -> {format_bytes(now)} on {seen.device}"
+    return [f"measured: {told} of context and communicators, {predicted} predicted{changed}"]
+
+
+def _before_and_after(state: State, seen: Observation) -> Iterator[Calibration]:
+    """What was known without it, and with it."""
+    end = state.observations.index(seen)
+    for known in (state.observations[:end], state.observations[: end + 1]):
+        yield calibration(known, device=seen.device, family=seen.family, job=seen.job)
+
+
 def _differs(attempt: Attempt, seen: Observation) -> bool:
     """Whether more was needed than predicted, by as much as can be seen of it."""
     predicted = predicted_peak_bytes(attempt)
@@ -148,11 +168,7 @@ def _wrong_term(attempt: Attempt, seen: Observation) -> str:
 
 
 def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
-    end = state.observations.index(seen)
-    was, now = (
-        calibration(known, device=seen.device, family=seen.family, job=seen.job)
-        for known in (state.observations[:end], state.observations[: end + 1])
-    )
+    was, now = _before_and_after(state, seen)
     engine = attempt.plan.engine
     said = f"learned: activations of {seen.family} on {seen.device} x{was.correction:.2f} -> x{now.correction:.2f}"
     margins = [_percent(known.errors_of(engine, attempt.estimate.source).margin) for known in (was, now)]
@@ -200,7 +216,7 @@ def _frontier(state: State, job: Job, group: Group | None) -> tuple[Candidate, .
     try:
         calibrated = learned(state, job, group.hardware.device.name)
         spec = measured_spec(job.spec, calibrated)
-        return frontier(spec, group.hardware, calibrated.correction).candidates
+        return frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
     except SpecError:  # of this many devices, none can share the global batch
         return ()
 

@@ -245,7 +245,7 @@ def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candid
 
     What is below is judged with what is known by now of the activations.
     """
-    candidates = frontier(job.spec, group.hardware, calibrated.correction).candidates
+    candidates = frontier(job.spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
     if not job.attempts:
         return iter(candidates)
     here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]

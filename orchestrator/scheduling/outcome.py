@@ -36,6 +36,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         at_s=attempt.ended_at_s,
         probe=attempt.probe,
         finished=_ran_through(job, attempt),
+        overhead_bytes=_overhead_bytes(attempt),
     )
 
 
@@ -53,6 +54,19 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     if ran_out(attempt):
         peaks += [needed_bytes(report) for report in oom_reports(evidence)] or [_burst_bytes(attempt, capacity_bytes)]
     return max(peaks, default=None)
+
+
+def _overhead_bytes(attempt: Attempt) -> int | None:
+    """What the worst rank held of its device beside what PyTorch's allocator held; None where nobody told."""
+    evidence = attempt.evidence
+    if evidence is None or not evidence.free_before_bytes:
+        return None
+    held = (
+        evidence.free_before_bytes[beat.rank] - beat.allocator_room_bytes
+        for beat in evidence.heartbeats
+        if beat.allocator_room_bytes is not None
+    )
+    return max((count for count in held if count > 0), default=None)
 
 
 def ran_out(attempt: Attempt) -> bool:

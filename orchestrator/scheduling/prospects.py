@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from orchestrator.memory.calibration import UNMEASURED, Calibration, calibration
+from orchestrator.memory.calibration import UNMEASURED, Calibration, calibration, overhead_of
+from orchestrator.memory.overhead import Overhead
 from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.availability import Pool
@@ -29,6 +30,8 @@ class Prospects:
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # of what is known, by family
+        self._overheads = self._measured_overheads()
+        self._overheads_version = 0
         self._menus: dict[object, tuple[int, Menus]] = {}  # of jobs never tried
         self._entries: dict[str, tuple[int, int, Sequence[Entry]]] = {}  # of running jobs: attempts, version, entries
         self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
@@ -45,7 +48,20 @@ class Prospects:
             del self._calibrated[key]
         for family in families:
             self._versions[family] = self._versions.get(family, 0) + 1
+        overheads = self._measured_overheads()
+        if overheads != self._overheads:  # what counts for all families
+            self._overheads = overheads
+            self._overheads_version += 1
+            self._calibrated.clear()
         return families
+
+    def _measured_overheads(self) -> dict[str, Overhead]:
+        devices = {pool.group.hardware.device.name for pool in self._pools}
+        return {device: overhead_of(self._observations, device) for device in devices}
+
+    def _version(self, job: Job) -> int:
+        """Another one as soon as more is known of the job's family or of the devices."""
+        return self._versions.get(job.spec.family_name, 0) + self._overheads_version
 
     def forget(self, job_id: str) -> None:
         """It has ended."""
@@ -66,14 +82,14 @@ class Prospects:
 
     def menus_of(self, waiting: Waiting) -> Menus:
         """What the job could run as on each pool; where nothing surely fits any, what may."""
-        version = self._versions.get(waiting.job.spec.family_name, 0)
+        version = self._version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
         return waiting.menus
 
     def entries_of(self, job: Job, pool: Pool) -> Sequence[Entry]:
         """What a running job could run as, were it launched anew."""
-        version = self._versions.get(job.spec.family_name, 0)
+        version = self._version(job)
         known = self._entries.get(job.id)
         if known is None or known[:2] != (len(job.attempts), version):
             found = self._menu(job, pool)

@@ -124,7 +124,7 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     spec = measured_spec(spec, calibrated)
-    candidates = frontier(spec, hardware, calibrated.correction).candidates
+    candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
     views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
     nothing = None
@@ -206,13 +206,14 @@ def forecast_of(
     free_bytes = _free_bytes(group.nodes)
     hardware = group.hardware
     profile = profile_for(spec, hardware, plan)
+    calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
     candidate = Candidate(
         plan=plan,
-        estimate=estimate(profile, plan, hardware.device),
+        estimate=estimate(profile, plan, hardware.device, calibrated.overhead),
         step_s=step_s(profile, plan, hardware),
         degradation=_degradation(spec, plan),
     )
-    return _view(candidate, free_bytes, calibration(observations, device=hardware.device.name, family=spec.family_name))
+    return _view(candidate, free_bytes, calibrated)
 
 
 def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:

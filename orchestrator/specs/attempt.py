@@ -115,6 +115,7 @@ class Heartbeat:
     at_s: float
     loss: float | None = None
     torch_version: str = ""  # "" before the program has imported it
+    allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,7 @@ class Evidence:
     finished: bool = False  # its own last words and all artifacts are there, however its processes ended
     lost: tuple[str, ...] = ()  # what a restarted script did not take up again
     checkpoint_step: int | None = None  # newest complete checkpoint
+    free_before_bytes: tuple[int, ...] = ()  # on the device of each rank, just before its launch; () where not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ class Observation:
     at_s: float  # when it ended
     probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
     finished: bool = False  # it ended the training, and did at least half of it
+    overhead_bytes: int | None = None  # that its worst device held beside PyTorch's allocator; None: not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,7 @@ class Monitor:
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
         self._torch_version = ""
+        self._allocator_room_bytes: int | None = None
 
     @property
     def is_rank(self) -> bool:
@@ -93,6 +94,7 @@ class Monitor:
             at_s=time.time(),
             loss=self._loss,
             torch_version=self._torch_version,
+            allocator_room_bytes=self.allocator_room_bytes(),
         )
         self._end_if_stale()
         with contextlib.suppress(OSError):  # a full disk must not end the training
@@ -105,6 +107,22 @@ class Monitor:
             return self.device.peak_bytes
         torch = sys.modules.get("torch")
         return int(torch.cuda.max_memory_allocated()) if torch and torch.cuda.is_initialized() else 0
+
+    def allocator_room_bytes(self) -> int | None:
+        """The least so far that was free on this rank's device or held by PyTorch's allocator; None without CUDA.
+
+        What is missing of it hold the context, the communicators, libraries that allocate for themselves, and others.
+        """
+        torch = sys.modules.get("torch")
+        if self.device is not None or torch is None or not torch.cuda.is_initialized():
+            return None
+        if not torch.cuda.is_current_stream_capturing():
+            # What an error has left of the device, nobody can ask; free goes first, so that what the allocator takes
+            # in between counts as room.
+            with contextlib.suppress(RuntimeError):
+                room_bytes = int(torch.cuda.mem_get_info()[0]) + int(torch.cuda.memory_reserved())
+                self._allocator_room_bytes = min(room_bytes, self._allocator_room_bytes or room_bytes)
+        return self._allocator_room_bytes
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -58,6 +58,25 @@ def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> 
     assert live_nodes(spec(node_spec("a")), entries[2:])["unheard-of"].launch.device == DEVICE
 
 
+def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_to_the_byte() -> None:
+    cluster = spec(node_spec("a"))
+    node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
+    watch, parts = NodeWatch(cluster), [("a", 1), ("a", 0)]
+
+    def see(*free: int | None) -> None:
+        devices = (
+            NvmlDevice(index=at, free_bytes=one or 0, error=None if one else "lost") for at, one in enumerate(free)
+        )
+        watch.see(node, NvmlReading(devices=tuple(devices)), 0.0)
+
+    see(1001, None)
+    assert watch.free_before(parts) == (), "one of them is lost"
+    see(1002, 2002)
+    watch.occupy(parts)
+    see(3, 4)
+    assert watch.free_before(parts) == (2002, 1002), "in the order of the ranks"
+
+
 def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:
     cluster = spec(node_spec("a"))
     node = live_nodes(cluster, [ray_node("1", node="a")])["a"]

@@ -33,12 +33,18 @@ from tests.backends.ray_jobs import (
     script,
     until,
 )
+from tests.training.fake_cuda import ON_CUDA
 
 SECONDS_TO_END_A_GANG = 5.0
 
 
 def group_names() -> set[str]:
     return {group["name"] for group in ray.util.placement_group_table().values() if group["state"] not in ("REMOVED",)}
+
+
+def free_of(reader: Reader) -> tuple[int, ...]:
+    """What is free on the devices of the node that has an NVML, as last told."""
+    return next(event for event in reversed(reader.seen) if isinstance(event, NodesSeen)).nodes[0].free_bytes
 
 
 def nothing_is_left(launch: Launch) -> bool:
@@ -149,6 +155,26 @@ def test_devices_are_released_when_nvml_says_so(reader: Reader, embedded: Embedd
         reader.wait(launch, Released, deadline_s=2.0)
     embedded.nvml_state.write_text("ok\n1000 0 0 -\n1000 500 0 -\n")
     assert reader.wait(launch, Released)
+
+
+def test_what_a_device_holds_beside_the_allocator_is_measured_by_nvml_and_the_rank_together(
+    reader: Reader, embedded: Embedded, nvml_library: Path, tmp_path: Path
+) -> None:
+    if not any(nvml_library.iterdir()):
+        pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
+    embedded.nvml_state.write_text("ok\n1000 300 0 -\n1000 500 0 -\n")  # a desktop holds 300 MiB
+    until(lambda: reader.poll() or free_of(reader)[0] == 640 * MIB, "the reading")
+    program = tmp_path / "train.py"
+    program.write_text(ON_CUDA.format(free=(700 - 200 - 140) * MIB) + f"Device.reserved = {200 * MIB}\ntrain(3)\n")
+    spec = script().model_copy(update={"command": ("python", str(program))})
+    launch = launch_of("measured", spec, (NodeDevices(node="gpu", devices=(0,)),))
+    reader.backend.launch(launch)
+    evidence = reader.finished(launch).evidence
+    assert [end.exit_code for end in evidence.ranks] == [0], evidence.ranks
+    (beat,) = evidence.heartbeats
+    assert beat.allocator_room_bytes is not None
+    assert evidence.free_before_bytes == (700 * MIB,)
+    assert evidence.free_before_bytes[0] - beat.allocator_room_bytes == 140 * MIB
 
 
 def test_a_stop_is_a_request_first_and_a_kill_later(reader: Reader, embedded: Embedded) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.correction import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike, estimate
+from orchestrator.memory.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.pareto import Timed, pareto
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
@@ -96,26 +97,33 @@ machines = st.builds(
 )
 
 
-@given(jobs, machines)
-@example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "16MiB", nvme=False))  # the reach cuts
-@example(job(WORK[5], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "96MiB", nvme=False))
-@example(job(WORK[8], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False))
+SMALL = Overhead(((CONTEXT_BYTES, 64 * 2**20),))  # measured
+LARGE = Overhead(((CONTEXT_BYTES, 600 * 2**20), (CONTEXT_BYTES + 10**9, 100 * 2**20)))
+
+
+@given(jobs, machines, st.sampled_from((SUPPOSED_OVERHEAD, SMALL, LARGE)))
+@example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "16MiB", nvme=False), LARGE)  # reach cuts
+@example(job(WORK[5], 8, (1, 3), "exact"), machine(DeviceKind.VIRTUAL, 2, 2, "96MiB", nvme=False), LARGE)
+@example(job(WORK[8], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "1300MiB", nvme=False), SUPPOSED_OVERHEAD)
+@example(job(WORK[0], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), LARGE)
 @settings(max_examples=30, deadline=None)
-def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(spec: JobSpec, here: Hardware) -> None:
+def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
+    spec: JobSpec, here: Hardware, overhead: Overhead
+) -> None:
     try:
         tried = list(plans(spec, here))
-        found = frontier(spec, here).candidates
+        found = frontier(spec, here, overhead=overhead).candidates
     except SpecError:
         return
     assert len(set(tried)) == len(tried)
     assert [replace(one) for one in tried] == tried  # made again as the first of their family was: all are legal
-    costs = [cost(spec, here, one) for one in tried]
+    costs = [cost(spec, here, one, overhead) for one in tried]
     kept = [one for one in unbeaten(costs) if one[2] <= REACH * here.device.memory]
     classes = {one[0] for one in kept}
     expected = kept + [one for one in unbeaten(costs) if one[0] not in classes]
     told = [(one.degradation, one.step_s, one.estimate.device_bytes, one.plan.world_size) for one in found]
     assert told == sorted(expected)
-    assert [cost(spec, here, one.plan) for one in found] == told
+    assert [cost(spec, here, one.plan, overhead) for one in found] == told
 
 
 @given(jobs, machines, st.floats(1.0, 30.0))
@@ -153,12 +161,12 @@ def test_a_job_whose_launches_block_has_a_frontier_of_slower_plans() -> None:
     assert min(one.step_s for one in blocking) > min(one.step_s for one in plain)
 
 
-def cost(spec: JobSpec, here: Hardware, plan: Plan) -> Cost:
+def cost(spec: JobSpec, here: Hardware, plan: Plan, overhead: Overhead = SUPPOSED_OVERHEAD) -> Cost:
     """By the formulas, plan by plan, without anything of the search."""
     profile = profile_for(spec, here, plan)
     semantic, numeric = plan.sequence_length != LENGTH, plan.precision is not spec.precision
     degradation = Degradation.SEMANTIC if semantic else Degradation.NUMERIC if numeric else Degradation.EXACT
-    needed = estimate(profile, plan, here.device).device_bytes
+    needed = estimate(profile, plan, here.device, overhead).device_bytes
     return (degradation, step_s(profile, plan, here), needed, plan.world_size)
 
 

@@ -53,6 +53,21 @@ def test_a_message_without_numbers_is_more_than_the_device_leaves() -> None:
     assert measured_bytes(ended(Phase.TRAINING, told=None), 256 * MIB) == 256 * MIB + 1
 
 
+def test_what_a_device_holds_beside_the_allocator_is_that_of_the_worst_rank_that_tells() -> None:
+    for free_before, rooms, told in (
+        ((900 * MIB, 950 * MIB), (400 * MIB, 300 * MIB), 650 * MIB),
+        ((900 * MIB, 950 * MIB), (400 * MIB, None), 500 * MIB),
+        ((900 * MIB, 950 * MIB), (901 * MIB, None), None),  # others went away meanwhile
+        ((900 * MIB, 950 * MIB), (None, None), None),
+        ((), (400 * MIB, 300 * MIB), None),  # a restarted service does not know what was free
+    ):
+        beats = tuple(replace(BEAT, rank=rank, allocator_room_bytes=room) for rank, room in enumerate(rooms))
+        evidence = Evidence(ranks=(), heartbeats=beats, free_before_bytes=free_before)
+        seen = observe(job(), replace(attempt(), ended_at_s=9.0, evidence=evidence), 256 * MIB)
+        assert seen is not None
+        assert seen.overhead_bytes == told
+
+
 @pytest.mark.parametrize("phase", [Phase.ENCODING, Phase.EVALUATION])
 def test_trap_15_what_evaluation_needs_teaches_nothing_of_training(phase: Phase) -> None:
     assert observe(job(script_spec()), ended(phase), 256 * MIB) is None

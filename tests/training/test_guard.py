@@ -15,6 +15,7 @@ import pytest
 
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE, GuardSettings, write_json
 from orchestrator.training import guard, oom_report
+from tests.training.fake_cuda import ON_CUDA
 
 MIB = 2**20
 
@@ -229,6 +230,34 @@ def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
     assert 0 < beat["step_s"] < 10
     parameter_bytes = (64 * 64 + 64) * 4
     assert 6 * parameter_bytes < beat["peak_bytes"] < 10 * parameter_bytes
+
+
+def test_what_the_allocator_has_of_a_cuda_device_is_the_least_it_ever_had(tmp_path: Path) -> None:
+    """A context and a communicator take 700 of 1000 MiB; what the allocator takes and gives back is no matter."""
+    text = ON_CUDA.format(free=900 * MIB) + (
+        f"Device.free, Device.reserved = {500 * MIB}, {200 * MIB}\ntrain()\n"
+        f"Device.free, Device.reserved = {100 * MIB}, {200 * MIB}\ntrain(50)\n"
+        f"Device.free, Device.reserved = {800 * MIB}, {100 * MIB}\ntrain()\n"
+    )
+    guarded = run(tmp_path, script(tmp_path, text), heartbeat_interval_s=0.0)
+    assert guarded.exit_code == 0, guarded.out
+    assert guarded.read("heartbeat")["allocator_room_bytes"] == 300 * MIB
+
+
+@pytest.mark.parametrize("trouble", ["capturing", "broken"])
+def test_a_device_that_cannot_be_asked_does_not_disturb_the_training(tmp_path: Path, trouble: str) -> None:
+    text = ON_CUDA.format(free=900 * MIB) + (
+        f"train()\nDevice.free, Device.{trouble}, asked = 1, True, Device.asked\ntrain(3)\n"
+        "assert asked and (Device.asked > asked) == Device.broken\n"
+        f"Device.free, Device.capturing = {900 * MIB}, False\n"
+    )
+    guarded = run(tmp_path, script(tmp_path, text), heartbeat_interval_s=0.0)
+    assert guarded.exit_code == 0, guarded.out
+    assert guarded.read("heartbeat")["allocator_room_bytes"] == 900 * MIB
+
+
+def test_where_no_cuda_is_nothing_is_told_of_it(tmp_path: Path) -> None:
+    assert train(tmp_path).read("heartbeat")["allocator_room_bytes"] is None
 
 
 def test_a_loop_that_tells_its_step_is_believed(tmp_path: Path) -> None:

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.estimate import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    LARGE_COMMUNICATOR_BYTES,
-    WORKSPACE_BYTES,
-)
+from orchestrator.memory.estimate import FRAGMENTATION, WORKSPACE_BYTES
 from orchestrator.memory.foreign.activations import KEPT, WORKING
 from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet
 from orchestrator.memory.foreign.deepspeed import deepspeed_moments
@@ -20,6 +14,7 @@ from orchestrator.memory.foreign.plain import convolutional_moments, plain_momen
 from orchestrator.memory.foreign.reserved import reserved_of
 from orchestrator.memory.foreign.training import Framework, Training
 from orchestrator.memory.moments import Causes
+from orchestrator.memory.overhead import COMMUNICATOR_BYTES, CONTEXT_BYTES, LARGE_COMMUNICATOR_BYTES
 from orchestrator.specs.profile import MemoryEstimate, Source
 
 # Context of a process that loads all CUDA modules: torch 1.10, stas00/ml-engineering training/performance/README.md.

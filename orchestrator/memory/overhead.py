@@ -1,0 +1,76 @@
+"""What does a device hold for a plan beside what PyTorch's allocator reserves? Context and communicators.
+
+Constants from others' devices until attempts have told of this kind of device; then what they measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median_high
+
+from orchestrator.specs.plan import ParallelLayout, Plan
+from orchestrator.specs.state import Observation
+
+# Lazily loaded context on an A100, torch 2.1.1: stas00/ml-engineering training/performance/README.md.
+CONTEXT_BYTES = 505_000_000
+# One communicator of 2 ranks, and of more: NVIDIA/nccl issue 964.
+COMMUNICATOR_BYTES = {1: 0, 2: 544_000_000}
+LARGE_COMMUNICATOR_BYTES = 688_000_000
+
+STEP_BYTES = 32 * 2**20  # measurements are rounded up to these: what is searched anew for every few pages gains nothing
+COUNTED = 32  # newest measurements that count of each supposed overhead
+
+
+def supposed_overhead_bytes(plan: Plan) -> int:
+    """Bytes of a CUDA context and of the plan's communicators, as the constants have them.
+
+    A communicator is that of all ranks, and one along every axis of the mesh that is not the whole of it.
+    """
+    return _supposed_bytes(plan.layout, plan.dp_replicate)
+
+
+@lru_cache(maxsize=4096)
+def _supposed_bytes(layout: ParallelLayout, dp_replicate: int) -> int:
+    world = layout.world_size
+    axes = [layout.tp, layout.pp, layout.dp // dp_replicate, dp_replicate]
+    groups = [world, *(degree for degree in axes if 1 < degree < world)]
+    return CONTEXT_BYTES + sum(COMMUNICATOR_BYTES.get(degree, LARGE_COMMUNICATOR_BYTES) for degree in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What one kind of device holds beside the allocator."""
+
+    measured: tuple[tuple[int, int], ...] = ()  # bytes as supposed, and as measured of plans of which that is supposed
+
+    def bytes_of(self, plan: Plan) -> int:
+        """As measured of plans with such communicators; else supposed, and as far off as what was measured nearest."""
+        supposed_bytes = supposed_overhead_bytes(plan)
+        if not self.measured:
+            return supposed_bytes
+        nearest_bytes, measured_bytes = min(self.measured, key=lambda one: abs(one[0] - supposed_bytes))
+        return max(0, supposed_bytes + measured_bytes - nearest_bytes)
+
+
+SUPPOSED_OVERHEAD = Overhead()
+
+
+def measured_overhead(observations: Iterable[Observation]) -> Overhead:
+    """The upper median of what attempts on one kind of device measured, for each overhead that was supposed.
+
+    `observations` are of that device and of one torch, oldest first, and of any family: a context knows nothing of
+    models. Programs of others that come and go while an attempt runs are outliers in both directions.
+    """
+    by_supposed: dict[int, list[int]] = {}
+    for seen in observations:
+        if seen.overhead_bytes is not None:
+            by_supposed.setdefault(supposed_overhead_bytes(seen.plan), []).append(seen.overhead_bytes)
+    return Overhead(
+        tuple((supposed, _in_steps(median_high(told[-COUNTED:]))) for supposed, told in sorted(by_supposed.items()))
+    )
+
+
+def _in_steps(count_bytes: int) -> int:
+    return -(-count_bytes // STEP_BYTES) * STEP_BYTES

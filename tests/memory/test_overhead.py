@@ -1,0 +1,78 @@
+"""Laws of what a device holds beside the allocator: constants until it was measured, then what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.memory.calibration import WINDOW, calibration, overhead_of, remembered
+from orchestrator.memory.overhead import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    LARGE_COMMUNICATOR_BYTES,
+    STEP_BYTES,
+    SUPPOSED_OVERHEAD,
+    supposed_overhead_bytes,
+)
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.state import Observation
+from tests.scheduling.factories import DEVICE, MIB, observation
+
+ALONE = Plan(engine=Engine.TORCH, micro_batch_size=1)
+PAIR = replace(ALONE, layout=ParallelLayout(dp=2))
+MESH = replace(ALONE, layout=ParallelLayout(dp=4, tp=2), zero_stage=ZeroStage.PARAMETERS)
+
+
+def told(*bytes_of: int, plan: Plan = ALONE, first: int = 1, **changes: object) -> list[Observation]:
+    return [
+        observation(plan=plan, overhead_bytes=count, number=at, at_s=float(at), **changes)
+        for at, count in enumerate(bytes_of, start=first)
+    ]
+
+
+def bytes_after(seen: list[Observation], plan: Plan = ALONE) -> int:
+    return overhead_of(remembered(seen), DEVICE.name).bytes_of(plan)
+
+
+def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group() -> None:
+    assert SUPPOSED_OVERHEAD.bytes_of(ALONE) == CONTEXT_BYTES
+    assert SUPPOSED_OVERHEAD.bytes_of(PAIR) == CONTEXT_BYTES + COMMUNICATOR_BYTES[2]
+    groups_bytes = LARGE_COMMUNICATOR_BYTES + COMMUNICATOR_BYTES[2] + LARGE_COMMUNICATOR_BYTES  # all, tp, dp
+    assert SUPPOSED_OVERHEAD.bytes_of(MESH) == CONTEXT_BYTES + groups_bytes
+
+
+@given(st.integers(1, 4 * 2**30))
+def test_what_was_measured_takes_the_place_of_the_constants_and_is_never_rounded_down(measured_bytes: int) -> None:
+    assert 0 <= bytes_after(told(measured_bytes)) - measured_bytes < STEP_BYTES
+
+
+def test_plans_that_were_never_measured_are_as_far_off_as_the_nearest_that_was() -> None:
+    seen = told(1000 * MIB) + told(1400 * MIB, plan=MESH, first=2)
+    off_by = bytes_after(seen) - CONTEXT_BYTES
+    assert bytes_after(seen, PAIR) == supposed_overhead_bytes(PAIR) + off_by
+    wide = replace(MESH, layout=ParallelLayout(dp=8, tp=4))
+    off_by = bytes_after(seen, MESH) - supposed_overhead_bytes(MESH)
+    assert bytes_after(seen, wide) == supposed_overhead_bytes(wide) + off_by
+
+
+def test_a_program_of_others_that_came_or_went_meanwhile_is_outvoted() -> None:
+    calm = bytes_after(told(640 * MIB, 640 * MIB, 640 * MIB))
+    assert bytes_after(told(640 * MIB, 9000 * MIB, 640 * MIB)) == calm
+    assert bytes_after(told(1, 640 * MIB, 640 * MIB)) == calm
+
+
+def test_it_counts_for_all_families_of_one_kind_of_device_under_one_torch() -> None:
+    seen = remembered(told(640 * MIB, family="vocoder"))
+    assert calibration(seen, device=DEVICE.name, family="lm").overhead.bytes_of(ALONE) == 640 * MIB
+    assert calibration(seen, device="another", family="vocoder").overhead == SUPPOSED_OVERHEAD
+    newer = seen + tuple(told(960 * MIB, first=2, torch_version="2.13.0"))
+    assert overhead_of(newer, DEVICE.name).bytes_of(ALONE) == 960 * MIB
+
+
+@pytest.mark.parametrize("count", [0, 1, WINDOW - 1])
+def test_outcomes_that_do_not_tell_it_change_nothing(count: int) -> None:
+    silent = [observation(number=at, at_s=float(at)) for at in range(2, 2 + count)]
+    assert bytes_after(told(640 * MIB) + silent) == 640 * MIB
