@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from orchestrator.memory.calibration import CORRECTION_MAX, Calibration, calibration
 from orchestrator.memory.correction import (
@@ -17,6 +18,7 @@ from orchestrator.memory.correction import (
 from orchestrator.planning.frontier import Candidate, fits, needed_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.search import frontier
+from orchestrator.scheduling.degrade import answering
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import learned, measured_peaks
 from orchestrator.scheduling.outcome import ran_out
@@ -185,10 +187,14 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     changed = ", ".join(str(change) for change in following.change)
     said = f"next: attempt {following.number}, {in_short(following.plan)} ({changed})"
     faster: Counter[str] = Counter()
-    for candidate in _frontier(state, job, _group(state, following.device)):
+    candidates = _frontier(state, job, _group(state, following.device))
+    here = [attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device]
+    answers = {replace(one.plan, phase_batch_sizes=()) for one in answering(job.spec, here, candidates)}
+    for candidate in candidates:
         if candidate.plan == following.plan:
             break
-        faster[_why_not(job, candidate, failed, following.correction)] += 1
+        is_answer = candidate.plan in answers
+        faster[_why_not(job, candidate, failed, following.correction, is_answer=is_answer)] += 1
     else:
         return said
     if not faster:
@@ -196,9 +202,11 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     return f"{said}: the fastest left; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
 
 
-def _why_not(job: Job, candidate: Candidate, failed: Attempt, correction: float) -> str:
+def _why_not(job: Job, candidate: Candidate, failed: Attempt, correction: float, *, is_answer: bool) -> str:
     if any(ran_out(attempt) and attempt.plan == candidate.plan for attempt in job.attempts[: failed.number]):
         return "ran out of memory"
+    if not is_answer:
+        return "no lighter in the optimizer step, where it ran out"
     if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(failed.estimate, correction):
         return "no lighter than what ran out"
     return "too big with what was learned"

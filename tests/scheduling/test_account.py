@@ -8,7 +8,7 @@ from orchestrator.planning.picture import Mark
 from orchestrator.scheduling.account import lessons, picture_of
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.units import format_bytes
-from tests.scheduling.factories import MIB, script_spec
+from tests.scheduling.factories import MIB, decoder_spec, script_spec
 from tests.scheduling.test_step import NODES, SUCCESS, finished, only_job, oom, released, run, submitted
 
 
@@ -26,6 +26,17 @@ def test_a_failure_is_accounted_for_from_prediction_to_next_plan() -> None:
     assert following.startswith("next: attempt 2, ")
     assert all(str(change) in following for change in second.change)
     assert "1 faster ran out of memory" in following
+
+
+def test_plans_that_do_not_answer_to_the_optimizer_step_are_said_not_to() -> None:
+    evidence = replace(oom(), ooms=(replace(oom().ooms[0], phase="optimizer", injected=True),))
+    spec = decoder_spec(global_batch_size=64, gpus=2)
+    state, _ = run(NODES, submitted(spec), finished(evidence), released())
+    job = only_job(state)
+    assert job.attempts[1].plan.zero_stage > job.attempts[0].plan.zero_stage
+    (following,) = (said for said in lessons(state, job, job.attempts[0]) if said.startswith("next: "))
+    assert "faster no lighter in the optimizer step, where it ran out" in following
+    assert "too big" not in following
 
 
 def test_the_wrong_term_is_named_by_as_much_as_it_was_wrong() -> None:
