@@ -178,6 +178,7 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
 
 def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, float]:
     predicted, overhead_bytes = predicted_peak_bytes(attempt), None if seen is None else seen.overhead_bytes
+    reserved_bytes = None if predicted is None else corrected(attempt.estimate, attempt.correction).reserved_bytes
     metrics: dict[str, float | None] = {
         "predicted_peak_bytes": predicted,
         "predicted_step_s": None if attempt.estimate.source in UNTIMED else attempt.step_s,
@@ -185,6 +186,8 @@ def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, fl
         "needed_bytes": attempt.needed_bytes,
         "fit_probability": attempt.fit_probability,
         "measured_peak_bytes": attempt.peak_bytes,
+        "predicted_reserved_bytes": reserved_bytes,
+        "measured_reserved_bytes": attempt.reserved_bytes,
         "measured_overhead_bytes": overhead_bytes,
         "measured_step_s": attempt.measured_step_s,
         "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,

@@ -119,7 +119,16 @@ def _measured(attempt: Attempt, seen: Observation) -> str:
     least = " at the least" if seen.ran_out else ""
     predicted = predicted_peak_bytes(attempt)
     times = "" if predicted is None else f", {seen.measured_bytes / max(1, predicted):.2f} x the prediction"
-    return f"measured: {format_bytes(seen.measured_bytes)}{least}{times}"
+    held = attempt.reserved_bytes
+    reserved = "" if held is None else f"; PyTorch held up to {format_bytes(held)}, {_predicted_reserved(attempt)}"
+    return f"measured: {format_bytes(seen.measured_bytes)}{least}{times}{reserved}"
+
+
+def _predicted_reserved(attempt: Attempt) -> str:
+    if predicted_peak_bytes(attempt) is None:
+        return "which nobody predicted"
+    reserved_bytes = corrected(attempt.estimate, attempt.correction).reserved_bytes
+    return f"{format_bytes(reserved_bytes)} predicted as the least that it needs"
 
 
 def _overhead(state: State, attempt: Attempt, seen: Observation) -> list[str]:

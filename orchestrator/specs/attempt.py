@@ -115,6 +115,7 @@ class Heartbeat:
     at_s: float
     loss: float | None = None
     torch_version: str = ""  # "" before the program has imported it
+    reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
     allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
 
 
@@ -223,6 +224,12 @@ class Attempt:
         """Measured allocated peak of the worst rank, where one was reported."""
         peaks = [beat.peak_bytes for beat in self.evidence.heartbeats] if self.evidence else []
         return max(peaks, default=None)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """What PyTorch's CUDA allocator held at most on any rank; it gives some back where memory gets scarce."""
+        held = [beat.reserved_bytes for beat in self.evidence.heartbeats] if self.evidence else []
+        return max(held, default=0) or None
 
     @property
     def measured_step_s(self) -> float | None:

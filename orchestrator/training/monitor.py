@@ -94,6 +94,7 @@ class Monitor:
             at_s=time.time(),
             loss=self._loss,
             torch_version=self._torch_version,
+            reserved_bytes=self.reserved_bytes(),
             allocator_room_bytes=self.allocator_room_bytes(),
         )
         self._end_if_stale()
@@ -107,6 +108,13 @@ class Monitor:
             return self.device.peak_bytes
         torch = sys.modules.get("torch")
         return int(torch.cuda.max_memory_allocated()) if torch and torch.cuda.is_initialized() else 0
+
+    def reserved_bytes(self) -> int:
+        """Highest bytes so far that PyTorch's allocator held of a CUDA device; 0 without one."""
+        torch = sys.modules.get("torch")
+        if self.device is not None or torch is None or not torch.cuda.is_initialized():
+            return 0
+        return int(torch.cuda.max_memory_reserved())
 
     def allocator_room_bytes(self) -> int | None:
         """The least so far that was free on this rank's device or held by PyTorch's allocator; None without CUDA.

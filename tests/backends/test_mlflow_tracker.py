@@ -80,6 +80,7 @@ def attempt(job_id: str, number: int, plan: Plan = BIG, before: Plan | None = No
 def ended(running: Attempt, kind: FailureKind | None = None) -> Attempt:
     said = f"Traceback ... token={SECRET} url={VARIABLE}"
     beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=1600, phase="forward", at_s=START_S)
+    beat = dataclasses.replace(beat, reserved_bytes=1800)
     return dataclasses.replace(
         running,
         status=AttemptStatus.ENDED,
@@ -226,6 +227,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     assert two.data.metrics["predicted_peak_bytes"] == 300 + 1.25 * 700
     assert two.data.metrics["measured_peak_bytes"] == 1600
     assert two.data.metrics["predicted_over_measured"] == 1175 / 1600
+    assert (two.data.metrics["predicted_reserved_bytes"], two.data.metrics["measured_reserved_bytes"]) == (1293, 1800)
     assert (two.data.metrics["predicted_step_s"], two.data.metrics["measured_step_s"]) == (0.5, 0.25)
     assert curve(server, two.info.run_id, "loss") == [(step, 1 / step) for step in range(4, 10)]
     assert len(curve(server, one.info.run_id, "grad_norm")) == 6

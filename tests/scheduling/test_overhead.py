@@ -60,6 +60,14 @@ def test_jobs_that_wait_are_judged_anew_by_it() -> None:
     assert second.plan != first_attempt().plan
 
 
+def test_what_pytorch_held_stands_beside_what_was_predicted() -> None:
+    evidence = replace(SUCCESS, heartbeats=(replace(SUCCESS.heartbeats[0], reserved_bytes=4 * GIB),))
+    state, _ = run(*BEGUN, finished(evidence), released())
+    predicted = format_bytes(first_attempt().estimate.reserved_bytes)
+    said = lessons(state, only_job(state), only_job(state).attempts[0])[1]
+    assert said.endswith(f"; PyTorch held up to 4.00 GiB, {predicted} predicted as the least that it needs")
+
+
 def test_it_is_told_what_was_measured_beside_what_was_predicted_and_learned() -> None:
     state, _ = run(*BEGUN, finished(measured(3 * GIB)), released())
     predicted = format_bytes(overhead_bytes(first_attempt()))

@@ -15,7 +15,7 @@ def mem_get_info():
 
 torch.cuda.is_initialized = lambda: True
 torch.cuda.max_memory_allocated = lambda: 0
-torch.cuda.memory_reserved = lambda: Device.reserved
+torch.cuda.memory_reserved = torch.cuda.max_memory_reserved = lambda: Device.reserved
 torch.cuda.is_current_stream_capturing = lambda: Device.capturing
 torch.cuda.mem_get_info = mem_get_info
 

@@ -242,6 +242,7 @@ def test_what_the_allocator_has_of_a_cuda_device_is_the_least_it_ever_had(tmp_pa
     guarded = run(tmp_path, script(tmp_path, text), heartbeat_interval_s=0.0)
     assert guarded.exit_code == 0, guarded.out
     assert guarded.read("heartbeat")["allocator_room_bytes"] == 300 * MIB
+    assert guarded.read("heartbeat")["reserved_bytes"] == 100 * MIB
 
 
 @pytest.mark.parametrize("trouble", ["capturing", "broken"])
@@ -257,7 +258,8 @@ def test_a_device_that_cannot_be_asked_does_not_disturb_the_training(tmp_path: P
 
 
 def test_where_no_cuda_is_nothing_is_told_of_it(tmp_path: Path) -> None:
-    assert train(tmp_path).read("heartbeat")["allocator_room_bytes"] is None
+    beat = train(tmp_path).read("heartbeat")
+    assert (beat["allocator_room_bytes"], beat["reserved_bytes"]) == (None, 0)
 
 
 def test_a_loop_that_tells_its_step_is_believed(tmp_path: Path) -> None:
