@@ -8,16 +8,10 @@ and gathers them is in the module of that engine.
 from __future__ import annotations
 
 from orchestrator.memory.foreign.crossed import t5_layer_bytes
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.mixtures import mixture_layer
-from orchestrator.memory.foreign.training import (
-    Framework,
-    Loss,
-    Training,
-    adapted_projections,
-    copies,
-    layer_held,
-    layer_matrices,
-)
+from orchestrator.memory.foreign.training import Training, adapted_projections, copies, layer_held, layer_matrices
 from orchestrator.memory.hf_profiles import DecoderShape
 from orchestrator.memory.profiles import decoder_profile
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
@@ -34,7 +28,7 @@ def saved_bytes(training: Training) -> int:
     if _is_t5(training):
         lengths = training.sequence_length, training.target_length or training.sequence_length
         per_sample = t5_layer_bytes(shape, lengths, low=training.low_precision, autocasts=training.autocasts)
-        adapted = t * _adapted_bytes(training) if training.lora_rank else 0
+        adapted = t * _adapted_bytes(training) if training.adapters.rank else 0
         return training.micro_batch_size * per_sample + adapted
     if shape.gated:
         profile = _gated_layer(training)
@@ -45,7 +39,7 @@ def saved_bytes(training: Training) -> int:
         width, h = training.width, shape.hidden
         # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
         inside = 4 * width * h + 2 * width * shape.busy_ffn  # q, k, v, output; before and behind the activation
-        if training.composed_gelu:
+        if training.kernels.composed_gelu:
             # transformers/activations.py, NewGELUActivation: tanh, one more than it, half of the input; autocast
             # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
             autocasts = training.autocasts and training.framework is Framework.PLAIN
@@ -53,26 +47,26 @@ def saved_bytes(training: Training) -> int:
         beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
         beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
         per_token = inside // cut + beside // whole + (2 * _copy_bytes(training) if shape.experts else 0)
-    if training.keeps_gathered:  # before q, k and v, and before the feed-forward block
+    if training.megatron.keeps_gathered:  # before q, k and v, and before the feed-forward block
         per_token += 2 * training.width * shape.hidden * (cut - 1) // cut
     if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
-        normed = training.width if training.fused else training.width + (4 if training.low_precision else 0)
+        normed = training.width if training.kernels.fused else training.width + (4 if training.low_precision else 0)
         per_token += normed * (shape.query + shape.key_value) // cut
-    if training.joint_projection:
+    if training.kernels.joint_projection:
         per_token += _joint_bytes(training)
-    if training.lora_rank:
+    if training.adapters.rank:
         per_token += _adapted_bytes(training)
-    if training.fused and shape.gated:
+    if training.kernels.fused and shape.gated:
         # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
         per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
         per_token -= training.width * shape.busy_ffn // cut
-    if training.fuses_adapters and shape.gated:
+    if training.kernels.fuses_adapters and shape.gated:
         per_token -= training.width * shape.busy_ffn // cut
     if shape.experts and training.framework is Framework.MEGATRON:
         # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it;
         # only behind a gated activation one kernel does so, and else what the activation returns is kept as well
         per_token -= _copy_bytes(training) - (0 if shape.gated else training.width * shape.chosen * shape.ffn // cut)
-    if training.fp8:
+    if training.megatron.fp8:
         # transformer_engine/pytorch/module/linear.py: a product keeps its input in 8 bits; attention keeps its result
         per_token -= 2 * shape.hidden // whole + (shape.ffn - shape.query) // cut
     return t * per_token + _crossing_bytes(training) + score_bytes(training)
@@ -123,20 +117,22 @@ def _adapted_bytes(training: Training) -> int:
     shape, width = training.shape, training.width
     adapted = adapted_projections(training)
     times = {name: copies(training, name)[1] for name in shape.projections}
-    kept = width * training.lora_rank * sum(times[name] for name in adapted)
+    kept = width * training.adapters.rank * sum(times[name] for name in adapted)
     if shape.gated:
         kept -= 2 * training.stream * shape.hidden
-    if shape.experts and not training.keeps_quantised_inputs:  # the router's, and what the shared expert takes in
+    if (
+        shape.experts and not training.adapters.keeps_quantised_inputs
+    ):  # the router's, and what the shared expert takes in
         kept -= width * (shape.hidden + shape.shared_ffn)
-    alone = (training.lora_fp32 or training.lora_dropout) and not training.fuses_adapters
+    alone = (training.adapters.fp32 or training.adapters.dropout) and not training.kernels.fuses_adapters
     for names in (("q", "k", "v"), ("up", "gate"), ("down",)):
         inputs = shape.projections[names[0]][0] * times[names[0]]
         shared = not alone and any(name in adapted for name in names)
-        kept -= 0 if shared or training.keeps_quantised_inputs else width * inputs
+        kept -= 0 if shared or training.adapters.keeps_quantised_inputs else width * inputs
     if alone:
-        each = width + (1 if training.lora_dropout else 0)
+        each = width + (1 if training.adapters.dropout else 0)
         kept += each * sum(inputs * times[name] for name, (inputs, _) in adapted.items())
-    if training.keeps_adapted_outputs:
+    if training.adapters.keeps_outputs:
         kept += 2 * width * sum(outputs * times[name] for name, (_, outputs) in adapted.items())
     return kept
 
@@ -176,7 +172,7 @@ def score_bytes(training: Training) -> int:
     transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward), so does
     autocast (aten/src/ATen/autocast_mode.h, its fp32 list).
     """
-    if training.flash or _is_t5(training):
+    if training.kernels.flash or _is_t5(training):
         return 0
     shape, width = training.shape, training.width
     kept = 2 * width + (1 if shape.dropout else 0) if shape.dropout else width
@@ -198,13 +194,13 @@ def transient_bytes(training: Training) -> int:
     Liger's kernel (liger_kernel/ops/swiglu.py) and those of Unsloth write two of the three over their inputs.
     """
     shape, width = training.shape, training.width
-    products = (3 if shape.gated else 2) if not training.in_place else 1
+    products = (3 if shape.gated else 2) if not training.kernels.in_place else 1
     inside = products * width * shape.busy_ffn // training.tp
     if shape.experts:  # or those of what experts return, before and behind their weights (memory/experts.py, `_peaks`)
         inside = max(inside, 3 * _copy_bytes(training))
     # gradients of scores; transformers' softmax has its own in fp32
     each = 4 if _is_t5(training) else 2 * width + (8 if shape.gated and training.low_precision else 0)
-    scores = 0 if training.flash else each * shape.heads * training.sequence_length // training.tp
+    scores = 0 if training.kernels.flash else each * shape.heads * training.sequence_length // training.tp
     return training.tokens * (inside + 2 * training.stream * shape.hidden + scores)
 
 
@@ -223,7 +219,7 @@ def kept_bytes(training: Training) -> int:
         products = saved_bytes(training) - score_bytes(training)
         if training.alternate_products:
             return min(products, training.tokens * _alternate_bytes(training) // training.tp)
-        if training.shape.gated and training.framework not in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+        if training.shape.gated and not training.framework.is_megatron:
             products = min(products, training.tokens * _gated_layer(training, selective=True) // training.tp)
         return products
     return saved_bytes(training)
@@ -246,10 +242,10 @@ def working_bytes(training: Training) -> int:
     if training.checkpointing is ActivationCheckpointing.SELECTIVE:
         again = saved_bytes(training) - kept_bytes(training)
     dequantised = 0
-    if training.base_bytes is not None:
+    if training.adapters.base_bytes is not None:
         dequantised = 2 * max(inputs * outputs for inputs, outputs in training.shape.projections.values())
     # FSDP gathers weights in the type that autocast wants
-    sharded = training.framework in (Framework.FSDP1, Framework.FSDP2) and not training.gathers_fp32
+    sharded = training.framework.is_fsdp and not training.fsdp.gathers_fp32
     casts = 0 if sharded or training.checkpointing is NONE or not training.autocasts else 2 * cast_elements(training)
     return again + transient_bytes(training) + dequantised + casts
 
@@ -270,7 +266,7 @@ def cast_bytes(training: Training) -> int:
 def cast_elements(training: Training) -> int:
     """Elements of one layer that autocast makes copies of."""
     held = layer_held(training).trained
-    return held + layer_matrices(training) if training.lora_rank else held
+    return held + layer_matrices(training) if training.adapters.rank else held
 
 
 def head_bytes(training: Training) -> int:
@@ -296,11 +292,11 @@ def head_bytes(training: Training) -> int:
     states = t * (training.stream + 4) * shape.hidden
     if not shape.causal:
         return states
-    if training.quantises_head and training.base_bytes is not None:
+    if training.adapters.quantises_head and training.adapters.base_bytes is not None:
         states += 4 * shape.table
     logits = t * shape.vocab // cut
-    if training.framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
-        early = training.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
+    if training.framework.is_megatron:
+        early = training.platform.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
         return states + (training.width + (8 if early or training.loss is Loss.SHIFTED else 4)) * logits
     if training.loss is Loss.FUSED:
         chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)

@@ -273,6 +273,7 @@ class ConvolutionalNet(Architecture):
 
     net: str
     side: int  # pixels of a square image
+    transposes: bool = False  # convolutions on tensor cores over tensors that do not lie as these want them
 
     @property
     def parameters(self) -> int:
@@ -309,4 +310,5 @@ def _described(net: str, side: int) -> ConvolutionalNet:
         gated=True,
         tied=True,
         causal=False,
+        flash=True,  # there is no attention that could hold scores
     )

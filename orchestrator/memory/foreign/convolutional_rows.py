@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet, convolutional_net
 from orchestrator.memory.foreign.row import Row
@@ -20,22 +21,22 @@ def net_of(row: Row) -> ConvolutionalNet | None:
         row.infer(f"images of {net.side} pixels, as in the paper of the net")
     if net.parameters:  # of images that are large enough
         row.infer(f"{net.net} as torchvision or timm defines it, a thousand classes")
-    return net
+    return replace(net, transposes=_transposes(row))
 
 
 def check_net(row: Row, training: Training) -> None:
     """Raises SpecError where weights are not fp32 and trained as a whole, or something else recomputes or fuses."""
     for is_so, what in (
         (training.low_precision and not training.autocasts, "in low precision"),
-        (training.lora_rank > 0, "with adapters"),
+        (training.adapters.rank > 0, "with adapters"),
         (training.checkpointing is not ActivationCheckpointing.NONE, "with checkpointing"),
-        (training.fused, "that is compiled"),
+        (training.kernels.fused, "that is compiled"),
     ):
         if is_so:
             raise row.refused(f"no closed form of a convolutional net {what}")
 
 
-def transposes(row: Row) -> bool:
+def _transposes(row: Row) -> bool:
     """Whether convolutions run on tensor cores over tensors whose channels are not last.
 
     Since Ampere also in fp32: torch.backends.cudnn.allow_tf32 is on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, head_bytes, kept_bytes, working_bytes
-from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held, state_bytes
+from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held
 from orchestrator.memory.moments import Causes
 
 PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
@@ -32,10 +32,10 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     width = training.width
     whole = width * trained + held.frozen_bytes
     resident = 0 if training.offload_parameters else -(-whole // shards) if stage == 3 else whole
-    states = 0 if training.offload_optimizer else round((4 + state_bytes(training)) * trained / shards)
-    sharded = 0 if training.offload_optimizer and not training.holds_gradients else width * trained // shards
+    states = 0 if training.offload_optimizer else round((4 + training.optimizer.state_bytes) * trained / shards)
+    sharded = 0 if training.offload_optimizer and not training.deepspeed.holds_gradients else width * trained // shards
     gradients = sharded if stage >= 2 else width * trained
-    bucket = width * training.bucket_elements * (2 if training.overlaps and stage < 3 else 1)
+    bucket = width * training.deepspeed.bucket_elements * (2 if training.deepspeed.overlaps and stage < 3 else 1)
     live, table = _gathered(training, whole) if stage == 3 else (0, 0)
     states_and_gradients: Causes = (
         ("parameters", resident),
@@ -49,7 +49,7 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     yield ("backward of head", (*at_head, (KEPT, kept), (WORKING, head_bytes(training))))
     yield ("backward of last layer", (*fixed, (KEPT, kept), (WORKING, working_bytes(training))))
     at_once = min(SUB_GROUP_ELEMENTS, trained // shards) if stage == 3 else trained // shards
-    temporaries = (4 + (width if stage == 3 else 0) + (4 if training.foreach else 0)) * at_once
+    temporaries = (4 + (width if stage == 3 else 0) + (4 if training.optimizer.foreach else 0)) * at_once
     yield ("optimizer step", (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else temporaries)))
 
 
@@ -61,7 +61,7 @@ def _gathered(training: Training, whole: int) -> tuple[int, int]:
     bucket, and what is used again soon stayed (stage3_max_reuse_distance).
     """
     width, layer, ends = training.width, layer_held(training), ends_held(training)
-    if not training.is_old:
+    if not training.platform.is_old:
         live = min(whole, width * LIVE_ELEMENTS)
         return live, min(whole - live, width * training.shape.table)
     used = width * layer.trained + layer.frozen_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
-from orchestrator.memory.foreign.training import Held, Live, Training, ends_held, layer_held, state_bytes, trained_width
+from orchestrator.memory.foreign.training import Held, Live, Training, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 
 
@@ -28,19 +28,19 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     held = layer * layers + ends
     width = trained_width(training)
     device = 0 if training.offload_parameters else 1
-    compute = 2 if training.low_precision and not training.gathers_fp32 else 4
+    compute = 2 if training.low_precision and not training.fsdp.gathers_fp32 else 4
     a_layer, root = (compute * unit.trained + unit.frozen_bytes for unit in (layer, ends))
-    root = root // 2 if training.ends_apart else root
+    root = root // 2 if training.fsdp.ends_apart else root
     ahead = layers if training.zero_stage == 2 else 1  # of the layers, those that are there as the backward pass starts
     units = (ahead if training.zero_stage == 2 else 2) * a_layer
     # apart: the head has been let go of when the last layer goes backward, its gradient is being reduced; else the
     # root's gradient is put together once the embedding's is there (split's backward pass, torch/distributed/fsdp/
     # _flat_param.py, _get_unflat_views_unaligned)
-    beside, ended = (0 if training.ends_apart else root), min(ends.trained, training.shape.table)
+    beside, ended = (0 if training.fsdp.ends_apart else root), min(ends.trained, training.shape.table)
     fixed = _sharded(training, held) if device else (("parameters", 0), ("optimizer states", 0))
-    reduce = compute + (4 if training.reduces_fp32 and compute == 2 else 0)
+    reduce = compute + (4 if training.fsdp.reduces_fp32 and compute == 2 else 0)
     reducing = max(reduce, 2 * compute)  # gradients of a unit, and what is sent of them
-    frozen_gradients = layer.frozen_bytes if training.frozen_gradients else 0
+    frozen_gradients = layer.frozen_bytes if training.fsdp.frozen_gradients else 0
     all_gradients = width * held.trained + layers * frozen_gradients
     shard_gradients = device * all_gradients // training.dp
     earlier = _earlier(training, all_gradients, shard_gradients)
@@ -76,7 +76,7 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
             (KEPT, kept - kept_bytes(training)),
         ),
     )
-    if training.holds_boundaries:
+    if training.fsdp.holds_boundaries:
         held_bytes = layers * boundary_bytes(training)
         yield (
             "backward of first layer",
@@ -97,20 +97,20 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
             ("whole gradients", reduce * ends.trained),
         ),
     )
-    temporaries = shard_gradients if training.foreach else 0
+    temporaries = shard_gradients if training.optimizer.foreach else 0
     yield ("optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries)))
 
 
 def _earlier(training: Training, whole_bytes: int, shard_bytes: int) -> int:
     """Bytes of the gradients that are there when a backward pass begins, of micro-batches or steps before it."""
     if training.gradient_accumulation_steps > 1:
-        return whole_bytes if training.unsynced else shard_bytes
-    return shard_bytes if training.keeps_gradients else 0
+        return whole_bytes if training.fsdp.unsynced else shard_bytes
+    return shard_bytes if training.platform.keeps_gradients else 0
 
 
 def _sharded(training: Training, held: Held) -> Causes:
     """What every rank has of the parameters and of the optimizer's states."""
-    states = (4 if training.masters else 0) + state_bytes(training)
+    states = training.optimizer.master_bytes + training.optimizer.state_bytes
     return (
         ("parameters", -(-(trained_width(training) * held.trained + held.frozen_bytes) // training.dp)),
         ("optimizer states", round(states * held.trained / training.dp)),

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
-from orchestrator.memory.foreign.training import (
-    BUCKET_ELEMENTS,
-    Framework,
-    Training,
-    ends_held,
-    layer_held,
-    routed_matrices,
-    state_bytes,
-    trained_width,
-)
+from orchestrator.memory.foreign.frameworks import BUCKET_ELEMENTS, Framework
+from orchestrator.memory.foreign.training import Training, ends_held, layer_held, routed_matrices, trained_width
 from orchestrator.memory.moments import Causes
 
 
@@ -36,7 +28,7 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     trained = held.trained
     zero = training.zero_stage > 0
     shards = training.dp if zero else 1
-    states = 0 if training.offload_optimizer else (4 if training.masters else 0) + state_bytes(training)
+    states = 0 if training.offload_optimizer else training.optimizer.master_bytes + training.optimizer.state_bytes
     whole = shards if training.zero_stage == 3 else 1  # ranks that share parameters and gradients
     unit = layer_held(training) * (2 if whole > 1 else 0)
     fixed: Causes = (
@@ -47,33 +39,37 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     steps = training.gradient_accumulation_steps
     in_flight = min(max(1, steps - 1), pp - stage)  # while gradients are whole: from the second backward pass on
     stage_bytes = layers * kept_bytes(training)
-    if training.virtual_stages > 1:
+    if training.megatron.virtual_stages > 1:
         # megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches: chunks that have gone forward when the
         # first of them goes backward
-        chunks = 2 * (pp - stage - 1) + (training.virtual_stages - 1) * pp + 1
-        waiting = min(chunks, steps * training.virtual_stages) * stage_bytes // training.virtual_stages
+        chunks = 2 * (pp - stage - 1) + (training.megatron.virtual_stages - 1) * pp + 1
+        waiting = (
+            min(chunks, steps * training.megatron.virtual_stages) * stage_bytes // training.megatron.virtual_stages
+        )
     else:
         waiting = in_flight * (stage_bytes + (boundary_bytes(training) if pp > 1 else 0))
     width = trained_width(training)
     copies = 0  # fp32 copies of gradients, which outlive the step
     if training.framework is Framework.MEGATRON:
-        added = 4 if training.fp32_gradients else width
-        gradients, flat = added * trained // whole, 0 if training.fp32_gradients else width * trained
-        if not training.is_old:  # gradients lie in buffers that are reduced as they are (core/distributed)
+        added = 4 if training.megatron.fp32_gradients else width
+        gradients, flat = added * trained // whole, 0 if training.megatron.fp32_gradients else width * trained
+        if not training.platform.is_old:  # gradients lie in buffers that are reduced as they are (core/distributed)
             flat = 0
-        copies = 4 * trained if training.is_old and not training.fp32_gradients else 0
+        copies = 4 * trained if training.platform.is_old and not training.megatron.fp32_gradients else 0
     else:  # DeepSpeed: FP16 ZeRO-1 partitions a copy; BF16_Optimizer adds up in fp32, whole
-        gradients = (width + 4) * trained if training.fp32_gradients else width * trained
+        gradients = (width + 4) * trained if training.megatron.fp32_gradients else width * trained
         flat = min(BUCKET_ELEMENTS, trained) * width if training.dp > 1 and zero else 0
     fresh = width * max(shape.hidden * shape.ffn, shape.table if stage == 0 or last else 0) // training.tp
     working = max(working_bytes(training), head_bytes(training) if last else 0)
     earlier: Causes = (*fixed, ("gradient copies", copies))
-    if training.first_step:
-        earlier = (("parameters", fixed[0][1] + 4 * trained // shards if training.masters else fixed[0][1]),)
+    if training.megatron.first_step:
+        earlier = (("parameters", fixed[0][1] + 4 * trained // shards if training.optimizer.masters else fixed[0][1]),)
     backward = (*earlier, ("gradients", gradients + min(fresh, width * trained)), (KEPT, waiting), (WORKING, working))
     reduction = (*earlier, ("gradients", gradients), ("flat gradients", flat))
-    temporaries = 0 if copies or training.fp32_gradients or training.offload_optimizer else 4 * trained // shards
-    if training.framework is Framework.MEGATRON_DEEPSPEED and not training.fp32_gradients:
+    temporaries = (
+        0 if copies or training.megatron.fp32_gradients or training.offload_optimizer else 4 * trained // shards
+    )
+    if training.framework is Framework.MEGATRON_DEEPSPEED and not training.megatron.fp32_gradients:
         # an fp32 copy of the gradients; ZeRO-1 averages its share into a list before, and flattens that
         # (deepspeed/runtime/fp16/fused_optimizer.py, deepspeed/runtime/zero/stage_1_and_2.py)
         temporaries = (8 if zero else 4) * trained // shards
@@ -81,9 +77,9 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     # A block serves one request that is not larger than itself: fp32 copies split the flat buffer, and the next one is
     # new (two were wasted by 20 steps replayed on a model of the allocator, 2026-11); what activations leave behind is
     # too small for the states that the first step makes.
-    yield ("backward", backward, 0 if training.first_step else 2 * flat)
-    yield ("gradient reduction", reduction, 0 if training.first_step else 2 * flat)
-    yield ("optimizer step", step, waiting + working if training.first_step else 0)
+    yield ("backward", backward, 0 if training.megatron.first_step else 2 * flat)
+    yield ("gradient reduction", reduction, 0 if training.megatron.first_step else 2 * flat)
+    yield ("optimizer step", step, waiting + working if training.megatron.first_step else 0)
 
 
 def _sharing(training: Training, trained: int, layers: int) -> int:
@@ -91,7 +87,7 @@ def _sharing(training: Training, trained: int, layers: int) -> int:
 
     Its part of the experts has fewer copies than the rest (core/parallel_state.py, expert data parallel ranks).
     """
-    if training.lora_rank or not training.zero_stage:
+    if training.adapters.rank or not training.zero_stage:
         return trained
     routed = layers * routed_matrices(training)
     return trained + routed * training.ep * training.expert_tp // training.tp - routed

@@ -7,15 +7,8 @@ from collections.abc import Iterator
 from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, head_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.convolutional import walked
 from orchestrator.memory.foreign.convolutional_nets import NETS, ConvolutionalNet
-from orchestrator.memory.foreign.training import (
-    Framework,
-    Live,
-    Training,
-    ends_held,
-    layer_held,
-    state_bytes,
-    trained_width,
-)
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 
 
@@ -27,7 +20,11 @@ def plain_moments(training: Training) -> Iterator[Live]:
     held = layer * layers + ends
     width = trained_width(training)
     trained = held.trained
-    states = 0 if training.paged else round(((4 if training.masters else 0) + state_bytes(training)) * trained)
+    states = (
+        0
+        if training.optimizer.paged
+        else round((training.optimizer.master_bytes + training.optimizer.state_bytes) * trained)
+    )
     buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)
     fixed: Causes = (
         ("parameters", width * trained + held.frozen_bytes),
@@ -36,10 +33,10 @@ def plain_moments(training: Training) -> Iterator[Live]:
     )
     everything = width * trained
     largest = width * max(layer.trained, ends.trained)
-    gradients = largest if training.step_in_backward else everything
+    gradients = largest if training.optimizer.step_in_backward else everything
     kept = layers * (kept_bytes(training) + cast_bytes(training))
-    accumulated = everything if training.gradient_accumulation_steps > 1 or training.keeps_gradients else 0
-    if training.step_in_backward:
+    accumulated = everything if training.gradient_accumulation_steps > 1 or training.platform.keeps_gradients else 0
+    if training.optimizer.step_in_backward:
         accumulated = 0
     yield ("backward of head", (*fixed, ("gradients", accumulated), (KEPT, kept), (WORKING, head_bytes(training))))
     yield (
@@ -55,7 +52,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
         "backward of first layer",
         (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
     )
-    temporaries = everything if training.foreach and not training.step_in_backward else 0
+    temporaries = everything if training.optimizer.foreach and not training.optimizer.step_in_backward else 0
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
 
 
@@ -66,16 +63,16 @@ def convolutional_moments(training: Training, shape: ConvolutionalNet) -> Iterat
         training.micro_batch_size,
         shape.side,
         low=training.low_precision,
-        transposes=training.transposes,
+        transposes=shape.transposes,
         accumulates=training.gradient_accumulation_steps > 1,
     )
     weights = 4 * counted.parameters
     fixed: Causes = (
         ("parameters", weights + counted.buffer_bytes),
-        ("optimizer states", round(state_bytes(training) * counted.parameters)),
+        ("optimizer states", round(training.optimizer.state_bytes * counted.parameters)),
         ("gradient buckets", weights if training.dp > 1 else 0),
     )
     kept, working, gradients = counted.peak
     yield "backward pass", (*fixed, ("gradients", gradients), (KEPT, kept), (WORKING, working))
-    temporaries = weights if training.foreach else 0
+    temporaries = weights if training.optimizer.foreach else 0
     yield "optimizer step", (*fixed, ("gradients", weights), ("optimizer temporaries", temporaries))

@@ -10,34 +10,43 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from orchestrator.memory.foreign.adapters import adapters_of
 from orchestrator.memory.foreign.architectures import GATED, Architecture, described
-from orchestrator.memory.foreign.convolutional_rows import check_net, net_of, transposes
+from orchestrator.memory.foreign.convolutional_rows import check_net, net_of
 from orchestrator.memory.foreign.crossed import TWO_SIDED, known_crossed, two_sided
-from orchestrator.memory.foreign.mixtures import CHOSEN, LATENT, ONE_TENSOR, known_mixture
+from orchestrator.memory.foreign.frameworks import Framework, deepspeed_of, framework_of, zero_stage_of
+from orchestrator.memory.foreign.kernels import kernels_of
+from orchestrator.memory.foreign.losses import MASKED
+from orchestrator.memory.foreign.mixtures import CHOSEN, LATENT, known_mixture
+from orchestrator.memory.foreign.platforms import platform_of
 from orchestrator.memory.foreign.public_models import known
 from orchestrator.memory.foreign.row import Row
-from orchestrator.memory.foreign.states import with_adapters, with_states
-from orchestrator.memory.foreign.training import Framework, Training
+from orchestrator.memory.foreign.states import with_offload, with_states
+from orchestrator.memory.foreign.training import Training
 from orchestrator.memory.foreign.vision import vision_transformer
-from orchestrator.memory.foreign.words import (
-    CHECKPOINTS,
-    COMPOSES_GELU,
-    CONVOLUTIONS,
-    ENGINES_WITHOUT_MODEL,
-    EXPERTS,
-    FLASHES,
-    FUSES_ADAPTERS,
-    IN_PLACE,
-    LIGER,
-    MASKED,
-    NOT_DECODERS,
-    PREFERENCES,
-    UNSYNCED,
-    ZERO_STAGE,
-    bucket_elements_of,
-)
 from orchestrator.specs.plan import ActivationCheckpointing
 
+# Kinds of models by their names; a word that is not here is not guessed.
+CONVOLUTIONS = re.compile(
+    r"vgg|resne[sx]?t|xception|mobilenet|efficientnet|inception|convnext|r-?cnn|deeplab|densenet|\br-?(?:50|101)\b"
+    r"|\bx-?101|\bu-?net|swin|\bvit\b|vit-|\bdeit|\bbeit|\bmae\b|\bdino|retinanet|\byolo|\bdetr\b|\bfcos|\bssd\d"
+    r"|mask2former|segformer|upernet|pspnet|\bhrnet|regnet|slowfast|videomae|pointpillars|\bsam\b|\bclip\b"
+    r"|diffusion|\bsd ?\d|sdxl|\bflux\b|cogvideo|hunyuanvideo|\bwan ?2|\bltx|controlnet|\bdit\b|pixart|dreambooth"
+    r"|hifi-?gan|\bgan\b",
+    re.I,
+)
+NOT_DECODERS = re.compile(
+    r"\bul2\b|umt5|xlnet|albert|deberta|electra|mbart|pegasus|whisper|wav2vec|hubert|mamba|rwkv"
+    r"|jamba|retnet|hyena|wide-resnet|llava|internvl|-vl\b|vision|omni",
+    re.I,
+)
+EXPERTS = re.compile(
+    r"mixtral|\bmoe\b|-a\d+(?:\.\d+)?b\b|\dx\d+b\b|deepseek-?v[23]|gpt-?oss|\bdbrx|\bgrok|olmoe|switch-", re.I
+)
+# gradient_checkpointing is on unless it is turned off: swift/trainers/arguments.py, llamafactory/model/model_utils/
+# checkpointing.py, unsloth/models/_utils.py
+CHECKPOINTS = re.compile(r"swift|llama-?factory|unsloth")
+PREFERENCES = re.compile(r"\b(?:dpo|ppo|grpo|orpo|simpo|kto|rlhf|rloo|reward model(?:ling|ing)?)\b")
 LEAST_TOKENS = 256  # where a row leaves the length open: nobody fine-tunes on less
 
 
@@ -65,7 +74,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
         raise row.refused("samples are not packed and their lengths are not stated")
     if NOT_DECODERS.search(row["model"]):
         raise row.refused("no closed form for this kind of transformer")
-    framework = _framework_of(row)
+    framework = framework_of(row)
     shape: Architecture
     if net is not None:
         if framework is not Framework.PLAIN:
@@ -79,34 +88,21 @@ def described_row(columns: Mapping[str, str]) -> Described:
         shape = _shape_of(row, framework)
     if not shape.causal and vision is None and MASKED.search(row.said):
         shape = replace(shape, causal=True)  # a head over the vocabulary, which shares the embedding's matrix
+    platform = platform_of(row, framework)
     training = Training(
         shape=shape,
         framework=framework,
+        platform=platform,
         micro_batch_size=_micro_batch_of(row),
         sequence_length=1 if net else _tokens_of(row, vision[1]) if vision is not None else _length_of(row),
         target_length=_target_length_of(row, shape),
-        checkpointing=_checkpointing_of(row, framework),
-        flash=net is not None or _is_flash(row, shape, framework),
-        fused=_is_fused(row, framework),
-        composed_gelu=_composes_gelu(row, shape, framework),
-        in_place=IN_PLACE.search(row.said) is not None,
-        fuses_adapters=FUSES_ADAPTERS.search(row.said) is not None,
-        transposes=transposes(row),
-        is_old=_is_old(row, framework),
-        # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
-        keeps_gradients=re.search(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b", row.said) is not None,
-        on_volta="V100" in row["gpu"],
-        on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
-        expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
-        fp8=framework is Framework.MEGATRON and row["precision"].lower().startswith("fp8"),
-        alternate_products="titan" in row.said,
-        joint_projection=row.has_litgpt_model,
-        stage=_stage_of(row),
         lengths_vary=re.match(r"max|up to|<|≤", row["seq_len"].lower()) is not None and "pack" not in row.other,
-        first_step=bool(re.search(r"after iteration 1\b", row["note"])),
+        checkpointing=_checkpointing_of(row, framework),
+        alternate_products="titan" in row.said,
+        kernels=kernels_of(row, shape, framework, is_old=platform.is_old),
     )
-    training = _with_layout(row, training)
-    training = with_states(row, with_adapters(row, training))
+    training = replace(_with_layout(row, training), adapters=adapters_of(row, framework))
+    training = with_offload(row, with_states(row, training))
     if net is not None:
         check_net(row, training)
     return Described(training=training, inferred=tuple(row.inferred), is_lower_bound=row.is_lower_bound)
@@ -132,7 +128,7 @@ def _shape_of(row: Row, framework: Framework) -> Architecture:
     row.inferred += inferred
     if by_name is not None:
         shape = replace(shape, causal=by_name.causal, tied=by_name.tied, dropout=by_name.dropout)
-    megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
+    megatron = framework.is_megatron
     if TWO_SIDED.search(row["model"]):
         shape = two_sided(shape)
         if megatron and not GATED & set(row["arch"].lower().split()):
@@ -161,51 +157,6 @@ def _mixture_of(row: Row, framework: Framework) -> Architecture:
         row.infer(f"{by_name.chosen if by_name else CHOSEN} experts a token")
         shape = replace(shape, chosen=by_name.chosen if by_name else CHOSEN)
     return shape
-
-
-def _framework_of(row: Row) -> Framework:
-    said = row["framework"].lower()
-    sharding = row["sharding"].lower()
-    if "megatron" in said and re.search("zero-?[23]", sharding):
-        return Framework.DEEPSPEED
-    if ENGINES_WITHOUT_MODEL.search(said):
-        raise row.refused(f"no model of the engine {row['framework']}")
-    if "neox" in said:
-        return Framework.MEGATRON_DEEPSPEED
-    if re.search("megatron|nemo|nanotron|picotron", said) and "automodel" not in said:
-        deepspeed = "deepspeed" in said and "deepspeed off" not in said and "3d=n" not in said
-        return Framework.MEGATRON_DEEPSPEED if deepspeed else Framework.MEGATRON
-    if "device_map" in sharding:
-        return Framework.DEVICE_MAP
-    if "aceso" in said or "alpa" in said:
-        raise row.refused("the searched configuration is not printed")
-    if "colossalai" in said and "ddp" not in said and ("gemini" in said or "zero" not in said + sharding):
-        raise row.refused(f"no model of the engine {row['framework']}")
-    # FSDP's strategies are called ZeRO-2 and ZeRO-3 as well
-    if "deepspeed" in said or ("zero" in sharding and not re.search("fsdp|shard", said + sharding)):
-        return Framework.DEEPSPEED
-    if sharding in ("ddp", "no_shard"):
-        return Framework.PLAIN
-    if "fsdp2" in said + sharding or (("torchtune" in said or "titan" in said) and row.number("n_gpus", 1) > 1):
-        return Framework.FSDP2
-    # litgpt's scripts shard over what devices they have (litgpt/finetune, litgpt/pretrain.py: FSDPStrategy)
-    spreads = row.is_litgpt and row.number("n_gpus", 1) > 1
-    if spreads or "fsdp" in said + sharding or "composer" in said or "shard" in sharding:
-        return Framework.FSDP1
-    return Framework.PLAIN
-
-
-def _is_old(row: Row, framework: Framework) -> bool:
-    """Whether the run is from before CUDA 11.7's lazy loading, as far as the row says."""
-    old = "2022" in row.said or "2021" in row.said or "V100" in row["gpu"]
-    return old or (framework is Framework.MEGATRON_DEEPSPEED and "bloom" in row.said)
-
-
-def _stage_of(row: Row) -> int | None:
-    found = re.search(r"\bstage (\d+)\b", row["model"])
-    if found is None and re.search(r"\blast (?:rank|stage|pipeline stage)\b", row["note"]):
-        return max(1, row.number("pp", 1)) - 1
-    return int(found[1]) if found else None
 
 
 # ------------------------------------------------------------------------------------------------------ how much
@@ -280,15 +231,9 @@ def _with_layout(row: Row, training: Training) -> Training:
         ep=ep,
         expert_tp=expert_tp,
         gradient_accumulation_steps=steps,
-        unsynced=UNSYNCED.search(row.said) is not None and "own loop" not in row.said,
-        virtual_stages=int((re.search(r"\bVPP?=(\d+)", other) or [0, 1])[1]),
         sequence_parallel=tp > 1 and re.search(r"bridge|nanotron|\bsequence[ -]parallel|\bsp\b", row.said) is not None,
-        # nanotron/parallel/tensor_parallel/functional.py, tp_recompute_allgather: an option since 2024-07-17
-        keeps_gathered=tp > 1 and "nanotron" in row.said and "recompute_allgather" not in row.other,
-        zero_stage=_zero_stage_of(row, training.framework, row["sharding"].lower()),
-        bucket_elements=bucket_elements_of(row.said, training.shape.hidden),
-        overlaps="overlap_comm" in row.said,
-        holds_gradients="colossalai" in row.said,
+        zero_stage=zero_stage_of(row, training.framework),
+        deepspeed=deepspeed_of(row, training.shape.hidden),
     )
 
 
@@ -314,28 +259,6 @@ def _spread_of(row: Row, training: Training, tp: int, pp: int) -> tuple[int, int
     return ep, expert_tp
 
 
-def _zero_stage_of(row: Row, framework: Framework, said: str) -> int:
-    if found := ZERO_STAGE.search(said + " " + row["framework"].lower()):
-        return int(found[1])
-    if re.search(r"zero[- ]?(?:infinity|\+\+)", said + " " + row["framework"].lower()):
-        return 3  # arXiv:2104.07857 and arXiv:2306.10209 go on from stage 3
-    if framework is Framework.MEGATRON and "fsdp" in said:
-        return 3
-    if "distributed optimizer" in said or "low_level_zero" in row.said:
-        return 1
-    if "grad_op" in said:
-        return 2
-    if framework in (Framework.FSDP1, Framework.FSDP2):
-        return 3
-    for trainer in ("Megatron-Bridge", "ms-swift"):  # swift/megatron/arguments/megatron_args.py
-        if framework is Framework.MEGATRON and trainer.split("-")[1].lower() in row.said:
-            row.infer(f"distributed optimizer on, as {trainer} has it")
-            return 1
-    if framework is Framework.DEEPSPEED and row.number("n_gpus", 1) > 1:
-        raise row.refused("which stage of ZeRO is not stated: write it into the column sharding, like ZeRO-2")
-    return 0
-
-
 # ----------------------------------------------------------------------------------------------------------- how
 
 
@@ -357,40 +280,8 @@ def _checkpointing_of(row: Row, framework: Framework) -> ActivationCheckpointing
         return ActivationCheckpointing.FULL
     if "activation checkpointing" in other:
         return ActivationCheckpointing.FULL
-    if CHECKPOINTS.search(row.said) and framework not in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED):
+    if CHECKPOINTS.search(row.said) and not framework.is_megatron:
         row.infer("checkpointing on, as the framework's default")
         return ActivationCheckpointing.FULL
     row.infer("no checkpointing: none is stated")
     return ActivationCheckpointing.NONE
-
-
-def _is_flash(row: Row, shape: Architecture, framework: Framework) -> bool:
-    if "use flash attn=✘" in row.said:
-        return False
-    if ONE_TENSOR.search(row["model"]) and re.search(r"\bfa3\b|flash|flex|unsloth|megatron", row.said):
-        return True  # kernels that know a sink
-    if shape.flash is False or re.search(r"eager attention|(?:without|no) flash|\bunfused\b", row.said):
-        return False
-    if shape.flash or FLASHES.search(row.said):
-        return True
-    if re.search(r"transformers v?4\.(?:[0-2]?\d|3[0-5])\b", row.said):
-        return False  # its models had no attention but their own before 4.36 (huggingface/transformers v4.36.0)
-    if framework is Framework.MEGATRON and re.search(r"\blocal\b", row.other):
-        return False  # megatron/core/transformer/dot_product_attention.py, without Transformer Engine
-    if _is_old(row, framework) or framework is Framework.MEGATRON_DEEPSPEED:
-        row.infer("attention holds its scores: before flash attention, or on a device without it")
-        return False
-    return True
-
-
-def _is_fused(row: Row, framework: Framework) -> bool:
-    compiled = "compile" in row.other.replace("compile=false", "")
-    megatron = framework in (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED)
-    return compiled or LIGER.search(row.said) is not None or (megatron and "nanotron" not in row.said)
-
-
-def _composes_gelu(row: Row, shape: Architecture, framework: Framework) -> bool:
-    """Whether the code of transformers or minGPT ran, as far as the row says, and nothing fused its GELU."""
-    theirs = re.search(r"\bhf\b|transformers|trainer|accelerate|min-?gpt", row.said) is not None
-    gelu = COMPOSES_GELU.match(row["model"]) is not None and not shape.gated
-    return gelu and theirs and not (row.has_litgpt_model or "megatron" in row.said or _is_fused(row, framework))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet
-from orchestrator.memory.foreign.training import Framework, Loss, Training
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.losses import Loss
+from orchestrator.memory.foreign.training import Training
 from orchestrator.specs.plan import ActivationCheckpointing
 
 # Reserved over allocated bytes of what comes and goes in a step, by replaying 60 steps of a checkpointed decoder with
@@ -38,7 +40,7 @@ def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int,
         even, varying = POOL_RATIO_KEPT, POOL_RATIO_KEPT_VARYING
     elif training.loss is Loss.FUSED:
         even, varying = POOL_RATIO_FUSED, POOL_RATIO_FUSED_VARYING
-    elif training.framework is Framework.MEGATRON and not training.is_old:  # as `head_bytes` says
+    elif training.framework is Framework.MEGATRON and not training.platform.is_old:  # as `head_bytes` says
         even, varying = POOL_RATIO_LABELS, POOL_RATIO_LABELS_VARYING
     elif training.loss in (Loss.LABELS, Loss.LOW):
         even, varying = POOL_RATIO_APART, POOL_RATIO_APART_VARYING
@@ -47,6 +49,6 @@ def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int,
     ratio = varying if training.lengths_vary else even
     if isinstance(training.shape, ConvolutionalNet):
         ratio = POOL_RATIO_CONVOLUTIONAL
-    if training.expandable_segments:
+    if training.platform.expandable_segments:
         ratio = POOL_RATIO_EXPANDABLE
     return allocated_bytes + round((ratio - 1) * activation_bytes) + pooled_bytes

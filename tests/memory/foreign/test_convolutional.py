@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.memory.foreign.convolutional import walked
@@ -157,9 +159,17 @@ def test_a_bare_number_is_how_wide_images_are() -> None:
 def test_a_row_says_precision_device_and_layout() -> None:
     assert not read().low_precision
     assert read(precision="amp_fp16").autocasts
-    assert [read(gpu=gpu).transposes for gpu in ("A100 40GB", "V100", "T4", "RTX 3060")] == [True, False, False, True]
-    assert not read(compile_or_other="channels_last").transposes
-    assert read(gpu="V100", precision="amp_fp16").transposes
+    found = convolutional_net("resnet50", "224")
+    assert found is not None
+    plain, transposing = found[0], replace(found[0], transposes=True)
+    assert [read(gpu=gpu).shape == transposing for gpu in ("A100", "V100", "T4", "RTX 3060")] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert read(compile_or_other="channels_last").shape == plain
+    assert read(gpu="V100", precision="amp_fp16").shape == transposing
 
 
 def test_an_estimate_names_what_a_training_needs_by_cause() -> None:

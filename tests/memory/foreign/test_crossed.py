@@ -9,8 +9,9 @@ import pytest
 from orchestrator.memory.foreign.activations import saved_bytes
 from orchestrator.memory.foreign.crossed import KNOWN, known_crossed, t5_layer_bytes
 from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.published import described_row
-from orchestrator.memory.foreign.training import Framework, Training
+from orchestrator.memory.foreign.training import Training
 
 ROW = {
     "id": "x1",

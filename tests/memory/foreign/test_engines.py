@@ -10,21 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.memory.foreign.activations import head_bytes, kept_bytes, saved_bytes
+from orchestrator.memory.foreign.adapters import Adapters
 from orchestrator.memory.foreign.architectures import described
 from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.kernels import Kernels
+from orchestrator.memory.foreign.losses import Loss
+from orchestrator.memory.foreign.optimizers import Optimizer
 from orchestrator.memory.foreign.public_models import KNOWN, known
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.row import COLUMNS
-from orchestrator.memory.foreign.training import Framework, Loss, Training, layer_held
+from orchestrator.memory.foreign.training import Training, layer_held
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
+from tests.memory.foreign.parts import but
 
 MEGATRON = Training(
     shape=replace(KNOWN["gpt-3-1.3b"], vocab=50304),
     framework=Framework.MEGATRON,
     micro_batch_size=2,
     sequence_length=1024,
-    masters=True,
+    optimizer=Optimizer(masters=True),
     checkpointing=ActivationCheckpointing.FULL,
     gradient_accumulation_steps=8,
 )
@@ -151,7 +157,11 @@ def test_what_was_measured_never_enters_the_description() -> None:
 
 def test_a_row_says_adapters_over_a_quantised_base() -> None:
     training = read()
-    assert (training.lora_rank, training.base_bytes is not None, training.ends_fp32) == (16, True, True)
+    assert (training.adapters.rank, training.adapters.base_bytes is not None, training.adapters.ends_fp32) == (
+        16,
+        True,
+        True,
+    )
     assert training.micro_batch_size * training.sequence_length == 2048
 
 
@@ -193,7 +203,7 @@ def test_a_row_that_cannot_be_described_says_why(columns: dict[str, str], reason
     ],
 )
 def test_a_row_says_which_projections_are_adapted(peft: str, targets: tuple[str, ...]) -> None:
-    assert read(peft=peft).lora_targets == targets
+    assert read(peft=peft).adapters.targets == targets
 
 
 @pytest.mark.parametrize(
@@ -248,7 +258,7 @@ def test_megatron_holds_the_states_that_it_is_told_to_and_where() -> None:
 
 def test_gradients_added_up_in_fp32_lie_beside_those_of_the_backward_pass() -> None:
     training = replace(MEGATRON, framework=Framework.MEGATRON_DEEPSPEED, dp=64, zero_stage=1)
-    more = by_cause(replace(training, fp32_gradients=True))["gradients"] - by_cause(training)["gradients"]
+    more = by_cause(but(training, "megatron", fp32_gradients=True))["gradients"] - by_cause(training)["gradients"]
     assert more == pytest.approx(4 * training.shape.parameters)
 
 
@@ -256,7 +266,7 @@ def test_every_stage_keeps_one_micro_batch_less_than_the_one_before() -> None:
     training = replace(MEGATRON, pp=4, framework=Framework.MEGATRON_DEEPSPEED, micro_batch_size=16)
     layers = training.shape.layers // 4
     step = (layers + 1) * kept_bytes(training)  # and the message that came in
-    middle = [by_cause(replace(training, stage=stage))["saved activations"] for stage in (1, 2)]
+    middle = [by_cause(but(training, "megatron", stage=stage))["saved activations"] for stage in (1, 2)]
     assert middle[0] - middle[1] == step
 
 
@@ -270,31 +280,31 @@ def test_tensor_parallelism_cuts_matrices_and_sequence_parallelism_the_rest_of_t
 
 def test_an_ungated_layer_saves_what_korthikanti_counts() -> None:
     h, t = MEGATRON.shape.hidden, MEGATRON.tokens
-    assert saved_bytes(replace(MEGATRON, flash=True)) == 34 * t * h  # arXiv:2205.05198, section 4.1
+    assert saved_bytes(but(MEGATRON, "kernels", flash=True)) == 34 * t * h  # arXiv:2205.05198, section 4.1
     scores = 5 * MEGATRON.shape.heads * MEGATRON.sequence_length * t
-    assert saved_bytes(replace(MEGATRON, flash=False)) == 34 * t * h + scores
+    assert saved_bytes(but(MEGATRON, "kernels", flash=False)) == 34 * t * h + scores
 
 
-ADAPTED = replace(PLAIN, lora_rank=8, lora_fp32=False)
+ADAPTED = but(PLAIN, "adapters", rank=8, fp32=False)
 
 
 def test_a_frozen_projection_does_not_keep_its_input() -> None:
-    attention = saved_bytes(replace(ADAPTED, lora_targets=("q", "k", "v")))
+    attention = saved_bytes(but(ADAPTED, "adapters", targets=("q", "k", "v")))
     shape = ADAPTED.shape
     between = 2 * 8 * 4  # rank x (o, up, gate, down)
     assert saved_bytes(ADAPTED) - attention == ADAPTED.tokens * (2 * shape.hidden + 2 * shape.ffn + between)
-    old = replace(ADAPTED, lora_targets=("q", "k", "v"), keeps_quantised_inputs=True)
+    old = but(ADAPTED, "adapters", targets=("q", "k", "v"), keeps_quantised_inputs=True)
     assert saved_bytes(old) - attention == ADAPTED.tokens * (2 * shape.hidden + 2 * shape.ffn)
 
 
 def test_dropout_before_adapters_keeps_a_copy_for_each_and_its_mask() -> None:
-    shape, three = ADAPTED.shape, replace(ADAPTED, lora_targets=("q", "k", "v"))
-    dropped = saved_bytes(replace(three, lora_dropout=True)) - saved_bytes(three)
+    shape, three = ADAPTED.shape, but(ADAPTED, "adapters", targets=("q", "k", "v"))
+    dropped = saved_bytes(but(three, "adapters", dropout=True)) - saved_bytes(three)
     assert dropped == ADAPTED.tokens * (3 * 3 - 2) * shape.hidden
 
 
 def test_training_the_ends_beside_adapters_keeps_the_frozen_ones_too() -> None:
-    alone, beside = by_cause(ADAPTED), by_cause(replace(ADAPTED, trains_ends=True))
+    alone, beside = by_cause(ADAPTED), by_cause(but(ADAPTED, "adapters", trains_ends=True))
     ends = 2 * ADAPTED.shape.table + ADAPTED.shape.hidden
     assert beside["parameters"] - alone["parameters"] == 2 * ends
 
@@ -317,8 +327,8 @@ def test_frozen_units_under_reentrant_checkpointing_hold_every_boundary_and_its_
 
 
 def test_what_peft_says_decides_whether_there_are_adapters() -> None:
-    assert read(peft="Full", compile_or_other="fused kernels (RoPE, LoRA)").lora_rank == 0
-    assert read(peft="", model="Llama-2 7B LoRA").lora_rank > 0
+    assert read(peft="Full", compile_or_other="fused kernels (RoPE, LoRA)").adapters.rank == 0
+    assert read(peft="", model="Llama-2 7B LoRA").adapters.rank > 0
 
 
 def test_the_trainer_steps_over_all_shards_at_once() -> None:
@@ -328,24 +338,24 @@ def test_the_trainer_steps_over_all_shards_at_once() -> None:
 
 def test_a_fused_kernel_beside_the_optimizer_does_not_fuse_its_step() -> None:
     kernels = read(framework="HF Trainer", peft="Full", compile_or_other="fused kernels (cross-entropy)")
-    assert (kernels.foreach, kernels.loss) == (True, Loss.SHIFTED)
-    assert not read(framework="HF Trainer", peft="Full", optimizer="AdamW (fused)").foreach
+    assert (kernels.optimizer.foreach, kernels.loss) == (True, Loss.SHIFTED)
+    assert not read(framework="HF Trainer", peft="Full", optimizer="AdamW (fused)").optimizer.foreach
     linear = read(framework="HF Trainer", peft="Full", compile_or_other="liger fused linear cross-entropy")
     assert linear.loss is Loss.FUSED
 
 
 def test_v_as_a_view_holds_the_product_and_groups_are_copied_for_all_heads() -> None:
-    joint = replace(PLAIN, joint_projection=True)
+    joint = but(PLAIN, "kernels", joint_projection=True)
     assert saved_bytes(joint) - saved_bytes(PLAIN) == PLAIN.tokens * 2 * 2 * PLAIN.shape.hidden
     grouped = replace(PLAIN, shape=KNOWN["mistral-7b"])
-    copied = saved_bytes(replace(grouped, joint_projection=True)) - saved_bytes(grouped)
+    copied = saved_bytes(but(grouped, "kernels", joint_projection=True)) - saved_bytes(grouped)
     assert copied == PLAIN.tokens * 2 * 2 * (4096 - 1024)
 
 
 def test_a_quantised_head_weighs_less_and_is_dequantised_at_the_loss() -> None:
     row = {"framework": "LitGPT", "peft": "QLoRA r8 q v, nf4", "precision": "bf16-true", "act_ckpt": "no"}
     quantised = read(**row)
-    whole = replace(quantised, quantises_head=False)
+    whole = but(quantised, "adapters", quantises_head=False)
     assert by_cause(whole)["parameters"] - by_cause(quantised)["parameters"] == round((2 - 0.5625) * whole.shape.table)
     assert head_bytes(quantised) - head_bytes(whole) == 4 * whole.shape.table
 
@@ -377,7 +387,7 @@ def test_layers_that_stay_gathered_cost_all_but_the_one_that_is_there_anyway() -
 
 
 def test_a_quantised_base_weighs_half_a_byte_per_element_and_its_ends_four() -> None:
-    training = replace(PLAIN, lora_rank=8, base_bytes=0.5, ends_fp32=True)
+    training = but(PLAIN, "adapters", rank=8, base_bytes=0.5, ends_fp32=True)
     matrices = training.shape.layers * training.shape.layer_matrices
     rest = training.shape.parameters - matrices
     adapters = training.shape.layers * layer_held(training).trained
@@ -410,8 +420,8 @@ def test_more_samples_and_longer_ones_never_need_less(
         micro_batch_size=micro,
         sequence_length=length,
         checkpointing=checkpointing,
-        flash=flash,
-        lora_rank=lora,
+        kernels=Kernels(flash=flash),
+        adapters=Adapters(rank=lora),
     )
     needed = estimate_foreign(training).device_bytes
     assert needed <= estimate_foreign(replace(training, micro_batch_size=micro + 1)).device_bytes
@@ -430,12 +440,14 @@ def test_the_allocator_holds_no_more_than_the_device_has_unless_that_much_is_liv
 
 
 def test_the_first_step_leaves_no_place_for_the_activations_of_the_next() -> None:
-    full = replace(PLAIN, checkpointing=ActivationCheckpointing.FULL, foreach=True)
+    full = replace(PLAIN, checkpointing=ActivationCheckpointing.FULL, optimizer=Optimizer(foreach=True))
     short, long = (estimate_foreign(replace(full, sequence_length=length)) for length in (128, 256))
     assert short.moment == long.moment == "optimizer step"
     assert short.allocated_bytes == long.allocated_bytes
     assert short.reserved_bytes < long.reserved_bytes
-    growing = replace(full, sequence_length=256, expandable_segments=True)  # whose segments are mapped anew
+    growing = but(
+        replace(full, sequence_length=256), "platform", expandable_segments=True
+    )  # whose segments are mapped anew
     assert estimate_foreign(growing).reserved_bytes < long.reserved_bytes
 
 
@@ -451,4 +463,4 @@ def test_samples_of_many_lengths_leave_more_unused_than_those_of_one() -> None:
 def test_the_worst_rank_is_at_least_every_stage(stage: int, steps: int) -> None:
     training = replace(MEGATRON, pp=4, tp=2, gradient_accumulation_steps=steps)
     worst = estimate_foreign(training).allocated_bytes
-    assert worst >= estimate_foreign(replace(training, stage=stage)).allocated_bytes
+    assert worst >= estimate_foreign(but(training, "megatron", stage=stage)).allocated_bytes

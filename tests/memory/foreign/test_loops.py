@@ -8,8 +8,11 @@ import pytest
 
 from orchestrator.memory.foreign.activations import head_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.engines import _all_moments
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.published import described_row
-from orchestrator.memory.foreign.training import Framework, Loss, Training, layer_held
+from orchestrator.memory.foreign.training import Training, layer_held
+from tests.memory.foreign.parts import but
 
 ROW = {
     "id": "x1",
@@ -61,8 +64,8 @@ def test_logits_that_a_loop_holds_are_beside_their_gradients(
 
 def test_thunder_trains_the_models_of_litgpt_in_a_loop_of_its_own() -> None:
     thunder, litgpt = read(), read(framework="LitGPT pretrain")
-    assert thunder.joint_projection
-    assert litgpt.joint_projection
+    assert thunder.kernels.joint_projection
+    assert litgpt.kernels.joint_projection
     assert (thunder.loss, litgpt.loss) == (Loss.LOW, Loss.LISTED)
     assert thunder.holds_outputs
     assert not litgpt.holds_outputs
@@ -85,7 +88,7 @@ def test_gradients_stay_from_step_to_step_until_torch_2() -> None:
     moment = "backward of head"
     assert live(before, moment)["gradients"] == pytest.approx(4 * before.shape.parameters, rel=1e-3)
     assert live(since, moment).get("gradients", 0) == 0
-    assert replace(before, keeps_gradients=False) == since
+    assert but(before, "platform", keeps_gradients=False) == since
 
 
 def test_an_encoder_that_learns_masked_words_has_logits_of_its_vocabulary() -> None:
@@ -113,7 +116,7 @@ def test_quantised_training_without_autocast_is_as_wide_as_its_norms() -> None:
 def test_fsdp_gathers_what_autocast_would_cast_but_without_a_policy_of_its_own() -> None:
     said = {"precision": "bf16 amp", "act_ckpt": "True", "sharding": "FULL_SHARD"}
     policy, alone = read(**said, framework="PyTorch FSDP"), read(**said, framework="ATorch FSDP (HF transformers)")
-    assert (policy.gathers_fp32, alone.gathers_fp32) == (False, True)
+    assert (policy.fsdp.gathers_fp32, alone.fsdp.gathers_fp32) == (False, True)
     moment = "backward of head"
     assert live(alone, moment)["gathered parameters"] == 2 * live(policy, moment)["gathered parameters"]
     assert (policy.stream, alone.stream) == (2, 4)

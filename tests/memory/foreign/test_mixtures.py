@@ -10,15 +10,25 @@ from hypothesis import strategies as st
 
 from orchestrator.memory.foreign.activations import saved_bytes
 from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.kernels import Kernels
 from orchestrator.memory.foreign.mixtures import KNOWN, known_mixture
+from orchestrator.memory.foreign.optimizers import Optimizer
 from orchestrator.memory.foreign.published import Described, described_row
 from orchestrator.memory.foreign.row import COLUMNS
-from orchestrator.memory.foreign.training import Framework, Training, layer_held
+from orchestrator.memory.foreign.training import Training, layer_held
 from orchestrator.specs.errors import SpecError
 
 DENSE = "L24 h2048 a16 kv8 ffn4096 V32000"
 PLAIN = Training(shape=KNOWN["qwen3-30b-a3b"], framework=Framework.PLAIN, micro_batch_size=2, sequence_length=1024)
-MEGATRON = replace(PLAIN, framework=Framework.MEGATRON, masters=True, zero_stage=1, dp=8, fused=True)
+MEGATRON = replace(
+    PLAIN,
+    framework=Framework.MEGATRON,
+    optimizer=Optimizer(masters=True),
+    zero_stage=1,
+    dp=8,
+    kernels=Kernels(fused=True),
+)
 
 
 def read(**columns: str) -> Described:
@@ -117,8 +127,8 @@ def test_adapters_of_experts_stand_beside_each_of_them() -> None:
 def test_experts_in_one_tensor_get_adapters_only_where_they_are_named() -> None:
     usual = read(model="gpt-oss-20b", peft="LoRA r8 all linear").training
     named = read(model="gpt-oss-20b", peft="LoRA r8 all linear, target_parameters experts").training
-    assert usual.lora_targets == ("q", "k", "v", "o")
-    assert named.lora_targets == ()
+    assert usual.adapters.targets == ("q", "k", "v", "o")
+    assert named.adapters.targets == ()
 
 
 def test_swift_leaves_experts_whole_and_megatron_cuts_them_as_all_else() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.published import described_row
-from orchestrator.memory.foreign.training import Framework
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 
@@ -79,7 +79,7 @@ def test_a_global_batch_is_no_micro_batch() -> None:
 )
 def test_bits_of_a_base_in_any_spelling(peft: str, bits: int) -> None:
     training = described_row({**ROW, "framework": "HF Trainer", "n_gpus": "1", "sharding": "", "peft": peft}).training
-    base = training.base_bytes or 2
+    base = training.adapters.base_bytes or 2
     assert (base < 2, base < 1) == (bits < 16, bits < 8)
 
 

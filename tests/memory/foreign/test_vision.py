@@ -46,5 +46,5 @@ def test_others_are_left_alone_and_an_image_without_a_size_is_refused() -> None:
 def test_what_a_library_measured_is_met() -> None:
     """pytorch/ao torchao/prototype/low_bit_optim/README.md: 12.94 GB for ViT-H, eight images, AdamW, bf16 AMP."""
     training = read(model="ViT-H 630M", seq_len="224x224", optimizer="AdamW")
-    assert (training.sequence_length, training.flash) == (257, True)
+    assert (training.sequence_length, training.kernels.flash) == (257, True)
     assert estimate_foreign(training).allocated_bytes == pytest.approx(12.94e9, rel=0.05)

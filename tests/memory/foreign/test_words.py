@@ -9,12 +9,14 @@ import pytest
 from orchestrator.memory.foreign.activations import head_bytes, saved_bytes, score_bytes
 from orchestrator.memory.foreign.architectures import described
 from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.optimizers import Rule, rule_of
 from orchestrator.memory.foreign.public_models import KNOWN, known
 from orchestrator.memory.foreign.published import described_row
-from orchestrator.memory.foreign.training import Framework, Rule, Training
-from orchestrator.memory.foreign.words import rule_of
+from orchestrator.memory.foreign.training import Training
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
+from tests.memory.foreign.parts import but
 
 ROW = {
     "id": "x1",
@@ -54,7 +56,7 @@ def allocated_bytes(training: Training) -> int:
 )
 def test_a_model_with_adapters_needs_less_than_one_trained_whole(method: str) -> None:
     adapted, whole = read(ROW, peft=method), read(ROW, peft="Full")
-    assert adapted.lora_rank
+    assert adapted.adapters.rank
     assert allocated_bytes(adapted) < 0.6 * allocated_bytes(whole)
 
 
@@ -117,22 +119,24 @@ def test_an_architecture_says_itself_whether_it_is_gated_and_tied() -> None:
 def test_the_last_rank_of_an_interleaved_pipeline_holds_fewer_chunks_than_the_first() -> None:
     worst = read(MEGATRON, compile_or_other="VPP=3")
     last = read(MEGATRON, compile_or_other="VPP=3", note="measured on the last rank")
-    assert last.stage == 3
-    kept = [dict(estimate_foreign(replace(worst, stage=stage)).by_cause)["saved activations"] for stage in range(4)]
+    assert last.megatron.stage == 3
+    kept = [
+        dict(estimate_foreign(but(worst, "megatron", stage=stage)).by_cause)["saved activations"] for stage in range(4)
+    ]
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > kept[3] == dict(estimate_foreign(last).by_cause)["saved activations"]
 
 
 def test_attention_that_is_not_fused_holds_its_scores() -> None:
     fused, unfused = read(MEGATRON), read(MEGATRON, compile_or_other="attention backend unfused")
-    assert (fused.flash, unfused.flash) == (True, False)
+    assert (fused.kernels.flash, unfused.kernels.flash) == (True, False)
 
 
 def test_megatron_makes_gradients_of_logits_in_place_but_for_2022_and_compiled_losses() -> None:
     today = read(MEGATRON)
     assert today.framework is Framework.MEGATRON
     logits = today.tokens * today.shape.vocab
-    for other in (replace(today, is_old=True), read(MEGATRON, compile_or_other="fused cross entropy")):
+    for other in (but(today, "platform", is_old=True), read(MEGATRON, compile_or_other="fused cross entropy")):
         assert head_bytes(other) - head_bytes(today) == 4 * logits
 
 
@@ -154,10 +158,10 @@ def test_masters_have_fp32_states_beside_them() -> None:
 
 def test_buckets_are_as_large_as_the_trainer_makes_them() -> None:
     sizes = {"DeepSpeed": 500_000_000, "HF Trainer + DeepSpeed": 4096**2, "ColossalAI": 12 * 2**20}
-    found = {name: read(SHARDED, framework=name, sharding="ZeRO-2").bucket_elements for name in sizes}
+    found = {name: read(SHARDED, framework=name, sharding="ZeRO-2").deepspeed.bucket_elements for name in sizes}
     assert found == sizes
     said = {"framework": "DeepSpeed", "sharding": "ZeRO-2", "compile_or_other": "reduce bucket 5e7"}
-    assert read(SHARDED, **said).bucket_elements == 50_000_000
+    assert read(SHARDED, **said).deepspeed.bucket_elements == 50_000_000
 
 
 def test_deepspeed_makes_its_whole_bucket_however_little_is_trained() -> None:
@@ -182,7 +186,7 @@ def test_stage_3_fetches_ahead_up_to_its_limit_and_the_table_beyond() -> None:
     found = dict(estimate_foreign(today).by_cause)
     assert found["buckets"] == 2 * 10**9
     assert found["gathered parameters"] == 4 * (10**9 + today.shape.table)
-    before = dict(estimate_foreign(replace(today, is_old=True)).by_cause)
+    before = dict(estimate_foreign(but(today, "platform", is_old=True)).by_cause)
     assert before["gathered parameters"] == 4 * 10**9
 
 
@@ -203,10 +207,14 @@ BRIDGE |= {"n_gpus": "64", "tp": "4", "pp": "8", "micro_batch": "1", "seq_len": 
 
 def test_megatron_bridge_is_read_as_its_performance_recipes_have_it() -> None:
     bridge = read(BRIDGE)
-    assert (bridge.virtual_stages, bridge.fp32_gradients, bridge.expandable_segments) == (5, False, True)
-    assert read(BRIDGE, framework="Megatron-LM").fp32_gradients
+    assert (bridge.megatron.virtual_stages, bridge.megatron.fp32_gradients, bridge.platform.expandable_segments) == (
+        5,
+        False,
+        True,
+    )
+    assert read(BRIDGE, framework="Megatron-LM").megatron.fp32_gradients
     departs = read(BRIDGE, compile_or_other="VP=5, default allocator")
-    assert (departs.fp32_gradients, departs.expandable_segments) == (True, False)
+    assert (departs.megatron.fp32_gradients, departs.platform.expandable_segments) == (True, False)
 
 
 def test_megatron_fsdp_cuts_parameters_and_gradients_too() -> None:
@@ -227,28 +235,27 @@ def test_torch_allocates_what_cublas_works_in_but_for_2022() -> None:
 
 def test_products_in_8_bits_keep_their_input_so_and_attention_its_result_beside() -> None:
     wide, narrow = read(BRIDGE, precision="BF16"), read(BRIDGE, precision="FP8")
-    assert (wide.fp8, narrow.fp8) == (False, True)
+    assert (wide.megatron.fp8, narrow.megatron.fp8) == (False, True)
     shape = wide.shape
     less = (2 * shape.hidden + shape.ffn - shape.query) // 4
     assert saved_bytes(wide) - saved_bytes(narrow) == pytest.approx(less * wide.tokens, rel=1e-3)
 
 
 def test_megatron_reduces_gradients_where_they_lie_but_for_2022() -> None:
-    low = replace(read(BRIDGE), is_old=False)
-    causes = [dict(estimate_foreign(one).by_cause) for one in (low, replace(low, is_old=True))]
+    low = but(read(BRIDGE), "platform", is_old=False)
+    causes = [dict(estimate_foreign(one).by_cause) for one in (low, but(low, "platform", is_old=True))]
     assert causes[0]["gradients"] < 2.6 * low.shape.parameters / 32
-    assert estimate_foreign(replace(low, is_old=True)).reserved_bytes > estimate_foreign(low).reserved_bytes
+    assert estimate_foreign(but(low, "platform", is_old=True)).reserved_bytes > estimate_foreign(low).reserved_bytes
 
 
 def test_models_of_transformers_hold_their_scores_before_4_36() -> None:
-    assert [read(ROW, framework=f"HF Trainer (transformers 4.{minor})").flash for minor in (9, 30, 35, 36, 41)] == [
-        False, False, False, True, True,
-    ]  # fmt: skip
+    found = [read(ROW, framework=f"HF Trainer (transformers 4.{minor})") for minor in (9, 30, 35, 36, 41)]
+    assert [one.kernels.flash for one in found] == [False, False, False, True, True]
 
 
 def test_llama_factory_leaves_the_ends_of_a_quantised_model_as_they_are() -> None:
     quantised = {"peft": "QLoRA r8 all, 4bit"}
-    assert [read(ROW, framework=name, **quantised).ends_fp32 for name in ("HF Trainer", "LLaMA-Factory")] == [
+    assert [read(ROW, framework=name, **quantised).adapters.ends_fp32 for name in ("HF Trainer", "LLaMA-Factory")] == [
         True,
         False,
     ]
@@ -318,16 +325,16 @@ def test_words_for_devices_precision_and_offload_are_read() -> None:
     assert read(ROW, precision="32-true").low_precision is False
     assert read(ROW, precision="mixed (fp16)").low_precision is True
     assert read(SHARDED, framework="DeepSpeed", sharding="ZeRO-2-offload").offload_optimizer is True
-    assert read(ROW, optimizer="AdamW", peft="LoRA r8, 8bit base").rule is Rule.ADAM
-    assert read(ROW, peft="LoRA (rank: 8) qkv").lora_targets == ("q", "k", "v")
+    assert read(ROW, optimizer="AdamW", peft="LoRA r8, 8bit base").optimizer.rule is Rule.ADAM
+    assert read(ROW, peft="LoRA (rank: 8) qkv").adapters.targets == ("q", "k", "v")
     assert read(ROW, framework="nanotron", tp="2", n_gpus="2", peft="").framework is Framework.MEGATRON
 
 
 def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes_one_parameter_at_a_time() -> None:
     row = ROW | {"model": "bert-large-uncased", "framework": "HF Trainer (2022)", "precision": "fp32"}
     old, new = read(row, gpu="V100"), read(row | {"framework": "HF Trainer"}, gpu="A100")
-    assert (old.foreach, new.foreach) == (False, True)
-    volta, ampere = (estimate_foreign(replace(old, on_volta=on)).device_bytes for on in (True, False))
+    assert (old.optimizer.foreach, new.optimizer.foreach) == (False, True)
+    volta, ampere = (estimate_foreign(but(old, "platform", on_volta=on)).device_bytes for on in (True, False))
     assert ampere - volta == 503_000_000  # 1.78 GiB of an A100, 1,343 MiB of a V100
 
 
@@ -355,7 +362,8 @@ def test_nanotron_keeps_what_it_gathers_for_both_blocks_of_a_layer() -> None:
     assert (kept.sequence_parallel, recomputed.sequence_parallel) == (True, True)
     gathered = kept.tokens * kept.width * kept.shape.hidden * 3 // 4
     assert saved_bytes(kept) - saved_bytes(recomputed) == 2 * gathered
-    assert not read(row, tp="1", n_gpus="1").keeps_gathered
+    alone, same = (read(row, tp="1", n_gpus="1", compile_or_other=other) for other in ("", "tp_recompute_allgather"))
+    assert saved_bytes(alone) == saved_bytes(same)
 
 
 def test_autocast_keeps_attention_in_fp32() -> None:
@@ -376,17 +384,19 @@ def test_quantised_products_return_what_fp32_norms_hand_them_unless_autocast_cas
 def test_a_gelu_of_elementary_operations_keeps_three_more_of_its_width() -> None:
     row = ROW | {"peft": "Full", "precision": "bf16 true"}
     gpt2, opt = (read(row, model=name, framework="HF Trainer") for name in ("gpt2-xl", "facebook/opt-1.3b"))
-    assert (gpt2.composed_gelu, opt.composed_gelu) == (True, False)
-    assert not read(row, model="gpt2-xl", framework="HF Trainer", compile_or_other="torch.compile").composed_gelu
-    assert not read(row, model="gpt2-xl", framework="Megatron-LM", n_gpus="1").composed_gelu
-    more = saved_bytes(gpt2) - saved_bytes(replace(gpt2, composed_gelu=False))
+    assert (gpt2.kernels.composed_gelu, opt.kernels.composed_gelu) == (True, False)
+    assert not read(
+        row, model="gpt2-xl", framework="HF Trainer", compile_or_other="torch.compile"
+    ).kernels.composed_gelu
+    assert not read(row, model="gpt2-xl", framework="Megatron-LM", n_gpus="1").kernels.composed_gelu
+    more = saved_bytes(gpt2) - saved_bytes(but(gpt2, "kernels", composed_gelu=False))
     assert more == 3 * gpt2.tokens * gpt2.width * gpt2.shape.ffn  # counted on live storages of gelu_new, 2026-11
 
 
 def test_a_trainer_holds_gradients_back_and_a_loop_of_ones_own_does_not() -> None:
     row = ROW | {"sharding": "FULL_SHARD", "n_gpus": "2", "grad_accum": "4"}
-    assert read(row, framework="HF transformers").unsynced
-    assert not read(row, framework="somebody's trainer (own loop, HF transformers)").unsynced
+    assert read(row, framework="HF transformers").fsdp.unsynced
+    assert not read(row, framework="somebody's trainer (own loop, HF transformers)").fsdp.unsynced
 
 
 def test_swift_cuts_what_the_optimizer_keeps_unless_it_is_told_otherwise() -> None:

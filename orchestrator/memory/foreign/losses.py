@@ -1,0 +1,64 @@
+"""How other people's trainings turn logits into a loss."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from orchestrator.memory.foreign.architectures import Architecture
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.row import Row
+
+# Their loss takes logits as they come: modeling_gpt2.py, modeling_opt.py, modeling_bloom.py and modeling_gpt_neox.py of
+# transformers until 4.45, modeling_t5.py, modeling_bart.py, modeling_qwen.py of Qwen/Qwen-7B.
+CASTS_NO_LOGITS = re.compile(r"(?:[\w-]+/)?(?:qwen-\d|gpt-?2|opt-?\d|bloom|pythia|gpt-neox|(?:m|flan-?)?t5|m?t0|bart)")
+# Encoders with a head over the vocabulary: run_mlm.py of transformers' examples, pretrain_bert.py of Megatron-LM.
+MASKED = re.compile(r"masked[ -]?l(?:m\b|anguage)|\bmlm\b|pretrain_bert|bert pre-?training")
+# Loops that hold what the model returned while they go backward, as `outputs = model(**batch); outputs.loss.backward()`
+# does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
+# mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
+HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
+
+
+class Loss(StrEnum):
+    """How the logits are turned into a loss."""
+
+    PLAIN = "plain"  # fp32 logits of all tokens
+    IN_PLACE = "in place"  # low-precision logits of all tokens, whose gradient takes their place
+    CHUNKED = "chunked"  # low-precision logits of all tokens, fp32 of a chunk
+    SHIFTED = "shifted"  # fp32 logits, and their copy without the last token, whose gradient takes its place
+    COMPILED = "compiled"  # low-precision logits and gradients of all tokens
+    LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
+    FUSED = "fused"  # logits of a chunk
+    LABELS = "labels"  # the plain one, but that labels are shifted instead of logits
+    LOW = "low precision"  # as the plain one, but none of them wide
+
+
+def loss_of(row: Row, shape: Architecture, framework: Framework) -> Loss:
+    """As the trainer has it; under DeepSpeed nothing casts the logits of models whose own code does not."""
+    loss = _loss_of_trainer(row.said, row.other)
+    if loss is Loss.PLAIN and (shape.crossed or MASKED.search(row.said)):
+        loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)
+    low = CASTS_NO_LOGITS.match(row["model"].lower()) and "megatron" not in row.said
+    plain = loss in (Loss.PLAIN, Loss.LABELS)
+    return Loss.LOW if low and plain and framework is Framework.DEEPSPEED else loss
+
+
+def _loss_of_trainer(said: str, other: str) -> Loss:
+    """By all words of a row and by those on what was switched on."""
+    if re.search(r"liger|unsloth|cut[ _-]cross|\bcce\b", said):
+        return Loss.FUSED
+    if "composer" in said:
+        return Loss.IN_PLACE  # mosaicml/llm-foundry, MPTConfig: loss_fn fused_crossentropy
+    if re.search("thunder|universal llm", said):
+        return Loss.LOW  # takes logits as the model returns them: src/models of ljm565/universal-llm-trainer
+    if re.search("lit-?gpt", said):
+        return Loss.LISTED
+    if "titan" in said and "compile" in other and re.search(r"\b202[5-9]", said):
+        return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
+    if re.search(r"fused[^;]*cross.?entropy|cross.?entropy.*fusion", other) and "linear" not in other:
+        return Loss.SHIFTED
+    if "torchtune default config" in said or "chunk" in other:
+        return Loss.CHUNKED
+    # NVIDIA-NeMo/Automodel shifts labels in its data (components/loss/masked_ce.py)
+    return Loss.LABELS if re.search(r"automodel|transformers v?(?:4\.(?:49|5\d)|5)\b", said) else Loss.PLAIN

@@ -1,0 +1,107 @@
+"""What optimizers keep and how they step, in other people's trainings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.memory.foreign.frameworks import Framework, is_hf_fsdp
+from orchestrator.memory.foreign.row import Row
+from orchestrator.memory.updates import ADAM_8BIT_BYTES
+
+OWN_STATES = re.compile(
+    r"adamw?[ _-]?4-?bit|4-?bit[ _-]adam|galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I
+)
+
+
+class Rule(StrEnum):
+    """What the optimizer keeps of a trained parameter."""
+
+    ADAM = "Adam"
+    ADAM_8BIT = "8-bit Adam"
+    SGD = "SGD"
+    MOMENTUM = "SGD with momentum"
+    ADAFACTOR = "Adafactor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What there is of every trained parameter beside itself, and what a step works with."""
+
+    rule: Rule = Rule.ADAM
+    masters: bool = False  # an fp32 copy of low-precision weights
+    low_states: bool = False  # states have the width of low-precision weights
+    foreach: bool = False  # torch.optim's default on CUDA: one temporary of everything that is trained
+    step_in_backward: bool = False  # gradients are used up as they come
+    paged: bool = False  # states may live on the host
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of the states per trained parameter, masters aside."""
+        width = 2 if self.low_states else 4
+        return {
+            Rule.ADAM: 2 * width,
+            Rule.ADAM_8BIT: ADAM_8BIT_BYTES,
+            Rule.MOMENTUM: width,
+            Rule.SGD: 0,
+            Rule.ADAFACTOR: 0.01,
+        }[self.rule]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of the fp32 copy per trained parameter."""
+        return 4 if self.masters else 0
+
+
+def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool, is_old: bool) -> Optimizer:
+    """The optimizer that a row names; `narrow`: what is trained has low precision. SpecError for states of a part."""
+    said = " ".join((row["optimizer"] or row["peft"], row.other)).lower()
+    rule = rule_of(said)
+    if rule is None:
+        raise row.refused(f"no model of the optimizer's states ({row['optimizer'] or row['peft']})")
+    return Optimizer(
+        rule=rule,
+        masters=masters,
+        # beside fp32 masters they are fp32, but for --use-precision-aware-optimizer with --exp-avg-dtype bf16 of
+        # megatron/core/optimizer
+        low_states=narrow and (not masters or "bf16 states" in said),
+        foreach=_has_torch_step(row, framework)
+        and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR)
+        and not is_old  # torch/optim/adamw.py, since 1.13
+        and not re.search(r"fused adam|fused optim", said)
+        and "fused" not in row["optimizer"].lower()
+        and "torchtune" not in row.said,  # whose configurations say fused=True
+        step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", said) is not None,
+        paged="paged" in said,
+    )
+
+
+def rule_of(said: str) -> Rule | None:
+    """Which states an optimizer keeps, by the words of a row in lower case; None where they follow another rule.
+
+    Lion (arXiv:2302.06675), Muon (KellerJordan/Muon) and Adagrad have one state, as SGD with momentum has; LOMO
+    (OpenLMLab/LOMO) none. GaLore, BAdam, LISA and others keep states of a part that their rows seldom state.
+    """
+    if OWN_STATES.search(said):
+        return None
+    if "8bit" in said.replace("-", "").replace("_", "") and "adam" in said:
+        return Rule.ADAM_8BIT
+    if "adafactor" in said or "adalomo" in said or "came" in said.split():
+        return Rule.ADAFACTOR
+    if re.search(r"\blion|\bmuon|\badagrad|\brmsprop|\bsignum|adam-?mini", said):
+        return Rule.MOMENTUM
+    if re.search(r"\bsgd|\blomo", said):
+        return Rule.MOMENTUM if "momentum" in said else Rule.SGD
+    return Rule.ADAM
+
+
+def _has_torch_step(row: Row, framework: Framework) -> bool:
+    """torch.optim steps: where nothing is cut, under transformers' FSDP, and where DeepSpeed's configuration names no
+    optimizer.
+
+    So in examples/deepspeed of hiyouga/LLaMA-Factory, xtuner/configs/deepspeed of InternLM/xtuner and
+    swift/config of modelscope/ms-swift.
+    """
+    bare = framework is Framework.DEEPSPEED and re.search("llama-?factory|xtuner|swift", row.said) is not None
+    return bare or framework in (Framework.PLAIN, Framework.DEVICE_MAP) or is_hf_fsdp(row, framework)

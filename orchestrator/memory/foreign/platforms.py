@@ -1,0 +1,57 @@
+"""On which device and with software of which years somebody else's training runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from orchestrator.memory.estimate import WORKSPACE_BYTES
+from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.row import Row
+from orchestrator.memory.overhead import CONTEXT_BYTES
+
+# Context of a process that loads all CUDA modules: torch 1.10, stas00/ml-engineering training/performance/README.md.
+EAGER_CONTEXT_BYTES = 1_911_000_000
+# The same on a V100, 1,343 MiB: huggingface/transformers docs/source/performance.mdx of 2022.
+EAGER_CONTEXT_VOLTA_BYTES = 1_408_000_000
+# What cuBLAS works in before Hopper, 8,320 KiB, and cublasLt, 1 MiB: aten/src/ATen/cuda/CublasHandlePool.cpp.
+SMALL_WORKSPACE_BYTES = (8320 + 1024) * 2**10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """What is there before the first tensor is, and how tensors are put down."""
+
+    on_volta: bool = False
+    on_hopper: bool = False  # or later
+    is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
+    keeps_gradients: bool = False  # from one step to the next: zero_grad filled them with zeros until torch 2.0
+    expandable_segments: bool = False
+
+    @property
+    def context_bytes(self) -> int:
+        """What CUDA has on the device before any tensor."""
+        if not self.is_old:
+            return CONTEXT_BYTES
+        return EAGER_CONTEXT_VOLTA_BYTES if self.on_volta else EAGER_CONTEXT_BYTES
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What torch allocates for cuBLAS to work in; until 1.12 of 2022 cuBLAS did so itself."""
+        if self.is_old:
+            return 0
+        return WORKSPACE_BYTES if self.on_hopper else SMALL_WORKSPACE_BYTES
+
+
+def platform_of(row: Row, framework: Framework) -> Platform:
+    """Device and years, as far as a row says them."""
+    volta = "V100" in row["gpu"]
+    bloom = framework is Framework.MEGATRON_DEEPSPEED and "bloom" in row.said
+    return Platform(
+        on_volta=volta,
+        on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
+        is_old="2022" in row.said or "2021" in row.said or volta or bloom,
+        # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
+        keeps_gradients=re.search(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b", row.said) is not None,
+        expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
+    )
