@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
+
+from orchestrator.memory.foreign.convolutional import Counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A transformer as far as memory knows it. Widths are in elements."""
+
+    repeats: ClassVar[bool] = True  # one layer stands for all; else a step has to be `walked`
 
     layers: int
     hidden: int
@@ -91,6 +96,10 @@ class Architecture:
     @property
     def parameters(self) -> int:
         return self.layers * (self.layer_matrices + self.layer_vectors) + self.ends
+
+    def walked(self, batch: int, *, low: bool, accumulates: bool) -> Counted:
+        """A step of so many samples, operation by operation, where no layer stands for the others."""
+        raise NotImplementedError
 
 
 def _elements(shape: Architecture) -> Iterator[tuple[str, int]]:

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import ClassVar
 
 from orchestrator.memory.foreign.architectures import Architecture
-from orchestrator.memory.foreign.convolutional import Branches, Part, walked
+from orchestrator.memory.foreign.convolutional import Branches, Counted, Part, walked
 
 # Of images under 299 pixels, which end before they reach the classifier aside.
 SMALL_INCEPTION = "inception_v3 without its classifier aside"
@@ -271,13 +272,19 @@ _PIXELS = re.compile(r"(?<![\w.])(\d{2,4}) ?(?:px|[x×] ?\d{2,4})")
 class ConvolutionalNet(Architecture):
     """A net by its name in NETS; of a transformer it has nothing."""
 
+    repeats: ClassVar[bool] = False
+
     net: str
     side: int  # pixels of a square image
     transposes: bool = False  # convolutions on tensor cores over tensors that do not lie as these want them
 
     @property
     def parameters(self) -> int:
-        return walked(NETS[self.net], 1, self.side, low=False, transposes=False).parameters
+        return self.walked(1, low=False, accumulates=False).parameters
+
+    def walked(self, batch: int, *, low: bool, accumulates: bool) -> Counted:
+        net = NETS[self.net]
+        return walked(net, batch, self.side, low=low, transposes=self.transposes, accumulates=accumulates)
 
 
 def convolutional_net(name: str, sample: str) -> tuple[ConvolutionalNet, bool] | None:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from orchestrator.memory.estimate import FRAGMENTATION, WORKSPACE_BYTES
 from orchestrator.memory.foreign.activations import KEPT, WORKING
-from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet
 from orchestrator.memory.foreign.deepspeed import deepspeed_moments
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.fsdp import fsdp_moments
 from orchestrator.memory.foreign.megatron import megatron_moments
-from orchestrator.memory.foreign.plain import convolutional_moments, plain_moments
+from orchestrator.memory.foreign.plain import plain_moments, walked_moments
 from orchestrator.memory.foreign.reserved import reserved_of
 from orchestrator.memory.foreign.training import Training
 from orchestrator.memory.moments import Causes
@@ -84,10 +83,7 @@ def _all_moments(training: Training) -> Iterator[tuple[str, Causes, int]]:
     elif training.framework is Framework.DEEPSPEED:
         yield from ((*moment, 0) for moment in deepspeed_moments(training))
     else:
-        if isinstance(training.shape, ConvolutionalNet):
-            moments = list(convolutional_moments(training, training.shape))
-        else:
-            moments = list(plain_moments(training))
+        moments = list((plain_moments if training.shape.repeats else walked_moments)(training))
         # The first step makes states of what the backward pass left, so that the next one's activations lie elsewhere.
         left = 0 if training.platform.expandable_segments else max(_activation_bytes(causes) for _, causes in moments)
         yield from ((name, causes, left if name == "optimizer step" else 0) for name, causes in moments)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, head_bytes, kept_bytes, working_bytes
-from orchestrator.memory.foreign.convolutional import walked
-from orchestrator.memory.foreign.convolutional_nets import NETS, ConvolutionalNet
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
@@ -56,14 +54,11 @@ def plain_moments(training: Training) -> Iterator[Live]:
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
 
 
-def convolutional_moments(training: Training, shape: ConvolutionalNet) -> Iterator[Live]:
-    """A convolutional net on one device, its weights in fp32."""
-    counted = walked(
-        NETS[shape.net],
+def walked_moments(training: Training) -> Iterator[Live]:
+    """A net whose layers do not repeat on one device, its weights in fp32."""
+    counted = training.shape.walked(
         training.micro_batch_size,
-        shape.side,
         low=training.low_precision,
-        transposes=shape.transposes,
         accumulates=training.gradient_accumulation_steps > 1,
     )
     weights = 4 * counted.parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from orchestrator.memory.foreign.convolutional_nets import ConvolutionalNet
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.training import Training
@@ -47,7 +46,7 @@ def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int,
         if training.holds_outputs:
             even, varying = POOL_RATIO_HELD, POOL_RATIO_HELD_VARYING
     ratio = varying if training.lengths_vary else even
-    if isinstance(training.shape, ConvolutionalNet):
+    if not training.shape.repeats:
         ratio = POOL_RATIO_CONVOLUTIONAL
     if training.platform.expandable_segments:
         ratio = POOL_RATIO_EXPANDABLE
