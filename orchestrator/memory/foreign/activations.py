@@ -22,54 +22,80 @@ WORKING = "activations at work"  # logits and their gradients, or those inside o
 
 def saved_bytes(training: Training) -> int:
     """What one layer keeps of a micro-batch from forward to backward, on one tensor-parallel rank."""
-    shape, t = training.shape, training.layer_tokens
-    cut = training.tp
-    whole = cut if training.sequence_parallel else 1
     if _is_t5(training):
-        lengths = training.sequence_length, training.target_length or training.sequence_length
-        per_sample = t5_layer_bytes(shape, lengths, low=training.low_precision, autocasts=training.autocasts)
-        adapted = t * _adapted_bytes(training) if training.adapters.rank else 0
-        return training.micro_batch_size * per_sample + adapted
-    if shape.gated:
-        profile = _gated_layer(training)
-        if shape.experts:  # what goes into experts and comes out again is cut only with the tokens
-            profile += 2 * (_copy_bytes(training) * cut - training.width * shape.chosen * shape.hidden)
-        per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
-    else:
-        width, h = training.width, shape.hidden
-        # section 4.1: 2h and 4h of q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h
-        inside = 4 * width * h + 2 * width * shape.busy_ffn  # q, k, v, output; before and behind the activation
-        if training.kernels.composed_gelu:
-            # transformers/activations.py, NewGELUActivation: tanh, one more than it, half of the input; autocast
-            # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
-            autocasts = training.autocasts and training.framework is Framework.PLAIN
-            inside += 3 * (4 if autocasts else width) * shape.busy_ffn
-        beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
-        beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
-        per_token = inside // cut + beside // whole + (2 * _copy_bytes(training) if shape.experts else 0)
+        return _t5_bytes(training)
+    shape, cut = training.shape, training.tp
+    per_token = _gated_bytes(training) if shape.gated else _gpt_bytes(training)
+    if shape.experts:
+        per_token += _experts_bytes(training)
     if training.megatron.keeps_gathered:  # before q, k and v, and before the feed-forward block
         per_token += 2 * training.width * shape.hidden * (cut - 1) // cut
     if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
-        normed = training.width if training.kernels.fused else training.width + (4 if training.low_precision else 0)
-        per_token += normed * (shape.query + shape.key_value) // cut
+        copy = 4 if training.low_precision and not training.kernels.fused else 0
+        per_token += (training.width + copy) * (shape.query + shape.key_value) // cut
     if training.kernels.joint_projection:
         per_token += _joint_bytes(training)
     if training.adapters.rank:
         per_token += _adapted_bytes(training)
-    if training.kernels.fused and shape.gated:
-        # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
-        per_token -= (_norm_bytes(training) - 4 * training.width * shape.hidden) // whole
-        per_token -= training.width * shape.busy_ffn // cut
-    if training.kernels.fuses_adapters and shape.gated:
-        per_token -= training.width * shape.busy_ffn // cut
-    if shape.experts and training.framework is Framework.MEGATRON:
-        # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it;
-        # only behind a gated activation one kernel does so, and else what the activation returns is kept as well
-        per_token -= _copy_bytes(training) - (0 if shape.gated else training.width * shape.chosen * shape.ffn // cut)
     if training.megatron.fp8:
         # transformer_engine/pytorch/module/linear.py: a product keeps its input in 8 bits; attention keeps its result
-        per_token -= 2 * shape.hidden // whole + (shape.ffn - shape.query) // cut
-    return t * per_token + _crossing_bytes(training) + score_bytes(training)
+        per_token -= 2 * shape.hidden // _whole(training) + (shape.ffn - shape.query) // cut
+    return training.layer_tokens * per_token + _crossing_bytes(training) + score_bytes(training)
+
+
+def _whole(training: Training) -> int:
+    """Ranks over which what tensor parallelism leaves whole is cut after all, along the sequence."""
+    return training.tp if training.sequence_parallel else 1
+
+
+def _gpt_bytes(training: Training) -> int:
+    """Per token of a layer with LayerNorms and two feed-forward products (arXiv:2205.05198, section 4.1): 2h and 4h of
+    q, k, v and their input, 2h of the output's; 2f twice; the norms' inputs 4h."""
+    shape, width, h = training.shape, training.width, training.shape.hidden
+    inside = 4 * width * h + 2 * width * shape.busy_ffn  # q, k, v, output; before and behind the activation
+    if training.kernels.composed_gelu:
+        # transformers/activations.py, NewGELUActivation: tanh, one more than it, half of the input; autocast
+        # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
+        autocasts = training.autocasts and training.framework is Framework.PLAIN
+        inside += 3 * (4 if autocasts else width) * shape.busy_ffn
+    beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
+    beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
+    return inside // training.tp + beside // _whole(training)
+
+
+def _gated_bytes(training: Training) -> int:
+    """Per token of a layer with RMSNorms and three feed-forward products, as `_gated_segment` has it, but cut."""
+    shape, width, cut = training.shape, training.width, training.tp
+    profile = _gated_segment(training)
+    if shape.experts:  # what goes into experts and comes out again is cut only with the tokens
+        profile -= 2 * width * shape.chosen * shape.hidden
+    per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
+    if training.kernels.fused:
+        # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
+        per_token -= (_norm_bytes(training) - 4 * width * shape.hidden) // _whole(training)
+        per_token -= width * shape.busy_ffn // cut
+    if training.kernels.fuses_adapters:
+        per_token -= width * shape.busy_ffn // cut
+    return per_token
+
+
+def _experts_bytes(training: Training) -> int:
+    """Per token: what goes into its experts and comes out of them, beside what these keep inside."""
+    if training.framework is not Framework.MEGATRON:
+        return 2 * _copy_bytes(training)
+    # core/transformer/moe/experts.py multiplies with a token's weights before the second product, not behind it; only
+    # behind a gated activation one kernel does so, and else what the activation returns is kept as well
+    shape = training.shape
+    returned = 0 if shape.gated else training.width * shape.chosen * shape.ffn // training.tp
+    return _copy_bytes(training) + returned
+
+
+def _t5_bytes(training: Training) -> int:
+    """Of a layer of transformers' T5, in the mean of both sides."""
+    lengths = training.sequence_length, training.target_length or training.sequence_length
+    per_sample = t5_layer_bytes(training.shape, lengths, low=training.low_precision, autocasts=training.autocasts)
+    adapted = training.layer_tokens * _adapted_bytes(training) if training.adapters.rank else 0
+    return training.micro_batch_size * per_sample + adapted
 
 
 def _copy_bytes(training: Training) -> int:
@@ -83,8 +109,7 @@ def _crossing_bytes(training: Training) -> int:
     tokens keys and values (a text that music is made to is short)."""
     shape, width = training.shape, training.width
     beside = width + training.stream + (1 if shape.dropout else 0)
-    whole = training.tp if training.sequence_parallel else 1
-    kept = training.target_tokens * (2 * width // training.tp + beside // whole)
+    kept = training.target_tokens * (2 * width // training.tp + beside // _whole(training))
     if shape.crossed < shape.layers:
         kept += training.tokens * 2 * width // training.tp
     return kept * shape.hidden * shape.crossed // shape.layers
@@ -137,7 +162,7 @@ def _adapted_bytes(training: Training) -> int:
     return kept
 
 
-def _gated_layer(training: Training, *, selective: bool = False) -> int:
+def _gated_segment(training: Training, *, selective: bool = False) -> int:
     """Per token: the count of memory/profiles.py, from where the low-precision norm without an fp32 copy differs."""
     shape = training.shape
     spec = DecoderShape(
@@ -160,7 +185,7 @@ def _gated_layer(training: Training, *, selective: bool = False) -> int:
 
 
 def _norm_bytes(training: Training) -> int:
-    """Per token, of `_gated_layer`: both norms and the inputs of the projections behind them."""
+    """Per token, of `_gated_segment`: both norms and the inputs of the projections behind them."""
     if not training.low_precision:
         return 24 * training.shape.hidden
     return (26 if training.stream == 4 else 16) * training.shape.hidden
@@ -206,8 +231,7 @@ def transient_bytes(training: Training) -> int:
 
 def boundary_bytes(training: Training) -> int:
     """What a layer hands on, of one micro-batch."""
-    cut = training.tp if training.sequence_parallel else 1
-    return training.layer_tokens * training.stream * training.shape.hidden // cut
+    return training.layer_tokens * training.stream * training.shape.hidden // _whole(training)
 
 
 def kept_bytes(training: Training) -> int:
@@ -220,7 +244,7 @@ def kept_bytes(training: Training) -> int:
         if training.alternate_products:
             return min(products, training.tokens * _alternate_bytes(training) // training.tp)
         if training.shape.gated and not training.framework.is_megatron:
-            products = min(products, training.tokens * _gated_layer(training, selective=True) // training.tp)
+            products = min(products, training.tokens * _gated_segment(training, selective=True) // training.tp)
         return products
     return saved_bytes(training)
 
