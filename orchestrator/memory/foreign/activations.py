@@ -311,31 +311,29 @@ def head_bytes(training: Training) -> int:
     chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A head in 4 bits is
     dequantised to fp16, then cast.
     """
-    shape, t = training.shape, training.target_tokens
-    cut = training.tp
+    shape, t, width, loss = training.shape, training.target_tokens, training.width, training.loss
     states = t * (training.stream + 4) * shape.hidden
     if not shape.causal:
         return states
     if training.adapters.quantises_head and training.adapters.base_bytes is not None:
         states += 4 * shape.table
-    logits = t * shape.vocab // cut
+    logits = t * shape.vocab // training.tp
     if training.framework.is_megatron:
         early = training.platform.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
-        return states + (training.width + (8 if early or training.loss is Loss.SHIFTED else 4)) * logits
-    if training.loss is Loss.FUSED:
+        return states + (width + (8 if early or loss is Loss.SHIFTED else 4)) * logits
+    if loss is Loss.FUSED:
         chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
         return states + 4 * min(chunk, t) * shape.vocab
-    if training.loss is Loss.CHUNKED:
-        return states + training.width * logits + (8 + training.width) * logits // training.loss_chunks
-    if training.loss is Loss.IN_PLACE:
-        return states + training.width * logits
-    if training.loss is Loss.LOW:
-        return states + (4 if training.holds_outputs else 3) * training.width * logits
-    if training.loss is Loss.COMPILED:
-        return states + 2 * training.width * logits
-    if training.loss is Loss.SHIFTED:
-        return states + 8 * logits
-    if training.loss is Loss.LISTED:
-        return states + 8 * logits + 8 * logits // training.loss_chunks
-    held = (training.width if training.loss is Loss.LABELS else 4) if training.holds_outputs else 0
-    return states + (12 + held) * logits
+    held = (4 if loss is Loss.PLAIN else width) if training.holds_outputs else 0
+    each = {
+        Loss.PLAIN: 12 + held,
+        Loss.LABELS: 12 + held,
+        Loss.LOW: 3 * width + held,
+        Loss.SHIFTED: 8,
+        Loss.LISTED: 8,
+        Loss.COMPILED: 2 * width,
+        Loss.CHUNKED: width,
+        Loss.IN_PLACE: width,
+    }[loss]
+    of_chunk = {Loss.LISTED: 8, Loss.CHUNKED: 8 + width}.get(loss, 0)
+    return states + each * logits + of_chunk * logits // training.loss_chunks

@@ -45,60 +45,25 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     shard_gradients = device * all_gradients // training.dp
     earlier = _earlier(training, all_gradients, shard_gradients)
     kept = layers * kept_bytes(training)
-    yield (
-        "backward of head",
-        (
-            *fixed,
-            ("gradients", earlier),
-            ("gathered parameters", root + ahead * a_layer),
-            (KEPT, kept),
-            (WORKING, head_bytes(training)),
-        ),
-    )
-    yield (
-        "backward of last layer",
-        (
-            *fixed,
-            ("gradients", earlier),
-            ("gathered parameters", beside + units),
-            ("whole gradients", compute * ended),
-            (KEPT, kept),
-            (WORKING, working_bytes(training)),
-        ),
-    )
-    yield (
-        "gradient reduction of last layer",
-        (
-            *fixed,
-            ("gradients", earlier),
-            ("gathered parameters", beside + ahead * a_layer),
-            ("whole gradients", compute * ended + reducing * layer.trained + 2 * frozen_gradients),
-            (KEPT, kept - kept_bytes(training)),
-        ),
-    )
+
+    def during(gradients: int, gathered: int, *more: tuple[str, int]) -> Causes:
+        return (*fixed, ("gradients", gradients), ("gathered parameters", gathered), *more)
+
+    inside = (WORKING, working_bytes(training))
+    ahead_bytes = ahead * a_layer
+    yield "backward of head", during(earlier, root + ahead_bytes, (KEPT, kept), (WORKING, head_bytes(training)))
+    whole = ("whole gradients", compute * ended)
+    yield "backward of last layer", during(earlier, beside + units, whole, (KEPT, kept), inside)
+    whole = ("whole gradients", compute * ended + reducing * layer.trained + 2 * frozen_gradients)
+    last_gone = (KEPT, kept - kept_bytes(training))
+    yield "gradient reduction of last layer", during(earlier, beside + ahead_bytes, whole, last_gone)
     if training.fsdp.holds_boundaries:
-        held_bytes = layers * boundary_bytes(training)
-        yield (
-            "backward of first layer",
-            (
-                *fixed,
-                ("gradients", shard_gradients),
-                ("gathered parameters", beside + units),
-                (KEPT, kept + held_bytes),
-                (WORKING, working_bytes(training)),
-            ),
-        )
-    yield (
-        "gradient reduction of the root",
-        (
-            *fixed,
-            ("gradients", shard_gradients),
-            ("gathered parameters", root),
-            ("whole gradients", reduce * ends.trained),
-        ),
-    )
+        held_too = (KEPT, kept + layers * boundary_bytes(training))
+        yield "backward of first layer", during(shard_gradients, beside + units, held_too, inside)
+    whole = ("whole gradients", reduce * ends.trained)
+    yield "gradient reduction of the root", during(shard_gradients, root, whole)
     temporaries = shard_gradients if training.optimizer.foreach else 0
-    yield ("optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries)))
+    yield "optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries))
 
 
 def _earlier(training: Training, whole_bytes: int, shard_bytes: int) -> int:
@@ -110,7 +75,7 @@ def _earlier(training: Training, whole_bytes: int, shard_bytes: int) -> int:
 
 def _sharded(training: Training, held: Held) -> Causes:
     """What every rank has of the parameters and of the optimizer's states."""
-    states = training.optimizer.master_bytes + training.optimizer.state_bytes
+    states = 4 * training.optimizer.masters + training.optimizer.state_bytes
     return (
         ("parameters", -(-(trained_width(training) * held.trained + held.frozen_bytes) // training.dp)),
         ("optimizer states", round(states * held.trained / training.dp)),

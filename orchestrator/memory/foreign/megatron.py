@@ -28,7 +28,7 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     trained = held.trained
     zero = training.zero_stage > 0
     shards = training.dp if zero else 1
-    states = 0 if training.offload_optimizer else training.optimizer.master_bytes + training.optimizer.state_bytes
+    states = 0 if training.offload_optimizer else 4 * training.optimizer.masters + training.optimizer.state_bytes
     whole = shards if training.zero_stage == 3 else 1  # ranks that share parameters and gradients
     unit = layer_held(training) * (2 if whole > 1 else 0)
     fixed: Causes = (

@@ -48,11 +48,6 @@ class Optimizer:
             Rule.ADAFACTOR: 0.01,
         }[self.rule]
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of the fp32 copy per trained parameter."""
-        return 4 if self.masters else 0
-
 
 def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool, is_old: bool) -> Optimizer:
     """The optimizer that a row names; `narrow`: what is trained has low precision. SpecError for states of a part."""

@@ -21,7 +21,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
     states = (
         0
         if training.optimizer.paged
-        else round((training.optimizer.master_bytes + training.optimizer.state_bytes) * trained)
+        else round((4 * training.optimizer.masters + training.optimizer.state_bytes) * trained)
     )
     buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)
     fixed: Causes = (
