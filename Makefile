@@ -7,7 +7,7 @@ READY := $(VENV)/.installed
 # Tests that compute and start nothing: one core's work, beside those that mostly wait for processes.
 PURE := $(addprefix tests/,specs memory/foreign planning scheduling)
 
-.PHONY: demo demo-audio test test-pure test-world test-long lint bench bench-memory bench-cost bench-scheduler clean
+.PHONY: demo demo-audio test test-pure test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,9 @@ bench-memory: $(READY)
 
 bench-cost: $(READY)
 	$(BIN)/python -m tests.bench cost
+
+bench-gpu: $(READY)  # on a machine with a CUDA device
+	$(BIN)/python -m tests.gpu.measure .bench/gpu.jsonl
 
 bench-scheduler: $(READY)
 	$(BIN)/python -m tests.bench scheduler fairness journal

@@ -64,9 +64,9 @@ class Trained:
     engine: RunningEngine
 
 
-def train(run: TrainingRun, device: torch.device) -> Trained:
-    """All steps of a run on one device."""
-    recipe = build_recipe(run)
+def train(run: TrainingRun, device: torch.device, recipe: Recipe | None = None) -> Trained:
+    """All steps of a run on one device, of the run's own model where no `recipe` is given."""
+    recipe = recipe or build_recipe(run)
     engine = build_engine(run, recipe, device, None)
     losses, seconds, tokens = [], [], 0
     for step in range(run.training.max_steps):

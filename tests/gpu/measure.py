@@ -1,0 +1,213 @@
+"""Measure trainings on the first device of this machine, beside what the planner says of them: `make bench-gpu`.
+
+    python -m tests.gpu.measure FILE [--cpu] [--seconds N]
+
+Each training is a process of its own under the guard, as the service starts it, and leaves a line of JSON in FILE; what
+FILE holds already is not measured again, so that a run that was cut off goes on. At the end it prints how far the
+predictions were off and writes `.bench/gpu.json`. Needs torch, transformers, pydantic and nvidia-smi (LoRA: peft; 8 and
+4 bits: bitsandbytes). With `--cpu`: a few small ones on a virtual device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.model import DataSpec
+from orchestrator.specs.plan import in_short
+from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, TrainingRun, write_json
+from orchestrator.training import guard
+from tests.bench.figure import Figure, at_most, informs, say
+from tests.gpu.configurations import STEPS, Measurement, on_cpu, on_cuda
+
+ROOT = Path(__file__).parents[2]
+TRAINING_TIMEOUT_S = 300  # of one training, its imports and weights
+FIGURES = Path(".bench/gpu.json")
+RAN, RAN_OUT = OUTCOMES = ("ran", "out of memory")
+Line = dict[str, Any]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 where it measured all that there is, 1 where time ran out first, 2 without a device."""
+    parser = argparse.ArgumentParser(description="Measure trainings beside their predictions.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no training later than that")
+    said = parser.parse_args(arguments)
+    kind = DeviceKind.VIRTUAL if said.cpu else DeviceKind.CUDA
+    device = device_facts(kind)
+    if device is None:
+        print("no CUDA device is here: `nvidia-smi` names none", file=sys.stderr)
+        return 2
+    end_s = time.monotonic() + said.seconds
+    todo = [one for one in (on_cpu() if said.cpu else on_cuda()) if one.capacity_bytes <= device["total_bytes"]]
+    said.file.parent.mkdir(parents=True, exist_ok=True)
+    known = {line["id"] for line in read(said.file)}
+    for one in todo:
+        if name_of(one) not in known and time.monotonic() < end_s:
+            line = measured(one, kind, device)
+            say(f"{line['id']}: {line['outcome']}")
+            if line["outcome"] in OUTCOMES:
+                with said.file.open("a") as file:
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    lines = read(said.file)
+    report([*figures(lines), informs("not measured", len(todo) - len(lines), "")])
+    return 0 if len(lines) == len(todo) else 1
+
+
+def name_of(one: Measurement) -> str:
+    """What tells it from all others."""
+    return f"{one.name} {one.sequence_length} {one.capacity_bytes / 2**30:g} GiB {in_short(one.plan)}"
+
+
+def read(file: Path) -> list[Line]:
+    """What was measured before."""
+    return [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+
+
+def device_facts(kind: DeviceKind) -> Line | None:
+    """Name, bytes and software of the device that is measured; None where there is none."""
+    import torch
+
+    versions = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cuda": torch.version.cuda}
+    if kind is DeviceKind.VIRTUAL:
+        return {"device": "virtual", "total_bytes": 2**50, **versions}
+    told = _smi("name,memory.total,driver_version")
+    if told is None:
+        return None
+    name, total_mib, driver = told
+    return {"device": name, "total_bytes": int(total_mib) * 2**20, "driver": driver, **versions}
+
+
+def _smi(fields: str) -> list[str] | None:
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [one.strip() for one in told.stdout.split(",")]
+
+
+def measured(one: Measurement, kind: DeviceKind, device: Line) -> Line:
+    """Train it in a process of its own: what was predicted, and what it took."""
+    estimate = one.predicted(kind)
+    free_mib = _smi("memory.free") if kind is DeviceKind.CUDA else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        code, said = _train(one, kind, folder)
+        beat, oom = (_told(folder / f"rank0.{what}.json") for what in ("heartbeat", "oom"))
+    room_bytes = beat.get("allocator_room_bytes")
+    overhead = None if room_bytes is None or free_mib is None else int(free_mib[0]) * 2**20 - room_bytes
+    outcome = {0: RAN, OOM_EXIT_CODE: RAN_OUT}.get(code, said)
+    return {
+        "id": name_of(one),
+        **device,
+        "plan": in_short(one.plan),
+        "optimizer": one.plan.optimizer,
+        "precision": one.plan.precision,
+        "capacity_bytes": one.capacity_bytes,
+        "fits": one.fits(kind),
+        "predicted": {
+            "allocated_bytes": estimate.allocated_bytes,
+            "reserved_bytes": estimate.reserved_bytes,
+            "overhead_bytes": estimate.device_bytes - estimate.reserved_bytes,
+            "moment": estimate.moment,
+        },
+        "outcome": outcome,
+        "measured": {
+            "allocated_bytes": beat.get("peak_bytes"),
+            "reserved_bytes": beat.get("reserved_bytes"),
+            "overhead_bytes": overhead,
+            "step_s": beat.get("step_s"),
+        },
+        "asked_bytes": oom.get("requested_bytes"),
+    }
+
+
+def _train(one: Measurement, kind: DeviceKind, folder: Path) -> tuple[int, str]:
+    import numpy as np
+
+    samples = one.plan.global_batch_size * STEPS
+    np.save(folder / "tokens.npy", np.arange(samples * one.sequence_length + 1, dtype=np.uint16) % 23)
+    run = TrainingRun(
+        model=one.model,
+        data=DataSpec(tokens=(str(folder / "tokens.npy"),), sequence_length=one.sequence_length),
+        training=one.training,
+        plan=one.plan,
+        job_folder=str(folder),
+        attempt_folder=str(folder),
+        epoch=1,
+        device="cuda" if kind is DeviceKind.CUDA else "cpu",
+    )
+    write_json(folder / "run.json", run)
+    cap_bytes = one.allocator_bytes(kind) if kind is DeviceKind.VIRTUAL else None
+    settings = GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=cap_bytes, heartbeat_interval_s=0.1)
+    write_json(folder / "guard.json", settings)
+    target = ["-m", "tests.gpu.measured_rank", str(folder), str(one.allocator_bytes(kind))]
+    path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": path}
+    try:
+        ended = subprocess.run(
+            [sys.executable, guard.__file__, str(folder / "guard.json"), "--", *target],
+            capture_output=True,
+            text=True,
+            timeout=TRAINING_TIMEOUT_S,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"not done after {TRAINING_TIMEOUT_S} s"
+    return ended.returncode, next(reversed(ended.stderr.strip().splitlines()), "nothing was said")
+
+
+def _told(path: Path) -> Line:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def figures(lines: Sequence[Line]) -> list[Figure]:
+    """How far off the predictions were, and how often what was said to fit did not."""
+    ran = [line for line in lines if line["outcome"] == RAN]
+    found = [informs("trainings that ran", len(ran), "")]
+    for what in ("allocated", "reserved", "overhead"):
+        off = list(_errors(ran, f"{what}_bytes"))
+        if off:
+            found += [
+                informs(f"{what}: mean error", statistics.mean(map(abs, off)), "%"),
+                informs(f"{what}: furthest below", min(off), "%"),
+                informs(f"{what}: furthest above", max(off), "%"),
+            ]
+    burst = sum(line["fits"] for line in lines if line["outcome"] == RAN_OUT)
+    refused = sum(not line["fits"] for line in ran)
+    found.append(at_most("said to fit, ran out of memory", burst, "", 0))
+    found.append(informs("said not to fit, ran", refused, ""))
+    return found
+
+
+def _errors(ran: Iterable[Line], what: str) -> Iterator[float]:
+    """Percent by which the prediction is above what was measured."""
+    for line in ran:
+        told, predicted = line["measured"][what], line["predicted"][what]
+        if told and predicted:
+            yield 100 * (predicted / told - 1)
+
+
+def report(found: list[Figure]) -> None:
+    """Print the figures and write them to FIGURES."""
+    for one in found:
+        print(f"{one['figure']:40} {one['value']:9.2f} {one['unit']:3} {one['bar']}{'' if one['holds'] else '  NO'}")
+    FIGURES.parent.mkdir(exist_ok=True)
+    FIGURES.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
