@@ -51,7 +51,7 @@ def start(home: Path, cluster: ClusterSpec) -> str:
     One that runs already under this home is taken as it is, and nodes that it has lost are started again. Raises
     ServiceError with the end of Ray's own output.
     """
-    state = _read_state(home)
+    state = started(home)
     if state is None or find(home) is None:
         stop(home)
         home.mkdir(parents=True, exist_ok=True)
@@ -73,16 +73,27 @@ def start(home: Path, cluster: ClusterSpec) -> str:
 
 def find(home: Path) -> str | None:
     """Address of the embedded Ray of this home, where its head runs; None otherwise."""
-    state = _read_state(home)
+    state = started(home)
     if state is None or not state["processes"]:
         return None
     _, pid, ticks = state["processes"][0]
     return state["address"] if start_ticks(pid) == ticks and _accepts(state["address"], 2.0) else None
 
 
-def stop(home: Path) -> None:
-    """End exactly the processes that `start` began, and what they left behind; nothing running is no error."""
-    state = _read_state(home)
+def started(home: Path) -> dict[str, Any] | None:
+    """What `start` noted of the Ray of this home; None where it has none of its own."""
+    try:
+        return json.loads((home / "ray.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def stop(home: Path, state: dict[str, Any] | None = None) -> None:
+    """End exactly the processes that `start` began, and what they left behind; nothing running is no error.
+
+    Those that `state` names as `started` gave it, else those that the home names.
+    """
+    state = state or started(home)
     if state is None:
         return
     ours = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
@@ -94,7 +105,8 @@ def stop(home: Path) -> None:
     _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
     _await_gone(ours, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
-    (home / "ray.json").unlink(missing_ok=True)
+    if started(home) == state:
+        (home / "ray.json").unlink(missing_ok=True)
 
 
 def connect(address: str, home: Path) -> None:
@@ -230,13 +242,6 @@ def _accepts(address: str, timeout_s: float) -> bool:
             return True
     except (OSError, ValueError):
         return False
-
-
-def _read_state(home: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads((home / "ray.json").read_text())
-    except FileNotFoundError:
-        return None
 
 
 def start_ticks(pid: int) -> int | None:

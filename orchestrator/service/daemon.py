@@ -13,9 +13,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late, each in a thread: at once they break each other
@@ -36,6 +37,7 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError
 
 MLFLOW_CHECK_S = 5.0
+HOME_CHECK_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -65,9 +67,11 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
         rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
         journal = stack.enter_context(closing(Journal(journal_url(home))))
         mlflow = MlflowServer(home)
-        stack.callback(_end_world, home, mlflow, down)
+        stack.callback(_end, mlflow.stop, down)
         mlflow.ensure_running()
         address = _ray_address(home, cluster)
+        if (ours := ray_cluster.started(home)) is not None:  # as noted now: another home may stand in this one's place
+            stack.callback(_end, partial(ray_cluster.stop, home, ours), down)
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # whoever asks first sees the nodes
@@ -81,10 +85,12 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             down.set()
             stop.set()
 
+        token = (home / "token").read_text()
+        threading.Thread(target=_watch_home, args=(home, token, shut_down, stop), daemon=True).start()
         service = Service(
             controller=controller,
             home=home,
-            token=(home / "token").read_text(),
+            token=token,
             cluster=cluster.name,
             tracking_uri=mlflow.uri,
             shut_down=shut_down,
@@ -106,10 +112,21 @@ def _if_there(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _end_world(home: Path, mlflow: MlflowServer, down: threading.Event) -> None:
+def _end(what: Callable[[], None], down: threading.Event) -> None:
     if down.is_set():
-        ray_cluster.stop(home)  # where we are guests in another Ray there is nothing to stop
-        mlflow.stop()
+        what()
+
+
+def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event) -> None:
+    """Shut down once the folder is gone, or another one is in its place: nobody can reach this service any more."""
+    while not stop.wait(HOME_CHECK_S):
+        try:
+            is_ours = (home / "token").read_text() == token
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            log.error("the home folder %s is gone: all that was started for it ends", home)
+            shut_down()
 
 
 def _keep_tracking(controller: Controller, tracker: MlflowTracker, mlflow: MlflowServer, stop: threading.Event) -> None:

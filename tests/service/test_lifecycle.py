@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from orchestrator.service.lifecycle import journal_url, start
+from orchestrator.backends import ray_cluster
+from orchestrator.backends.mlflow_server import MlflowServer
+from orchestrator.service.client import process_is_alive, service_file
+from orchestrator.service.lifecycle import journal_url, start, stop
 from orchestrator.specs.errors import ServiceError
+from tests.backends.ray_jobs import until
 
+GONE_S = 60.0
 PASSWORD = "s3cret-w0rd"
 NOWHERE = f"postgresql+psycopg://orc:{PASSWORD}@127.0.0.1:1/orc"
 
@@ -28,3 +34,25 @@ def test_a_service_that_cannot_reach_its_journal_says_so_and_shows_no_password(
     assert PASSWORD not in (tmp_path / "service.log").read_text()
     assert journal_url(tmp_path) == NOWHERE
     assert (tmp_path / "journal_url").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.long
+def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves_the_next_one_alone(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "home"
+    start(home, None, None)
+    pid, ray, mlflow = int(service_file(home)["pid"]), ray_cluster.started(home), MlflowServer(home)
+    assert ray is not None
+    before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.processes()}
+    assert len(before) >= 3
+    shutil.rmtree(home)
+    start(home, None, None)
+    try:
+        until(lambda: not any(map(process_is_alive, before)), "what belonged to the removed home", GONE_S)
+        next_ray = ray_cluster.started(home)
+        assert next_ray is not None
+        assert ray_cluster.find(home) == next_ray["address"]
+        assert process_is_alive(int(service_file(home)["pid"]))
+    finally:
+        stop(home, force=True)
