@@ -91,38 +91,28 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
     shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
+
+    def of(fitting: Sequence[tuple[Candidate, Shape, int]]) -> Menu:  # and the free bytes that a device must have
+        seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
+        entries = tuple(
+            Entry(one, shape, least, launch_cost_s + length_s, probe=probe is not None)
+            for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
+        )
+        best = best_of_each(entries)
+        return Menu(fitting=entries, entries=best, most_bytes=max(one.least_bytes for one in best))
+
     needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
     room = device.memory / _headroom(job, device.name)
     fitting = [one for one in fitting if one[2] <= room or one[0].plan in measured] or fitting
     if fitting:
-        return _menu_of(job, group, calibrated, launch_cost_s, fitting, is_probe=probe is not None)
+        return of(fitting)
     why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
     one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
     if one is None or (shape := shapes(one.plan)) is None:
         return NeverFits(why=why)
     least = corrected_bytes(one.estimate, calibrated.correction_of(one.plan, one.estimate))
-    by_chance = _menu_of(job, group, calibrated, launch_cost_s, [(one, shape, least)], is_probe=probe is not None)
-    return NeverFits(why=why, likeliest=by_chance)
-
-
-def _menu_of(
-    job: Job,
-    group: Group,
-    calibrated: Calibration,
-    launch_cost_s: float,
-    fitting: Sequence[tuple[Candidate, Shape, int]],
-    *,
-    is_probe: bool,
-) -> Menu:
-    """Of candidates with their shape and the free bytes that a device must have for them."""
-    seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
-    all_of_them = tuple(
-        Entry(candidate, shape, least, launch_cost_s + length_s, probe=is_probe)
-        for (candidate, shape, least), length_s in zip(fitting, seconds, strict=True)
-    )
-    entries = best_of_each(all_of_them)
-    return Menu(fitting=all_of_them, entries=entries, most_bytes=max(one.least_bytes for one in entries))
+    return NeverFits(why=why, likeliest=of([(one, shape, least)]))
 
 
 def _headroom(job: Job, device: str) -> float:
