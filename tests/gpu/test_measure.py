@@ -67,7 +67,7 @@ def test_what_was_measured_before_is_not_measured_again(
     monkeypatch.chdir(tmp_path)
     predicted = {f"{what}_bytes": 110 for what in ("allocated", "reserved", "overhead")}
     told = {"allocated_bytes": 100, "reserved_bytes": 220, "overhead_bytes": None}
-    ends = ("ran", "out of memory", "ran", "ran")
+    ends = (measure.RAN, measure.RAN_OUT)
     lines = [
         {"id": measure.name_of(one), "fits": True, "outcome": end, "predicted": predicted, "measured": told}
         for one, end in zip(on_cpu(), ends, strict=True)
