@@ -95,7 +95,7 @@ def framework_of(row: Row) -> Framework:
         return Framework.MEGATRON_DEEPSPEED if deepspeed else Framework.MEGATRON
     if "device_map" in sharding:
         return Framework.DEVICE_MAP
-    if "aceso" in said or "alpa" in said:
+    if re.search(r"\b(?:aceso|alpa)\b", said):
         raise row.refused("the searched configuration is not printed")
     if "colossalai" in said and "ddp" not in said and ("gemini" in said or "zero" not in said + sharding):
         raise row.refused(f"no model of the engine {row['framework']}")

@@ -127,7 +127,8 @@ def _shape_of(row: Row, framework: Framework) -> Architecture:
     shape, inferred = found
     row.inferred += inferred
     if by_name is not None:
-        shape = replace(shape, causal=by_name.causal, tied=by_name.tied, dropout=by_name.dropout)
+        tied = shape.tied if re.search(r"\b(?:un)?tied\b", row["arch"].lower()) else by_name.tied
+        shape = replace(shape, causal=by_name.causal, tied=tied, dropout=by_name.dropout)
     megatron = framework.is_megatron
     if TWO_SIDED.search(row["model"]):
         shape = two_sided(shape)

@@ -53,6 +53,19 @@ def test_fsdp_that_shards_nothing_is_ddp() -> None:
     assert training.zero_stage == 0
 
 
+@pytest.mark.parametrize(("said", "tied"), [("", True), (" tied", True), (" untied", False)])
+def test_what_a_description_says_of_the_head_counts_and_else_what_the_name_means(said: str, tied: bool) -> None:
+    row = {**ROW, "model": "GPT-2", "arch": f"L12 h768 a12 ffn4x V50257 learned-pos{said}"}
+    assert described_row(row).training.shape.tied is tied
+
+
+def test_alpa_searches_and_alpaca_does_not() -> None:
+    with pytest.raises(SpecError, match="searched configuration"):
+        described_row({**ROW, "framework": "Alpa", "sharding": ""})
+    row = {**ROW, "framework": "HF Trainer (alpaca-lora)", "sharding": "", "n_gpus": "1"}
+    assert described_row(row).training.framework is Framework.PLAIN
+
+
 @pytest.mark.parametrize("word", ["n", "disabled", "without", "off", "No", "none"])
 def test_no_checkpointing_in_any_word(word: str) -> None:
     assert described_row({**ROW, "act_ckpt": word}).training.checkpointing is ActivationCheckpointing.NONE
