@@ -34,14 +34,19 @@ class Loss(StrEnum):
     LOW = "low precision"  # as the plain one, but none of them wide
 
 
-def loss_of(row: Row, shape: Architecture, framework: Framework) -> Loss:
-    """As the trainer has it; under DeepSpeed nothing casts the logits of models whose own code does not."""
+def loss_of(row: Row, shape: Architecture, framework: Framework, *, autocasts: bool) -> Loss:
+    """As the trainer has it; under DeepSpeed nothing casts the logits of models whose own code does not.
+
+    Nor does anything in a loop over a model of one's own: torch.nn.functional.cross_entropy works in the type of the
+    logits, fp32 under autocast alone (aten/src/ATen/autocast_mode.h, its fp32 list).
+    """
     loss = _loss_of_trainer(row.said, row.other)
     if loss is Loss.PLAIN and (shape.crossed or MASKED.search(row.said)):
         loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)
     low = CASTS_NO_LOGITS.match(row["model"].lower()) and "megatron" not in row.said
+    own = "own loop" in row.said and not re.search(r"\bhf\b|transformers|peft", row.said) and not autocasts
     plain = loss in (Loss.PLAIN, Loss.LABELS)
-    return Loss.LOW if low and plain and framework is Framework.DEEPSPEED else loss
+    return Loss.LOW if plain and (own or (low and framework is Framework.DEEPSPEED)) else loss
 
 
 def _loss_of_trainer(said: str, other: str) -> Loss:

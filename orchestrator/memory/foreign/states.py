@@ -22,6 +22,7 @@ def with_states(row: Row, training: Training) -> Training:
     pure = (re.search(r"\bpure\b|\btrue\b", said) and "amp" not in said) or re.search(
         r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|automodel|transformers v?5\b", row.said
     )
+    pure = pure or _is_bare(row, said)
     whole = full or (adapters.base_bytes is None and re.search(r"\bmixed\b|\bamp\b", said) is not None)
     casts = framework.is_fsdp or framework in (Framework.PLAIN, Framework.DEVICE_MAP)
     autocasts = low and whole and casts and not pure
@@ -46,7 +47,7 @@ def with_states(row: Row, training: Training) -> Training:
             adapts=not full,
             checkpoints=training.checkpointing is ActivationCheckpointing.FULL,
         ),
-        loss=loss_of(row, training.shape, framework),
+        loss=loss_of(row, training.shape, framework, autocasts=autocasts),
         loss_chunks=max(1, training.sequence_length // 128) if row.is_litgpt else training.loss_chunks,
         holds_outputs=HOLDS_OUTPUTS.search(row.said) is not None,
     )
@@ -56,8 +57,7 @@ def _is_low(row: Row, training: Training, said: str) -> bool:
     """Whether products are in low precision, by what a row says of it."""
     low = re.search(r"16|8|mixed|amp|half", said) is not None or "32" not in said
     pure = re.search(r"\b(?:pure|true)\b", said) is not None
-    bare = "own loop" in row.said and not re.search(r"\bmixed\b|\bamp\b|autocast", said)
-    if training.adapters.ends_fp32 and (pure or bare):
+    if training.adapters.ends_fp32 and (pure or _is_bare(row, said)):
         # bitsandbytes/nn/modules.py, Linear4bit: a product returns the type of its input, that of fp32 norms
         row.infer("all is fp32 but the quantised matrices: nothing casts what the norms return")
         low = False
@@ -66,6 +66,11 @@ def _is_low(row: Row, training: Training, said: str) -> bool:
     if said.startswith("fp8") and training.framework is not Framework.MEGATRON:
         row.infer("counted as bf16: neither 8-bit copies of inputs nor of weights")
     return low
+
+
+def _is_bare(row: Row, said: str) -> bool:
+    """Whether nothing autocasts: trainers do so behind a word such as bf16, a loop of one's own only if it says so."""
+    return "own loop" in row.said and not re.search(r"\bmixed\b|\bamp\b|autocast", said)
 
 
 def with_offload(row: Row, training: Training) -> Training:

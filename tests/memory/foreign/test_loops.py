@@ -71,6 +71,29 @@ def test_thunder_trains_the_models_of_litgpt_in_a_loop_of_its_own() -> None:
     assert not litgpt.holds_outputs
 
 
+OWN = {
+    "model": "own",
+    "arch": "L12 h768 a12 ffn4x V50257 learned-pos",
+    "framework": "PyTorch (own loop)",
+    "n_gpus": "1",
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16 autocast", "bf16 mixed", "fp16 amp"])
+def test_a_loop_of_ones_own_autocasts_only_where_it_says_so(precision: str) -> None:
+    bare, trainer = read(**OWN, precision="bf16"), read(**OWN | {"framework": "PyTorch"}, precision="bf16")
+    casting = read(**OWN, precision=precision)
+    assert (bare.autocasts, trainer.autocasts, casting.autocasts) == (False, True, True)
+    assert (bare.weight_bytes, casting.weight_bytes) == (2, 4)
+
+
+def test_logits_are_wide_only_where_something_casts_them() -> None:
+    bare, casting = read(**OWN, precision="bf16"), read(**OWN, precision="bf16 autocast")
+    assert (bare.loss, casting.loss) == (Loss.LOW, Loss.PLAIN)
+    theirs = read(**OWN | {"framework": "HF transformers 4.40 (own loop)"}, precision="bf16")
+    assert theirs.loss is Loss.PLAIN  # modeling_llama.py: logits.float()
+
+
 def live(training: Training, moment: str) -> dict[str, int]:
     return next(dict(causes) for name, causes, _ in _all_moments(training) if name == moment)
 
