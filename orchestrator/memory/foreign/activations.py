@@ -199,22 +199,45 @@ def score_bytes(training: Training) -> int:
     """
     if training.kernels.flash or _is_t5(training):
         return 0
-    shape, width = training.shape, training.width
-    kept = 2 * width + (1 if shape.dropout else 0) if shape.dropout else width
-    if shape.gated and training.low_precision:
-        kept = width + 4
-    elif training.autocasts:
-        kept = width + 4 + (1 if shape.dropout else 0)
+    shape = training.shape
     source, target = training.sequence_length, training.target_length or training.sequence_length
     decoders = shape.crossed
     squares = (shape.layers - decoders) * source**2 + decoders * target**2
     if decoders < shape.layers:
         squares += decoders * source * target
-    return kept * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
+    return _kept_score(training) * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
+
+
+def _kept_score(training: Training) -> int:
+    """Bytes that are kept of one score."""
+    shape, width = training.shape, training.width
+    if shape.gated and training.low_precision:
+        return width + 4
+    mask = 1 if shape.dropout else 0
+    if training.autocasts:
+        return width + 4 + mask
+    return 2 * width + mask if shape.dropout else width
+
+
+def _working_score(training: Training) -> int:
+    """Bytes of one score above what is kept of it, as attention goes backward.
+
+    The softmax's result is there, its gradient, the product of both and what it returns (aten/src/ATen/native/cuda/
+    SoftMax.cu, softmax_backward_cuda_out). Megatron's kernel works in place (megatron/fused_kernels/
+    scaled_masked_softmax_cuda.cu).
+    """
+    width = training.width
+    if _is_t5(training):
+        return 4
+    if training.framework.is_megatron:
+        return 2 * width
+    wide = training.autocasts or (training.shape.gated and training.low_precision)
+    return max(2 * width, 4 * (4 if wide else width) - _kept_score(training))
 
 
 def transient_bytes(training: Training) -> int:
-    """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part.
+    """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part, or later
+    those of scores.
 
     Liger's kernel (liger_kernel/ops/swiglu.py) and those of Unsloth write two of the three over their inputs.
     """
@@ -223,10 +246,9 @@ def transient_bytes(training: Training) -> int:
     inside = products * width * shape.busy_ffn // training.tp
     if shape.experts:  # or those of what experts return, before and behind their weights (memory/experts.py, `_peaks`)
         inside = max(inside, 3 * _copy_bytes(training))
-    # gradients of scores; transformers' softmax has its own in fp32
-    each = 4 if _is_t5(training) else 2 * width + (8 if shape.gated and training.low_precision else 0)
-    scores = 0 if training.kernels.flash else each * shape.heads * training.sequence_length // training.tp
-    return training.tokens * (inside + 2 * training.stream * shape.hidden + scores)
+    each = 0 if training.kernels.flash else _working_score(training)
+    scores = each * shape.heads * training.sequence_length // training.tp
+    return training.tokens * (max(inside, scores) + 2 * training.stream * shape.hidden)
 
 
 def boundary_bytes(training: Training) -> int:

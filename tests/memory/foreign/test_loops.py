@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.foreign.activations import head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.activations import (
+    _working_score,
+    head_bytes,
+    kept_bytes,
+    saved_bytes,
+    transient_bytes,
+    working_bytes,
+)
 from orchestrator.memory.foreign.engines import _all_moments
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.losses import Loss
@@ -92,6 +99,28 @@ def test_logits_are_wide_only_where_something_casts_them() -> None:
     assert (bare.loss, casting.loss) == (Loss.LOW, Loss.PLAIN)
     theirs = read(**OWN | {"framework": "HF transformers 4.40 (own loop)"}, precision="bf16")
     assert theirs.loss is Loss.PLAIN  # modeling_llama.py: logits.float()
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "of_a_score"),
+    [
+        (
+            "HF transformers 5.0 (own loop)",
+            "Llama-2 7B",
+            16,
+        ),  # in fp32: result, gradient, their product, what it returns
+        ("Megatron-LM", "GPT-3 6.7B", 9),  # in low precision and in place, with a mask and what dropout returns
+    ],
+)
+def test_while_attention_goes_backward_four_of_each_score_are_there_but_in_kernels_that_work_in_place(
+    framework: str, model: str, of_a_score: int
+) -> None:
+    eager = read(framework=framework, model=model, precision="bf16", compile_or_other="eager attention")
+    flash = but(eager, "kernels", flash=True)
+    scores = eager.tokens * eager.shape.heads * eager.sequence_length // eager.tp
+    beside = transient_bytes(flash) - transient_bytes(eager) + _working_score(eager) * scores
+    assert saved_bytes(eager) - saved_bytes(flash) + _working_score(eager) * scores == of_a_score * scores
+    assert beside > 0  # gradients inside of the feed-forward part are gone by then
 
 
 def live(training: Training, moment: str) -> dict[str, int]:
