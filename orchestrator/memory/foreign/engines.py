@@ -85,5 +85,6 @@ def _all_moments(training: Training) -> Iterator[tuple[str, Causes, int]]:
     else:
         moments = list((plain_moments if training.shape.repeats else walked_moments)(training))
         # The first step makes states of what the backward pass left, so that the next one's activations lie elsewhere.
-        left = 0 if training.platform.expandable_segments else max(_activation_bytes(causes) for _, causes in moments)
+        makes = training.optimizer.state_bytes > 0 and not training.platform.expandable_segments
+        left = max(_activation_bytes(causes) for _, causes in moments) if makes else 0
         yield from ((name, causes, left if name == "optimizer step" else 0) for name, causes in moments)

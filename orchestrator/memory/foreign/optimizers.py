@@ -62,7 +62,8 @@ def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool,
         # megatron/core/optimizer
         low_states=narrow and (not masters or "bf16 states" in said),
         foreach=_has_torch_step(row, framework)
-        and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR)
+        # torch/optim/sgd.py, _multi_tensor_sgd, works in place where nothing decays
+        and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR, Rule.SGD)
         and not is_old  # torch/optim/adamw.py, since 1.13
         and not re.search(r"fused adam|fused optim", said)
         and "fused" not in row["optimizer"].lower()

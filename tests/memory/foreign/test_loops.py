@@ -86,6 +86,14 @@ OWN = {
 }
 
 
+def test_sgd_without_states_steps_in_place_and_leaves_its_activations_where_they_lay() -> None:
+    plain, momentum = (read(**OWN | {"optimizer": name}, seq_len="512") for name in ("SGD", "SGD momentum"))
+    assert "optimizer temporaries" in live(momentum, "optimizer step")
+    assert "optimizer temporaries" not in {cause for cause, count in live(plain, "optimizer step").items() if count}
+    pooled = {name: left for name, _, left in _all_moments(plain)}
+    assert pooled["optimizer step"] == 0 < {name: left for name, _, left in _all_moments(momentum)}["optimizer step"]
+
+
 @pytest.mark.parametrize("precision", ["bf16 autocast", "bf16 mixed", "fp16 amp"])
 def test_a_loop_of_ones_own_autocasts_only_where_it_says_so(precision: str) -> None:
     bare, trainer = read(**OWN, precision="bf16"), read(**OWN | {"framework": "PyTorch"}, precision="bf16")
