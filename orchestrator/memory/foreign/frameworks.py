@@ -24,6 +24,9 @@ AUTOCAST_ALONE = re.compile(r"\batorch\b")
 # Sharded gradients travel in fp32: training.mixed_precision_reduce of pytorch/torchtitan has it so, as has composer's
 # mixed_precision: DEFAULT (mosaicml/composer, trainer/mosaic_fsdp_utils.py).
 REDUCES_FP32 = re.compile(r"mixed=default|titan|reduc\w+ in fp32|fp32 reduc|reduce_dtype[ =:]*(?:fp32|float32)")
+# lightning/fabric/strategies/deepspeed.py: DeepSpeedStrategy has buckets of its own size, and overlap_comm on.
+LIGHTNING = re.compile(r"lightning(?!-)|\bfabric\b")
+LIGHTNING_BUCKET_ELEMENTS = 200_000_000
 AUTO_BUCKETS = re.compile(r"\bhf\b(?! accelerate)|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 
 
@@ -188,7 +191,7 @@ def deepspeed_of(row: Row, hidden: int) -> DeepSpeed:
     """What a row says of ZeRO's buffers, of a model of that width."""
     return DeepSpeed(
         bucket_elements=_bucket_elements_of(row.said, hidden),
-        overlaps="overlap_comm" in row.said,
+        overlaps="overlap_comm" in row.said or LIGHTNING.search(row.said) is not None,
         holds_gradients="colossalai" in row.said,
     )
 
@@ -203,4 +206,6 @@ def _bucket_elements_of(said: str, hidden: int) -> int:
         return round(float(found[1]))
     if "colossalai" in said:
         return 12 * 2**20  # LowLevelZeroPlugin, reduce_bucket_size_in_m
+    if LIGHTNING.search(said):
+        return LIGHTNING_BUCKET_ELEMENTS
     return hidden * hidden if AUTO_BUCKETS.search(said) else BUCKET_ELEMENTS

@@ -135,6 +135,16 @@ def live(training: Training, moment: str) -> dict[str, int]:
     return next(dict(causes) for name, causes, _ in _all_moments(training) if name == moment)
 
 
+def test_lightnings_deepspeed_reduces_200_million_elements_while_it_fills_as_many() -> None:
+    bare, lightning = (
+        read(framework=f"DeepSpeed{more}", sharding="ZeRO-2", precision="fp16") for more in ("", " (Lightning)")
+    )
+    assert live(bare, "optimizer step")["buckets"] == 2 * 500_000_000
+    assert live(lightning, "optimizer step")["buckets"] == 2 * 2 * 200_000_000
+    told = read(framework="DeepSpeed (Lightning Fabric)", sharding="ZeRO-2", compile_or_other="bucket size 1e8")
+    assert told.deepspeed.bucket_elements == 10**8
+
+
 def test_deepspeed_without_zero_cuts_nothing() -> None:
     alone, eight = (read(framework="DeepSpeed", sharding="ZeRO-0", precision="fp16", n_gpus=n) for n in ("1", "8"))
     parameters = alone.shape.parameters
