@@ -113,6 +113,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
 
 def _shape_of(row: Row, framework: Framework) -> Architecture:
     by_name = known(row["model"]) or known_crossed(row["model"])
+    if by_name is not None and "fairseq" in row.said and re.match("gpt-?3", row["model"].lower()):
+        by_name = replace(by_name, dropout=False)  # fairseq/models/transformer_lm.py, base_gpt3_architecture
     found = described(row["arch"]) if row["arch"] else None
     if found is None and by_name is None:
         raise row.refused(

@@ -12,17 +12,21 @@ from orchestrator.memory.foreign.row import Row
 from orchestrator.memory.foreign.training import Training
 from orchestrator.specs.plan import ActivationCheckpointing
 
+# Trainers that load weights in low precision; transformers 5 in the type they were saved in (MIGRATION_GUIDE_V5.md, on
+# dtype).
+PURE = re.compile(r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|automodel|fairseq|transformers v?5\b")
+
 
 def with_states(row: Row, training: Training) -> Training:
     """The training with the row's precision, optimizer and loss; its adapters are known already."""
     framework, adapters = training.framework, training.adapters
     full, said = not adapters.rank, row["precision"].lower()
     low = _is_low(row, training, said)
-    # transformers 5 loads weights in the type they were saved in (MIGRATION_GUIDE_V5.md, on dtype)
-    pure = (re.search(r"\bpure\b|\btrue\b", said) and "amp" not in said) or re.search(
-        r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|automodel|transformers v?5\b", row.said
+    pure = (
+        (re.search(r"\bpure\b|\btrue\b", said) is not None and "amp" not in said)
+        or PURE.search(row.said) is not None
+        or _is_bare(row, said)
     )
-    pure = pure or _is_bare(row, said)
     whole = full or (adapters.base_bytes is None and re.search(r"\bmixed\b|\bamp\b", said) is not None)
     casts = framework.is_fsdp or framework in (Framework.PLAIN, Framework.DEVICE_MAP)
     autocasts = low and whole and casts and not pure
@@ -35,7 +39,10 @@ def with_states(row: Row, training: Training) -> Training:
         optimizer=optimizer_of(
             row,
             framework,
-            masters=low and full and (framework.is_megatron or framework is Framework.DEEPSPEED),
+            # fairseq/optim/fp16_optimizer.py: the model is half, a flat fp32 copy beside it is stepped
+            masters=low
+            and full
+            and (framework.is_megatron or framework is Framework.DEEPSPEED or "fairseq" in row.said),
             narrow=low and not autocasts and (full or not adapters.fp32),
             is_old=training.platform.is_old,
         ),

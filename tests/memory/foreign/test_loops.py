@@ -135,6 +135,14 @@ def live(training: Training, moment: str) -> dict[str, int]:
     return next(dict(causes) for name, causes, _ in _all_moments(training) if name == moment)
 
 
+def test_fairseq_trains_a_half_model_beside_fp32_copies_and_drops_nothing_out_of_gpt_3() -> None:
+    fairseq, composer = (
+        read(model="GPT-3 13B", framework=f"{name} FSDP", precision="fp16") for name in ("fairseq", "composer")
+    )
+    assert (fairseq.autocasts, fairseq.optimizer.masters, fairseq.shape.dropout) == (False, True, False)
+    assert (composer.autocasts, composer.optimizer.masters, composer.shape.dropout) == (True, False, True)
+
+
 def test_lightnings_deepspeed_reduces_200_million_elements_while_it_fills_as_many() -> None:
     bare, lightning = (
         read(framework=f"DeepSpeed{more}", sharding="ZeRO-2", precision="fp16") for more in ("", " (Lightning)")
