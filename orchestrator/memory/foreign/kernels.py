@@ -12,6 +12,20 @@ from orchestrator.memory.foreign.row import Row
 
 # Trainers that put flash attention into the models they are given: atorch/auto/opt_lib of
 # intelligent-machine-learning/atorch, module_replace_optimization.py.
+# Of transformers 4, from which minor version on a model's code has torch's attention: all that are not named here since
+# 36 (release notes of v4.36.0), and not yet in 5.23 those of the first line; pull requests 33298 and 33724 of 2024-10,
+# 30510 of 2024-08, 31031 and 31172 of 2024-06, 28802 of 2024-04.
+LAST_MINOR = 57
+SDPA_SINCE = tuple(
+    (re.compile(names, re.I), minor)
+    for names, minor in (
+        (r"bloom|gpt-?neo-(?!x)|gpt-?j|codegen", LAST_MINOR + 1),
+        (r"distil-?bert|opt-?\d", 46),
+        (r"(?:xlm-)?roberta|camembert", 45),
+        (r"gpt-?2|pythia|gpt-neox", 42),
+        (r"bert", 41),
+    )
+)
 FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
 # Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
@@ -59,14 +73,27 @@ def _is_flash(row: Row, shape: Architecture, framework: Framework, *, is_old: bo
         return False
     if shape.flash or FLASHES.search(row.said):
         return True
-    if re.search(r"transformers v?4\.(?:[0-2]?\d|3[0-5])\b", row.said):
-        return False  # its models had no attention but their own before 4.36 (huggingface/transformers v4.36.0)
+    if _holds_scores_in_transformers(row):
+        return False
     if framework is Framework.MEGATRON and re.search(r"\blocal\b", row.other):
         return False  # megatron/core/transformer/dot_product_attention.py, without Transformer Engine
     if is_old or framework is Framework.MEGATRON_DEEPSPEED:
         row.infer("attention holds its scores: before flash attention, or on a device without it")
         return False
     return True
+
+
+def _holds_scores_in_transformers(row: Row) -> bool:
+    """Whether a model of transformers runs whose code had no attention but its own, as far as the row says.
+
+    Where no version is stated, torch or Lightning of 2023 is beside one from before 4.36 of that December.
+    """
+    if not re.search(r"\bhf\b|transformers|\bpeft\b|accelerate", row.said):
+        return False
+    since = next((minor for names, minor in SDPA_SINCE if names.match(row["model"].split("/")[-1])), 36)
+    if found := re.search(r"transformers v?4\.(\d+)", row.said):
+        return int(found[1]) < since
+    return since > LAST_MINOR or re.search(r"(?:torch|lightning|fabric) 2\.[01]\b", row.said) is not None
 
 
 def _composes_gelu(row: Row) -> bool:
