@@ -16,6 +16,13 @@ ENGINES_WITHOUT_MODEL = re.compile(
 )
 # "ZeRO-3", "ZeRO Stage 2", "stage3", "z3"; a pipeline's stage is not one of ZeRO's
 ZERO_STAGE = re.compile(r"(?:zero[ _-]*(?:stage[ _-]*)?|(?<!pipeline )\bstage[ _-]*|\bz)([0-3])\b")
+# Beside DistributedDataParallel every rank steps a share of the parameters: torch/distributed/optim/
+# zero_redundancy_optimizer.py, fairscale/optim/oss.py; and holds their gradients alone: fairscale/nn/data_parallel/
+# sharded_ddp.py, which is transformers' --sharded_ddp simple and Lightning's ddp_sharded.
+SHARDS_STATES = re.compile(
+    r"zero.?redundancy|\boss\b|optimi[sz]er(?: states?)? sharded|sharded optimi[sz]er"
+    r"|(?P<gradients>sharded.?ddp|ddp.?sharded)"
+)
 # Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is told sync_each_batch.
 UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
 # A trainer whose FSDP has no mixed-precision policy under autocast: atorch/auto/opt_lib of
@@ -102,6 +109,8 @@ def framework_of(row: Row) -> Framework:
         raise row.refused("the searched configuration is not printed")
     if "colossalai" in said and "ddp" not in said and ("gemini" in said or "zero" not in said + sharding):
         raise row.refused(f"no model of the engine {row['framework']}")
+    if SHARDS_STATES.search(f"{said} {sharding}"):
+        return Framework.PLAIN
     # FSDP's strategies are called ZeRO-2 and ZeRO-3 as well
     if "deepspeed" in said or ("zero" in sharding and not re.search("fsdp|shard", said + sharding)):
         return Framework.DEEPSPEED
@@ -125,6 +134,8 @@ def zero_stage_of(row: Row, framework: Framework) -> int:
     """The stage of ZeRO, or of what is called so, by a row's words and what its framework does without any."""
     sharding = row["sharding"].lower()
     said = f"{sharding} {row['framework'].lower()}"
+    if found := SHARDS_STATES.search(said):
+        return 2 if found["gradients"] else 1
     if found := ZERO_STAGE.search(said):
         return int(found[1])
     if re.search(r"zero[- ]?(?:infinity|\+\+)", said):

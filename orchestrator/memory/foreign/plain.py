@@ -9,21 +9,29 @@ from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 
+SHARDED_DDP_BUCKET_ELEMENTS = 2**23  # for every rank: fairscale/nn/data_parallel/sharded_ddp.py, reduce_buffer_size
+
 
 def plain_moments(training: Training) -> Iterator[Live]:
-    """All of the model on one device, or, layer after layer, on several (`device_map`): the last has the head."""
+    """All of the model on one device, or, layer after layer, on several (`device_map`): the last has the head.
+
+    Stages 1 and 2 of ZeRO are those of `SHARDS_STATES`: every rank steps its share of the parameters.
+    """
     devices = training.pp if training.framework is Framework.DEVICE_MAP else 1
     layers = -(-training.shape.layers // devices)
     layer, ends = layer_held(training), ends_held(training, first=devices == 1)
     held = layer * layers + ends
     width = trained_width(training)
     trained = held.trained
+    shards = training.dp if training.zero_stage else 1
     states = (
         0
         if training.optimizer.paged
-        else round((4 * training.optimizer.masters + training.optimizer.state_bytes) * trained)
+        else round((4 * training.optimizer.masters + training.optimizer.state_bytes) * trained / shards)
     )
     buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)
+    if training.zero_stage == 2:
+        buckets = min(buckets, width * SHARDED_DDP_BUCKET_ELEMENTS * training.dp)
     fixed: Causes = (
         ("parameters", width * trained + held.frozen_bytes),
         ("optimizer states", states),
@@ -32,6 +40,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
     everything = width * trained
     largest = width * max(layer.trained, ends.trained)
     gradients = largest if training.optimizer.step_in_backward else everything
+    gradients = gradients // shards if training.zero_stage == 2 else gradients
     kept = layers * (kept_bytes(training) + cast_bytes(training))
     accumulated = everything if training.gradient_accumulation_steps > 1 or training.platform.keeps_gradients else 0
     if training.optimizer.step_in_backward:
@@ -50,7 +59,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
         "backward of first layer",
         (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
     )
-    temporaries = everything if training.optimizer.foreach and not training.optimizer.step_in_backward else 0
+    temporaries = everything // shards if training.optimizer.foreach and not training.optimizer.step_in_backward else 0
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
 
 

@@ -135,6 +135,23 @@ def live(training: Training, moment: str) -> dict[str, int]:
     return next(dict(causes) for name, causes, _ in _all_moments(training) if name == moment)
 
 
+@pytest.mark.parametrize(
+    ("sharding", "stage"),
+    [("ZeroRedundancyOptimizer", 1), ("fairscale OSS", 1), ("sharded_ddp simple", 2), ("ddp_sharded", 2)],
+)
+def test_sharding_beside_ddp_cuts_states_and_leaves_the_model_whole(sharding: str, stage: int) -> None:
+    ddp, sharded = (
+        read(framework="PyTorch", n_gpus="4", sharding=name, precision="fp32", seq_len="64")
+        for name in ("DDP", sharding)
+    )
+    assert (sharded.framework, sharded.zero_stage) == (Framework.PLAIN, stage)
+    whole, cut = live(ddp, "optimizer step"), live(sharded, "optimizer step")
+    assert cut["parameters"] == whole["parameters"]
+    assert cut["optimizer states"] == whole["optimizer states"] // 4
+    assert cut["gradients"] == whole["gradients"] // (4 if stage == 2 else 1)
+    assert (cut["gradient buckets"] < whole["gradient buckets"]) == (stage == 2)
+
+
 def test_fairseq_trains_a_half_model_beside_fp32_copies_and_drops_nothing_out_of_gpt_3() -> None:
     fairseq, composer = (
         read(model="GPT-3 13B", framework=f"{name} FSDP", precision="fp16") for name in ("fairseq", "composer")
