@@ -79,6 +79,7 @@ class Fsdp:
     ends_apart: bool = False  # embedding and head are units of their own
     frozen_gradients: bool = False  # adapters share units with frozen weights, whose gradients exist with theirs
     holds_boundaries: bool = False  # FSDP1: frozen units hold what went into them, and its gradient, to the end
+    replicates: bool = False  # NO_SHARD: nothing is cut, and gradients are reduced where they lie
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +196,8 @@ def fsdp_of(row: Row, framework: Framework, *, autocasts: bool, adapts: bool, ch
         ends_apart="torchtune" in row.said,
         frozen_gradients=adapts and framework is Framework.FSDP1 and row.is_litgpt,
         holds_boundaries=adapts and checkpoints and is_hf_fsdp(row, framework) and "non-reentrant" not in row.said,
+        # torch/distributed/fsdp/_runtime_utils.py, _reduce_grad_no_shard
+        replicates=row["sharding"].lower() == "no_shard",
     )
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from orchestrator.memory.foreign.frameworks import Framework, is_hf_fsdp
+from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.row import Row
 from orchestrator.memory.updates import ADAM_8BIT_BYTES
 
@@ -93,11 +93,13 @@ def rule_of(said: str) -> Rule | None:
 
 
 def _has_torch_step(row: Row, framework: Framework) -> bool:
-    """torch.optim steps: where nothing is cut, under transformers' FSDP, and where DeepSpeed's configuration names no
+    """torch.optim steps: where nothing is cut, over FSDP's shards, and where DeepSpeed's configuration names no
     optimizer.
 
     So in examples/deepspeed of hiyouga/LLaMA-Factory, xtuner/configs/deepspeed of InternLM/xtuner and
-    swift/config of modelscope/ms-swift.
+    swift/config of modelscope/ms-swift. composer/optim/decoupled_weight_decay.py of mosaicml/composer and
+    policies/anyprecision_optimizer.py of llama-recipes go from parameter to parameter.
     """
-    bare = framework is Framework.DEEPSPEED and re.search("llama-?factory|xtuner|swift", row.said) is not None
-    return bare or framework in (Framework.PLAIN, Framework.DEVICE_MAP) or is_hf_fsdp(row, framework)
+    if framework is Framework.DEEPSPEED:
+        return re.search("llama-?factory|xtuner|swift", row.said) is not None
+    return not framework.is_megatron and re.search("composer|titan|fairseq|any-?precision", row.said) is None

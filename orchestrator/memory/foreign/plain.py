@@ -29,7 +29,8 @@ def plain_moments(training: Training) -> Iterator[Live]:
         if training.optimizer.paged
         else round((4 * training.optimizer.masters + training.optimizer.state_bytes) * trained / shards)
     )
-    buckets = width * trained if training.dp > 1 else 0  # of DistributedDataParallel (Li et al. 2020)
+    # of DistributedDataParallel (Li et al. 2020)
+    buckets = width * trained if training.dp > 1 and not training.fsdp.replicates else 0
     if training.zero_stage == 2:
         buckets = min(buckets, width * SHARDED_DDP_BUCKET_ELEMENTS * training.dp)
     fixed: Causes = (

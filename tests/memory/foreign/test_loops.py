@@ -152,6 +152,12 @@ def test_sharding_beside_ddp_cuts_states_and_leaves_the_model_whole(sharding: st
     assert (cut["gradient buckets"] < whole["gradient buckets"]) == (stage == 2)
 
 
+@pytest.mark.parametrize(("framework", "temporaries"), [("PyTorch FSDP", True), ("composer FSDP1", False)])
+def test_torchs_adam_has_a_temporary_of_every_shard_and_composers_has_none(framework: str, temporaries: bool) -> None:
+    step = live(read(framework=framework, sharding="FULL_SHARD", optimizer="AdamW"), "optimizer step")
+    assert (step.get("optimizer temporaries", 0) > 0) is temporaries
+
+
 def test_fairseq_trains_a_half_model_beside_fp32_copies_and_drops_nothing_out_of_gpt_3() -> None:
     fairseq, composer = (
         read(model="GPT-3 13B", framework=f"{name} FSDP", precision="fp16") for name in ("fairseq", "composer")

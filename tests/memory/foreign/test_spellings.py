@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.specs.errors import SpecError
@@ -47,10 +48,13 @@ def test_deepspeed_on_several_devices_without_a_stage_is_refused() -> None:
     assert described_row({**ROW, "sharding": "", "n_gpus": "1"}).training.zero_stage == 0
 
 
-def test_fsdp_that_shards_nothing_is_ddp() -> None:
+def test_fsdp_that_shards_nothing_is_ddp_without_buckets() -> None:
     training = described_row({**ROW, "framework": "PyTorch FSDP", "sharding": "NO_SHARD"}).training
     assert training.framework is Framework.PLAIN
     assert training.zero_stage == 0
+    ddp = described_row({**ROW, "framework": "PyTorch", "sharding": "DDP"}).training
+    buckets = dict(estimate_foreign(ddp).by_cause)["gradient buckets"]
+    assert estimate_foreign(ddp).allocated_bytes - estimate_foreign(training).allocated_bytes == buckets
 
 
 @pytest.mark.parametrize(("said", "tied"), [("", True), (" tied", True), (" untied", False)])
