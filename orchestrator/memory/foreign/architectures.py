@@ -107,7 +107,7 @@ def _elements(shape: Architecture) -> Iterator[tuple[str, int]]:
 
 
 _PARTS = re.compile(
-    r"\b(?:L~?(?P<layers>\d+)|h(?P<hidden>\d+)|a(?P<heads>\d+)|kv(?P<kv>\d+)|ffn(?P<times>\d+(?:\.\d+)?)x"
+    r"\b(?:L~?(?P<layers>\d+)(?:\+(?P<decoders>\d+))?|h(?P<hidden>\d+)|a(?P<heads>\d+)|kv(?P<kv>\d+)|ffn(?P<times>\d+(?:\.\d+)?)x"
     r"|ffn(?P<ffn>\d+)|V(?P<vocab>\d+)(?P<thousands>k)?|d(?P<head_dim>\d+)|(?:experts|E|e)(?P<experts>\d+)"
     r"|top-?(?P<chosen>\d+)|shared(?P<shared>\d+))"
     r"(?=$|[\s(,;])"
@@ -118,7 +118,10 @@ BLOOM_VOCAB = 250_880
 
 
 def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
-    """The shape that a string like "L32 h4096 a32 kv8 ffn14336 V128256 tied" says, and what was inferred of it."""
+    """The shape that a string like "L32 h4096 a32 kv8 ffn14336 V128256 tied" says, and what was inferred of it.
+
+    "L24+12" are layers of an encoder and of a decoder behind it.
+    """
     said = {name: value for match in _PARTS.finditer(arch) for name, value in match.groupdict().items() if value}
     if not {"layers", "hidden", "heads", "vocab"} <= said.keys():
         return None
@@ -144,7 +147,7 @@ def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
             inferred.append("learned positions, as GPT-2's are")
     return (
         Architecture(
-            layers=int(said["layers"]),
+            layers=int(said["layers"]) + int(said.get("decoders", 0)),
             hidden=hidden,
             heads=heads,
             kv_heads=int(said.get("kv", heads)),
@@ -158,6 +161,7 @@ def described(arch: str) -> tuple[Architecture, tuple[str, ...]] | None:
             experts=int(said.get("experts", 0)),
             chosen=int(said.get("chosen", 0)),
             shared_ffn=int(said.get("shared", 0)),
+            crossed=int(said.get("decoders", 0)),
         ),
         tuple(inferred),
     )

@@ -133,7 +133,7 @@ def _shape_of(row: Row, framework: Framework) -> Architecture:
         shape = replace(shape, causal=by_name.causal, tied=tied, dropout=by_name.dropout)
     megatron = framework.is_megatron
     if TWO_SIDED.search(row["model"]):
-        shape = two_sided(shape)
+        shape = shape if shape.crossed else two_sided(shape)
         if megatron and not GATED & set(row["arch"].lower().split()):
             shape = replace(shape, gated=False, tied=True)  # megatron/training/arguments.py: --swiglu is off
         if not megatron and (by_name is None or by_name.flash is False):

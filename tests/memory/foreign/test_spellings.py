@@ -57,6 +57,14 @@ def test_fsdp_that_shards_nothing_is_ddp_without_buckets() -> None:
     assert estimate_foreign(ddp).allocated_bytes - estimate_foreign(training).allocated_bytes == buckets
 
 
+def test_layers_of_both_sides_are_read() -> None:
+    arch = "L24+12 h1024 a16 ffn4x V32000"
+    shape = described_row(
+        {**ROW, "model": "own", "framework": "PyTorch", "sharding": "DDP", "arch": arch}
+    ).training.shape
+    assert (shape.layers, shape.crossed) == (36, 12)
+
+
 @pytest.mark.parametrize(("said", "tied"), [("", True), (" tied", True), (" untied", False)])
 def test_what_a_description_says_of_the_head_counts_and_else_what_the_name_means(said: str, tied: bool) -> None:
     row = {**ROW, "model": "GPT-2", "arch": f"L12 h768 a12 ffn4x V50257 learned-pos{said}"}
