@@ -262,6 +262,11 @@ ALSO = {
     "efficientnet": "efficientnet_b0",
     "inception": "inception_v3",
     "mobilenet_v3": "mobilenet_v3_large",
+    # timm's: a hundredth of the width behind the name, and with TensorFlow's padding
+    "mobilenetv2_100": "mobilenet_v2",
+    "mobilenetv3_large_100": "mobilenet_v3_large",
+    "mobilenetv3_small_100": "mobilenet_v3_small",
+    **{f"tf_efficientnet_b{number}": f"efficientnet_b{number}" for number in range(len(_EFFICIENTNET_SCALES))},
 }
 _LETTERED = {name.replace(size, size[0]): name for name in NETS for size in ("tiny", "small", "base") if size in name}
 _KEYS = {name.replace("_", ""): net for name, net in ({name: name for name in NETS} | _LETTERED | ALSO).items()}
@@ -292,7 +297,7 @@ def convolutional_net(name: str, sample: str) -> tuple[ConvolutionalNet, bool] |
 
     None where the name is another's. Else images are those of ImageNet, as wide as the net's paper has them.
     """
-    plain = re.sub(r"^[\w.-]+/|\(.*\)|\b(?:torchvision|timm)\b|\.\w+$", "", name.lower().strip())
+    plain = re.sub(r"^[\w.-]+/|\(.*\)|\b(?:torchvision(?:\.models)?|timm)\b\.?|\.\w+$", "", name.lower().strip())
     net = _KEYS.get(re.sub(r"[\W_]", "", _PIXELS.sub("", plain)))
     if net is None:
         return None

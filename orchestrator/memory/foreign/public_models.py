@@ -227,6 +227,10 @@ KNOWN: dict[str, Architecture] = {
     "gpt-neo-1.3b": gpt(24, 2048, 16, 50257, positions=2048),  # EleutherAI/gpt-neo-1.3B
     "gpt-neo-2.7b": gpt(32, 2560, 20, 50257, positions=2048),  # EleutherAI/gpt-neo-2.7B
     "gpt-j-6b": gpt(28, 4096, 16, 50400, tied=False),  # EleutherAI/gpt-j-6b
+    "polyglot-ko-5.8b": gpt(28, 4096, 16, 30080, tied=False),  # EleutherAI/polyglot-ko-*
+    "polyglot-ko-12.8b": gpt(40, 5120, 40, 30080, tied=False),
+    "galactica-1.3b": gpt(24, 2048, 32, 50000, positions=2050, dropout=True),  # facebook/galactica-*
+    "galactica-6.7b": gpt(32, 4096, 32, 50000, positions=2050, dropout=True),
     "gpt-neox-20b": gpt(44, 6144, 64, 50432, tied=False),  # EleutherAI/gpt-neox-20b
     "pythia-1b": gpt(16, 2048, 8, 50304, tied=False),  # EleutherAI/pythia-1b
     "pythia-1.4b": gpt(24, 2048, 16, 50304, tied=False),  # EleutherAI/pythia-1.4b
@@ -253,6 +257,11 @@ KNOWN: dict[str, Architecture] = {
     "gpt-3-175b": gpt(96, 12288, 96, 51200, positions=2048, dropout=True),
     "bert-base": gpt(12, 768, 12, 30522, positions=512, dropout=True, causal=False),  # google-bert/bert-base-uncased
     "bert-large": gpt(24, 1024, 16, 30522, positions=512, dropout=True, causal=False),
+    "distilroberta": gpt(6, 768, 12, 50265, positions=514, dropout=True, causal=False),  # distilbert/distilroberta-base
+    "camembert": gpt(12, 768, 12, 32005, positions=514, dropout=True, causal=False),  # almanach/camembert-base
+    # sentence-transformers/all-MiniLM-L6-v2 and -L12-v2, BAAI/bge-small-en-v1.5
+    "all-minilm-l6": gpt(6, 384, 12, 30522, positions=512, dropout=True, causal=False),
+    "all-minilm-l12": gpt(12, 384, 12, 30522, positions=512, dropout=True, causal=False),
     "roberta-base": gpt(12, 768, 12, 50265, positions=514, dropout=True, causal=False),  # FacebookAI/roberta-base
     "roberta-large": gpt(24, 1024, 16, 50265, positions=514, dropout=True, causal=False),
 }
@@ -324,6 +333,9 @@ _SPELLINGS = (
     (re.compile(r"^orpheus(?:-tts)?(?:-3b)?(?:-0\.1.*)?$"), "orpheus-3b"),
     (re.compile(r"^openllama-"), "open-llama-"),
     (re.compile(r"^zephyr-7b-.*$"), "zephyr-7b"),
+    (re.compile(r"^.*hermes.*-mistral-7b$"), "mistral-7b"),
+    (re.compile(r"^(codegen-\d+[mb])-(?:mono|multi|nl)$"), r"\1"),
+    (re.compile(r"^qwen3-embedding-"), "qwen3-"),
     (re.compile(r"^nous-hermes-llama-?2-"), "llama-2-"),
     (re.compile(r"^mistral-small-3\.[12]-"), "mistral-small-"),
     (re.compile(r"^gpt-(?=(?:125m|350m|760m|1\.3b|2\.7b|6\.7b|13b|175b)$)"), "gpt-3-"),
@@ -366,12 +378,17 @@ def spelled(name: str) -> str:
     said = name.strip().lower()
     for pattern, instead in _SPELLINGS[:1]:
         said = pattern.sub(instead, said)
+    # BAAI/bge-*, intfloat/e5-*, thenlper/gte-*: BERT; multilingual-e5-* and bge-m3: XLM-RoBERTa
+    said = re.sub(r"\bmultilingual-e5-|\bbge-(?=m3\b)", "xlm-roberta-", said).replace(
+        "xlm-roberta-m3", "xlm-roberta-large"
+    )
+    said = re.sub(r"\bbge-small-en", "all-minilm-l12", re.sub(r"\b(?:bge|e5|gte)-(?=base|large)", "bert-", said))
     encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
         return f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")
     said = re.sub(r"\((\d+(?:\.\d+)?[bm])\)", r"\1", said)  # Llama 3.1 (8B)
     # llama 2 7b is a version and a size; qwen-1_8b is one size, phi-1_5 one version
-    said = re.sub(r"(?<=-)(\d)_(\d)(?=b?\b)", r"\1.\2", said)
+    said = re.sub(r"(?<=-)(\d)_(\d)(?=b?\b)", r"\1.\2", re.sub(r"^gpt-?3_", "gpt-3-", said))
     said = re.sub(r"(?<=qwen\d)_(?=\d[-_])", ".", said)
     said = _DECORATION.sub(" ", said).strip()
     for pattern, instead in _SPELLINGS[1:]:

@@ -122,6 +122,9 @@ def test_gradients_of_earlier_batches_and_what_tensor_cores_work_in_come_on_top(
         ("ConvNeXt-T", "convnext_tiny"),
         ("VGG16-BN", "vgg16_bn"),
         ("efficientnet", "efficientnet_b0"),
+        ("tf_efficientnet_b0.aa_in1k", "efficientnet_b0"),
+        ("mobilenetv3_large_100", "mobilenet_v3_large"),
+        ("torchvision.models.resnet50", "resnet50"),
     ],
 )
 def test_a_net_is_known_by_its_usual_names(written: str, net: str) -> None:

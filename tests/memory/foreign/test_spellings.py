@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.public_models import known
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
@@ -76,6 +77,24 @@ def test_alpa_searches_and_alpaca_does_not() -> None:
         described_row({**ROW, "framework": "Alpa", "sharding": ""})
     row = {**ROW, "framework": "HF Trainer (alpaca-lora)", "sharding": "", "n_gpus": "1"}
     assert described_row(row).training.framework is Framework.PLAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("BAAI/bge-large-en-v1.5", "bert-large"),
+        ("intfloat/e5-base-v2", "bert-base"),
+        ("intfloat/multilingual-e5-base", "xlm-roberta-base"),
+        ("BAAI/bge-m3", "xlm-roberta-large"),
+        ("sentence-transformers/all-MiniLM-L12-v2", "bge-small-en"),
+        ("OpenHermes-2.5-Mistral-7B", "mistral-7b"),
+        ("Salesforce/codegen-2B-mono", "codegen-2b"),
+        ("Qwen/Qwen3-Embedding-0.6B", "qwen3-0.6b"),
+        ("GPT-3_6.7B", "gpt-3-6.7b"),
+    ],
+)
+def test_models_that_were_trained_on_are_known_by_their_own_names(name: str, like: str) -> None:
+    assert known(name) == known(like) is not None
 
 
 @pytest.mark.parametrize("word", ["n", "disabled", "without", "off", "No", "none"])
