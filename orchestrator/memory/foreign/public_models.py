@@ -382,7 +382,9 @@ def spelled(name: str) -> str:
     said = re.sub(r"\bmultilingual-e5-|\bbge-(?=m3\b)", "xlm-roberta-", said).replace(
         "xlm-roberta-m3", "xlm-roberta-large"
     )
-    said = re.sub(r"\bbge-small-en", "all-minilm-l12", re.sub(r"\b(?:bge|e5|gte)-(?=base|large)", "bert-", said))
+    # but gte-*-v1.5 has rotary positions and gates, and *-zh another vocabulary
+    said = re.sub(r"\b(?:bge|e5|gte(?!.*-v1\.5))-(?=(?:base|large)(?!-zh))", "bert-", said)
+    said = re.sub(r"\bbge-small-en", "all-minilm-l12", said)
     encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
         return f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")

@@ -97,6 +97,13 @@ def test_models_that_were_trained_on_are_known_by_their_own_names(name: str, lik
     assert known(name) == known(like) is not None
 
 
+@pytest.mark.parametrize(
+    "name", ["Alibaba-NLP/gte-base-en-v1.5", "BAAI/bge-large-zh-v1.5", "intfloat/e5-mistral-7b-instruct"]
+)
+def test_an_encoder_of_another_shape_is_not_taken_for_bert(name: str) -> None:
+    assert known(name) is None
+
+
 @pytest.mark.parametrize("word", ["n", "disabled", "without", "off", "No", "none"])
 def test_no_checkpointing_in_any_word(word: str) -> None:
     assert described_row({**ROW, "act_ckpt": word}).training.checkpointing is ActivationCheckpointing.NONE
