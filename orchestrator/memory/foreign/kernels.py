@@ -10,8 +10,6 @@ from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.mixtures import ONE_TENSOR
 from orchestrator.memory.foreign.row import Row
 
-# Trainers that put flash attention into the models they are given: atorch/auto/opt_lib of
-# intelligent-machine-learning/atorch, module_replace_optimization.py.
 # Of transformers 4, from which minor version on a model's code has torch's attention: all that are not named here since
 # 36 (release notes of v4.36.0), and not yet in 5.23 those of the first line; pull requests 33298 and 33724 of 2024-10,
 # 30510 of 2024-08, 31031 and 31172 of 2024-06, 28802 of 2024-04.
@@ -26,6 +24,8 @@ SDPA_SINCE = tuple(
         (r"bert", 41),
     )
 )
+# Trainers that put flash attention into the models they are given: atorch/auto/opt_lib of
+# intelligent-machine-learning/atorch, module_replace_optimization.py.
 FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
 # Kernels that write gradients over activations, and adapters that are one kernel with their base: unsloth/kernels/
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.

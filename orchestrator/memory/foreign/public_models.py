@@ -325,6 +325,13 @@ _DECORATION = re.compile(
     r"\((?:.*?)\)|\b(?:instruct|chat|base|hf|uncased|cased|sft|dpo|rl|it|q?lora|full|seq-cls|pre-?train(?:ing)?"
     r"|fine-?tun(?:e|ing)|performance|v\d\.\d|meta)\b"
 )
+# Embedding models are encoders of public shapes; gte-*-v1.5 has rotary positions and gates, *-zh another vocabulary.
+_EMBEDDERS = (
+    (re.compile(r"\bmultilingual-e5-"), "xlm-roberta-"),  # intfloat/multilingual-e5-*
+    (re.compile(r"\bbge-m3\b"), "xlm-roberta-large"),  # BAAI/bge-m3
+    (re.compile(r"\bbge-small-en"), "all-minilm-l12"),
+    (re.compile(r"\b(?:bge|e5|gte(?!.*-v1\.5))-(?=(?:base|large)(?!-zh))"), "bert-"),  # BAAI, intfloat, thenlper
+)
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),
     (re.compile(r"[\s_]+"), "-"),
@@ -378,13 +385,8 @@ def spelled(name: str) -> str:
     said = name.strip().lower()
     for pattern, instead in _SPELLINGS[:1]:
         said = pattern.sub(instead, said)
-    # BAAI/bge-*, intfloat/e5-*, thenlper/gte-*: BERT; multilingual-e5-* and bge-m3: XLM-RoBERTa
-    said = re.sub(r"\bmultilingual-e5-|\bbge-(?=m3\b)", "xlm-roberta-", said).replace(
-        "xlm-roberta-m3", "xlm-roberta-large"
-    )
-    # but gte-*-v1.5 has rotary positions and gates, and *-zh another vocabulary
-    said = re.sub(r"\b(?:bge|e5|gte(?!.*-v1\.5))-(?=(?:base|large)(?!-zh))", "bert-", said)
-    said = re.sub(r"\bbge-small-en", "all-minilm-l12", said)
+    for pattern, instead in _EMBEDDERS:
+        said = pattern.sub(instead, said)
     encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
         return f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")

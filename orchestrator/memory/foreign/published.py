@@ -103,6 +103,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
     )
     training = replace(_with_layout(row, training), adapters=adapters_of(row, framework))
     training = with_offload(row, with_states(row, training))
+    if (training.megatron.stage or 0) >= training.pp:
+        raise row.refused(f"there is no stage {training.megatron.stage} of a pipeline of {training.pp}: the first is 0")
     if net is not None:
         check_net(row, training)
     return Described(training=training, inferred=tuple(row.inferred), is_lower_bound=row.is_lower_bound)

@@ -149,3 +149,16 @@ def test_engines_that_are_not_modelled_are_refused_by_name(engine: str) -> None:
 def test_four_bit_adam_is_refused() -> None:
     with pytest.raises(SpecError, match="AdamW4bit"):
         described_row({**ROW, "framework": "HF Trainer", "n_gpus": "1", "sharding": "", "optimizer": "AdamW4bit"})
+
+
+def test_a_stage_that_a_pipeline_does_not_have_is_refused() -> None:
+    row = {
+        **ROW,
+        "framework": "Megatron-LM",
+        "sharding": "",
+        "model": "GPT-3 1.3B stage 4",
+        "arch": "L24 h2048 a16 V51200",
+    }
+    assert described_row({**row, "pp": "8"}).training.megatron.stage == 4
+    with pytest.raises(SpecError, match="no stage 4 of a pipeline of 4"):
+        described_row({**row, "pp": "4"})
