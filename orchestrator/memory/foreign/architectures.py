@@ -97,7 +97,7 @@ class Architecture:
     def parameters(self) -> int:
         return self.layers * (self.layer_matrices + self.layer_vectors) + self.ends
 
-    def walked(self, batch: int, *, low: bool, accumulates: bool) -> Counted:
+    def walked(self, batch: int, *, low: bool, early: bool, accumulates: bool) -> Counted:
         """A step of so many samples, operation by operation, where no layer stands for the others."""
         raise NotImplementedError
 

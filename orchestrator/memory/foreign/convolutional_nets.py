@@ -14,10 +14,14 @@ from math import ceil
 from typing import ClassVar
 
 from orchestrator.memory.foreign.architectures import Architecture
-from orchestrator.memory.foreign.convolutional import Branches, Counted, Part, walked
+from orchestrator.memory.foreign.convolutional import Counted, walked
+from orchestrator.memory.foreign.convolutional_words import Branches, Part
 
 # Of images under 299 pixels, which end before they reach the classifier aside.
 SMALL_INCEPTION = "inception_v3 without its classifier aside"
+
+
+STEM = "conv64k7s2 bn relu"
 
 
 def _sum(*parts: Part) -> Branches:
@@ -28,21 +32,46 @@ def _cat(*parts: Part) -> Branches:
     return Branches("cat", parts)
 
 
-def _resnet(depths: tuple[int, ...], *, deep: bool = True, groups: int = 1, width: int = 64) -> Part:
-    """He et al. 2015, arXiv:1512.03385, table 1; ResNeXt: arXiv:1611.05431; wide: arXiv:1605.07146."""
-    blocks: list[Part] = ["conv64k7s2 bn relu max3s2p1"]
-    before = 64
+def resnet_stages(
+    depths: tuple[int, ...],
+    *,
+    deep: bool = True,
+    groups: int = 1,
+    width: int = 64,
+    norm: str = "bn",
+    stem: str = STEM,
+    dilated: int = 0,
+    caffe: bool = False,
+) -> tuple[Part, ...]:
+    """What comes before the blocks, and the blocks stage by stage.
+
+    He et al. 2015, arXiv:1512.03385, table 1; ResNeXt: arXiv:1611.05431; wide: arXiv:1605.07146. `dilated`: so many of
+    the last stages have a dilation instead of a stride. `caffe`: the first convolution of a block has the stride, as
+    in He et al.'s own net, not the second.
+    """
+    stages: list[Part] = [stem.replace("bn", norm) + " max3s2p1"]
+    before, spread = 64, 1
     for stage, depth in enumerate(depths):
+        blocks: list[Part] = []
         planes = 64 << stage
         inner, out = planes * width // 64 * groups, planes * (4 if deep else 1)
+        is_dilated = stage >= len(depths) - dilated
+        spread *= 2 if is_dilated else 1
         for block in range(depth):
-            s = 2 if stage and not block else 1
+            s = 2 if stage and not block and not is_dilated else 1
             main = f"conv{planes}k3s{s} bn relu conv{planes}k3 bn"
             if deep:
-                main = f"conv{inner}k1 bn relu conv{inner}k3s{s}g{groups} bn relu conv{out}k1 bn"
-            blocks += [_sum(main, "" if before == out else f"conv{out}k1s{s} bn"), "relu"]
+                first, second = (s, 1) if caffe else (1, s)
+                main = f"conv{inner}k1s{first} bn relu conv{inner}k3s{second}g{groups}d{spread} bn relu conv{out}k1 bn"
+            shortcut = "" if before == out else f"conv{out}k1s{s} bn"
+            blocks += [_sum(main.replace("bn", norm), shortcut.replace("bn", norm)), "relu"]
             before = out
-    return (*blocks, "pool1 flat fc1000")
+        stages.append(tuple(blocks))
+    return tuple(stages)
+
+
+def _resnet(depths: tuple[int, ...], *, deep: bool = True, groups: int = 1, width: int = 64) -> Part:
+    return (*resnet_stages(depths, deep=deep, groups=groups, width=width), "pool1 flat fc1000 ce")
 
 
 def _vgg(text: str, *, norm: bool) -> Part:
@@ -52,7 +81,7 @@ def _vgg(text: str, *, norm: bool) -> Part:
         f"conv{width}k3b {'bn ' if norm else ''}relu " * int(count) + "max2s2"
         for width, count in zip(widths, text, strict=True)
     )
-    return (*blocks, "pool7 flat fc4096 relu drop fc4096 relu drop fc1000")
+    return (*blocks, "pool7 flat fc4096 relu drop fc4096 relu drop fc1000 ce")
 
 
 def _densenet(depths: tuple[int, ...], *, growth: int = 32, first: int = 64) -> Part:
@@ -66,7 +95,7 @@ def _densenet(depths: tuple[int, ...], *, growth: int = 32, first: int = 64) -> 
         if stage < len(depths) - 1:
             channels //= 2
             blocks += [f"bn relu conv{channels}k1 avg2s2"]
-    return (*blocks, "bn relu pool1 flat fc1000")
+    return (*blocks, "bn relu pool1 flat fc1000 ce")
 
 
 def _even(channels: float) -> int:
@@ -125,7 +154,7 @@ def _mobilenet_v2() -> Part:
         for block in range(count):
             parts.append(_inverted(before, expansion * before, out, 3, 1 if block else stride, "clip"))
             before = out
-    return (*parts, "conv1280k1 bn clip pool1 flat drop fc1000")
+    return (*parts, "conv1280k1 bn clip pool1 flat drop fc1000 ce")
 
 
 def _mnasnet() -> Part:
@@ -135,7 +164,7 @@ def _mnasnet() -> Part:
         for block in range(count):
             parts.append(_inverted(before, expansion * before, out, kernel, 1 if block else stride, "relu"))
             before = out
-    return (*parts, "conv1280k1 bn relu pool1 flat mask fc1000")
+    return (*parts, "conv1280k1 bn relu pool1 flat mask fc1000 ce")
 
 
 def _mobilenet_v3(rows: tuple[tuple[int, ...], ...], last: int) -> Part:
@@ -145,7 +174,7 @@ def _mobilenet_v3(rows: tuple[tuple[int, ...], ...], last: int) -> Part:
         squeeze = f"pool1 conv{_even(inner / 4)}k1b relu conv{inner}k1b hsigmoid" if squeezed else ""
         parts.append(_inverted(before, inner, out, kernel, stride, "hswish" if swish else "relu", squeeze))
         before = out
-    return (*parts, f"conv{6 * before}k1 bn hswish pool1 flat fc{last} hswish mask fc1000")
+    return (*parts, f"conv{6 * before}k1 bn hswish pool1 flat fc{last} hswish mask fc1000 ce")
 
 
 def _efficientnet(wide: float, deep: float) -> Part:
@@ -159,7 +188,7 @@ def _efficientnet(wide: float, deep: float) -> Part:
             path = "path" if len(parts) > 1 else ""  # the first block is never left out
             parts.append(_inverted(before, inner, out, kernel, 1 if block else stride, "silu", squeeze, path))
             before = out
-    return (*parts, f"conv{4 * before}k1 bn silu pool1 flat mask fc1000")
+    return (*parts, f"conv{4 * before}k1 bn silu pool1 flat mask fc1000 ce")
 
 
 def _convnext(depths: tuple[int, ...], widths: tuple[int, ...]) -> Part:
@@ -170,7 +199,7 @@ def _convnext(depths: tuple[int, ...], widths: tuple[int, ...]) -> Part:
         for _ in range(depth):
             path = " path" if len(parts) > 1 else ""
             parts.append(_sum(f"dw7b ln fc{4 * width} gelu fc{width} scale{path}", ""))
-    return (*parts, "pool1 ln flat fc1000")
+    return (*parts, "pool1 ln flat fc1000 ce")
 
 
 def _inception_v3(*, aside: bool) -> Part:
@@ -192,14 +221,14 @@ def _inception_v3(*, aside: bool) -> Part:
     last = _cat(
         convs("320k1"), (convs("384k1"), forked), (convs("448k1", "384k3"), forked), f"avg3s1p1 {convs('192k1')}"
     )
-    other = Branches("aside", (f"avg5s3 {convs('128k1', '768k5p0')} pool1 flat fc1000",))
+    other = f"put1 avg5s3 {convs('128k1', '768k5p0')} pool1 flat fc1000 ce get1"
     return (
         convs("32k3s2p0", "32k3p0", "64k3"), "max3s2", convs("80k1", "192k3p0"), "max3s2",
         first(32), first(64), first(64),
         _cat(convs("384k3s2p0"), convs("64k1", "96k3", "96k3s2p0"), "max3s2"),
         factored(128), factored(160), factored(160), factored(192), other if aside else "",
         _cat(convs("192k1", "320k3s2p0"), convs("192k1", "192k1x7", "192k7x1", "192k3s2p0"), "max3s2"),
-        last, last, "pool1 drop flat fc1000",
+        last, last, "pool1 drop flat fc1000 ce",
     )  # fmt: skip
 
 
@@ -212,7 +241,7 @@ def _xception() -> Part:
 
     parts: list[Part] = ["conv32k3s2p0 bn relu conv64k3p0 bn relu"]
     parts += [block(128, 128, relu=False), block(256, 256), block(728, 728), *[block(728, 728, 728, s=1)] * 8]
-    return (*parts, block(728, 1024), "dw3 conv1536k1 bn relu dw3 conv2048k1 bn relu pool1 flat fc1000")
+    return (*parts, block(728, 1024), "dw3 conv1536k1 bn relu dw3 conv2048k1 bn relu pool1 flat fc1000 ce")
 
 
 def _nets() -> Iterator[tuple[str, Part]]:
@@ -220,7 +249,7 @@ def _nets() -> Iterator[tuple[str, Part]]:
         "alexnet",
         (
             "conv64k11s4p2b relu max3s2 conv192k5b relu max3s2 conv384k3b relu conv256k3b relu conv256k3b relu max3s2 "
-            "pool6 flat drop fc4096 relu drop fc4096 relu fc1000"
+            "pool6 flat drop fc4096 relu drop fc4096 relu fc1000 ce"
         ),
     )
     yield "resnet18", _resnet((2, 2, 2, 2), deep=False)
@@ -275,21 +304,25 @@ _PIXELS = re.compile(r"(?<![\w.])(\d{2,4}) ?(?:px|[x×] ?\d{2,4})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionalNet(Architecture):
-    """A net by its name in NETS; of a transformer it has nothing."""
+    """A net by its description; of a transformer it has nothing."""
 
     repeats: ClassVar[bool] = False
 
-    net: str
-    side: int  # pixels of a square image
+    name: str
+    net: Part
+    pixels: tuple[int, int]  # height and width of an image
     transposes: bool = False  # convolutions on tensor cores over tensors that do not lie as these want them
 
     @property
     def parameters(self) -> int:
-        return self.walked(1, low=False, accumulates=False).parameters
+        found = self.walked(1, low=False, early=False, accumulates=False)
+        return found.parameters + found.frozen_parameters
 
-    def walked(self, batch: int, *, low: bool, accumulates: bool) -> Counted:
-        net = NETS[self.net]
-        return walked(net, batch, self.side, low=low, transposes=self.transposes, accumulates=accumulates)
+    def walked(self, batch: int, *, low: bool, early: bool, accumulates: bool) -> Counted:
+        """A training step of so many images."""
+        return walked(
+            self.net, batch, self.pixels, low=low, transposes=self.transposes, early=early, accumulates=accumulates
+        )
 
 
 def convolutional_net(name: str, sample: str) -> tuple[ConvolutionalNet, bool] | None:
@@ -305,13 +338,15 @@ def convolutional_net(name: str, sample: str) -> tuple[ConvolutionalNet, bool] |
     side = int(stated[1]) if stated else 299 if net in ("inception_v3", "xception") else 224
     if net == "inception_v3" and side < 299:
         net = SMALL_INCEPTION
-    return _described(net, side), bool(stated)
+    return as_architecture(net, NETS[net], (side, side)), bool(stated)
 
 
-def _described(net: str, side: int) -> ConvolutionalNet:
+def as_architecture(name: str, net: Part, pixels: tuple[int, int]) -> ConvolutionalNet:
+    """The net as something to be trained on images of this height and width."""
     return ConvolutionalNet(
+        name=name,
         net=net,
-        side=side,
+        pixels=pixels,
         layers=1,
         hidden=0,
         heads=0,

@@ -18,9 +18,9 @@ def net_of(row: Row) -> ConvolutionalNet | None:
         return None
     net, is_stated = found
     if not is_stated:
-        row.infer(f"images of {net.side} pixels, as in the paper of the net")
+        row.infer(f"images of {net.pixels[0]} pixels, as in the paper of the net")
     if net.parameters:  # of images that are large enough
-        row.infer(f"{net.net} as torchvision or timm defines it, a thousand classes")
+        row.infer(f"{net.name} as torchvision or timm defines it, a thousand classes")
     return replace(net, transposes=_transposes(row))
 
 

@@ -69,11 +69,12 @@ def walked_moments(training: Training) -> Iterator[Live]:
     counted = training.shape.walked(
         training.micro_batch_size,
         low=training.low_precision,
-        accumulates=training.gradient_accumulation_steps > 1,
+        early=training.platform.keeps_gradients,
+        accumulates=training.gradient_accumulation_steps > 1 or training.platform.keeps_gradients,
     )
     weights = 4 * counted.parameters
     fixed: Causes = (
-        ("parameters", weights + counted.buffer_bytes),
+        ("parameters", weights + 4 * counted.frozen_parameters + counted.buffer_bytes),
         ("optimizer states", round(training.optimizer.state_bytes * counted.parameters)),
         ("gradient buckets", weights if training.dp > 1 else 0),
     )

@@ -12,7 +12,7 @@ from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Training
 from orchestrator.specs.errors import SpecError
-from tests.memory.foreign.torch_classifiers import counted
+from tests.memory.foreign.torch_nets import counted
 
 # As torchvision's documentation states them for its weights (docs.pytorch.org/vision, models), and timm for Xception.
 PARAMETERS = {
@@ -70,43 +70,47 @@ def read(**columns: str) -> Training:
     return described_row(ROW | columns).training
 
 
+def square(side: int) -> tuple[int, int]:
+    return side, side
+
+
 def side_of(net: str) -> int:
     return 299 if net == "inception_v3" else 224
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_every_net_has_the_parameters_that_its_publisher_counts(net: str) -> None:
-    assert walked(NETS[net], 1, side_of(net), low=False, transposes=False).parameters == PARAMETERS[net]
+    assert walked(NETS[net], 1, square(side_of(net)), low=False, transposes=False).parameters == PARAMETERS[net]
 
 
 @pytest.mark.parametrize("net", FAMILIES)
 def test_what_autograd_keeps_is_counted_to_the_byte_and_the_peak_to_a_hundredth(net: str) -> None:
-    found = walked(NETS[net], 2, side_of(net), low=False, transposes=False)
-    parameters, buffer_bytes, saved_bytes, peak_bytes = counted(NETS[net], 2, side_of(net))
+    found = walked(NETS[net], 2, square(side_of(net)), low=False, transposes=False)
+    parameters, buffer_bytes, saved_bytes, peak_bytes = counted(NETS[net], 2, square(side_of(net)))
     assert (found.parameters, found.buffer_bytes, found.saved_bytes) == (parameters, buffer_bytes, saved_bytes)
     assert sum(found.peak) == pytest.approx(peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("net", ["vgg11_bn", "resnet18", "mobilenet_v3_small", "efficientnet_b0", "convnext_tiny"])
 def test_so_it_is_under_autocast_by_the_lists_of_cuda(net: str) -> None:
-    found = walked(NETS[net], 2, 224, low=True, transposes=False)
-    _, _, saved_bytes, peak_bytes = counted(NETS[net], 2, 224, low=True)
+    found = walked(NETS[net], 2, square(224), low=True, transposes=False)
+    _, _, saved_bytes, peak_bytes = counted(NETS[net], 2, square(224), low=True)
     assert found.saved_bytes == saved_bytes
     assert sum(found.peak) == pytest.approx(peak_bytes, rel=0.01)
 
 
 def test_images_keep_in_proportion_and_weights_do_not() -> None:
     one, two, three = (
-        walked(NETS["resnet50"], batch, 224, low=True, transposes=True).saved_bytes for batch in (1, 2, 3)
+        walked(NETS["resnet50"], batch, square(224), low=True, transposes=True).saved_bytes for batch in (1, 2, 3)
     )
     assert three - two == two - one < one
 
 
 def test_gradients_of_earlier_batches_and_what_tensor_cores_work_in_come_on_top() -> None:
     net = NETS["resnet50"]
-    alone = walked(net, 8, 224, low=False, transposes=False)
-    assert sum(walked(net, 8, 224, low=False, transposes=True).peak) > sum(alone.peak)
-    accumulated = walked(net, 8, 224, low=False, transposes=False, accumulates=True).peak
+    alone = walked(net, 8, square(224), low=False, transposes=False)
+    assert sum(walked(net, 8, square(224), low=False, transposes=True).peak) > sum(alone.peak)
+    accumulated = walked(net, 8, square(224), low=False, transposes=False, accumulates=True).peak
     assert accumulated.gradients == 4 * alone.parameters
     assert sum(accumulated) > sum(alone.peak)
 
@@ -130,7 +134,7 @@ def test_gradients_of_earlier_batches_and_what_tensor_cores_work_in_come_on_top(
 def test_a_net_is_known_by_its_usual_names(written: str, net: str) -> None:
     found = convolutional_net(written, "")
     assert found is not None
-    assert found[0].net == net
+    assert found[0].name == net
     assert found[0].parameters == PARAMETERS[net]
 
 

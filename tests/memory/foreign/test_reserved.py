@@ -20,7 +20,7 @@ from orchestrator.memory.foreign.reserved import (
     POOL_RATIO_VARYING,
 )
 from orchestrator.training.allocator import Block, CachingAllocator
-from tests.memory.foreign.torch_classifiers import step_events
+from tests.memory.foreign.torch_nets import step_events
 
 HIDDEN, FFN, LAYERS = 4096, 11008, 16
 LENGTHS = (7.84, 0.69)  # log-normal: mean 3,234 and deviation 2,548 tokens, as ms-swift states of its dataset
@@ -167,7 +167,7 @@ def classifier_ratio(net: str, batch: int) -> float:
                 allocator.take(size)
         for block in [*map(allocator.take, weights), *live.values()]:  # of the step; gradients
             allocator.give(block)
-    peak = walked(NETS[net], batch, 224, low=False, transposes=False).peak
+    peak = walked(NETS[net], batch, (224, 224), low=False, transposes=False).peak
     return 1 + (allocator.reserved_bytes - allocator.peak_bytes) / (peak.kept + peak.working)
 
 
