@@ -18,6 +18,11 @@ EAGER_CONTEXT_VOLTA_BYTES = 1_408_000_000
 SMALL_WORKSPACE_BYTES = (8320 + 1024) * 2**10
 
 
+# The tables of the detection libraries are of torch 1.3 to 1.8 (facebookresearch/detectron2 MODEL_ZOO.md,
+# open-mmlab/mmdetection docs/model_zoo.md).
+_EARLY = re.compile(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b|detectron2|\bmm(?:det|seg)\b")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """What is there before the first tensor is, and how tensors are put down."""
@@ -52,6 +57,6 @@ def platform_of(row: Row, framework: Framework) -> Platform:
         on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
         is_old="2022" in row.said or "2021" in row.said or volta or bloom,
         # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
-        keeps_gradients=re.search(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b", row.said) is not None,
+        keeps_gradients=_EARLY.search(row.said) is not None,
         expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
     )

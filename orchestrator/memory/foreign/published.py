@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.memory.foreign.adapters import adapters_of
 from orchestrator.memory.foreign.architectures import GATED, Architecture, described
-from orchestrator.memory.foreign.convolutional_rows import check_net, net_of
+from orchestrator.memory.foreign.convolutional_rows import check_net, net_of, usual_images
 from orchestrator.memory.foreign.crossed import TWO_SIDED, known_crossed, two_sided
 from orchestrator.memory.foreign.frameworks import Framework, deepspeed_of, framework_of, zero_stage_of
 from orchestrator.memory.foreign.kernels import kernels_of
@@ -170,6 +170,9 @@ def _mixture_of(row: Row, framework: Framework) -> Architecture:
 def _micro_batch_of(row: Row) -> int:
     if (found := row.number("micro_batch")) and "global" not in row["micro_batch"].lower():
         return found
+    if images := usual_images(row):
+        row.infer(f"{images} images a device, as {row['framework']} configures it")
+        return images
     row.infer("micro-batch not stated: 1 taken")
     row.is_lower_bound = True
     return 1

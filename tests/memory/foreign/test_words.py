@@ -71,7 +71,7 @@ def test_dora_keeps_what_its_projections_return() -> None:
         ({"optimizer": "GaLore AdamW"}, "optimizer's states"),
         ({"model": "XLNet", "arch": "L24 h4096 a64 ffn10240 V50257"}, "kind of transformer"),
         ({"model": "Frobnicator-30B-A3B", "arch": "L12 h512 a8 ffn4x V50257"}, "mixture of experts"),
-        ({"model": "RetinaNet R50"}, "image model"),
+        ({"model": "Mask2Former R50"}, "image model"),
         ({"model": "FLUX.2-klein-4B", "peft": "LoRA r32"}, "image model"),
         ({"model": "Stable Diffusion 1.5 ControlNet"}, "image model"),
     ],
