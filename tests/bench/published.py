@@ -26,7 +26,8 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "ground_truth" / "published.c
 COLLECTED = Path(__file__).parent / "collected.csv"
 GIB = 2**30
 # Tools that ask torch or the driver divide by 2^20 or 2^30 and often write MB or GB: nvidia-smi counts MiB, Megatron's
-# and mmcv's logs bytes / 2^20. Where torch's count is given in "GB" the unit is taken at its word.
+# and mmcv's logs bytes / 2^20. Where torch's count is given in "GB" the unit is taken at its word, but for OpenMMLab's
+# tables, which divide their logs' figure by 1024 (open-mmlab/mmdetection .dev_scripts/gather_models.py).
 TORCH_UNITS = {"GiB": GIB, "MiB": 2**20, "GB": 10**9, "MB": 2**20, "bytes": 1}
 DRIVER_UNITS = TORCH_UNITS | {"GB": GIB}
 
@@ -122,7 +123,8 @@ def compared_rows(rows: list[dict[str, str]]) -> tuple[list[Compared], Counter[t
         elif kind is None:
             excluded[row["source_repo"], f"which memory was measured is not stated ({row['mem_kind']})"] += 1
         else:
-            measured = round(float(row["mem"]) * kind.units[row["mem_unit"]])
+            units = DRIVER_UNITS if row["source_repo"].startswith("open-mmlab/") else kind.units
+            measured = round(float(row["mem"]) * units[row["mem_unit"]])
             capacity_bytes = capacity_bytes_of(row["gpu_mem_GB"], row["gpu"])
             predicted = kind.predicted(estimate_foreign(described.training, capacity_bytes))
             found.append(Compared(row, described.training, kind, measured, predicted))
