@@ -18,7 +18,7 @@ from orchestrator.specs.errors import SpecError
 HEADER = "id,model,arch,gpu_mem_GB,n_gpus,framework,micro_batch,seq_len,precision,act_ckpt,peft,mem\n"
 ROWS = HEADER + (
     "a1,Llama-2 7B,,24,1,HF Trainer,1,512,bf16,True,QLoRA r8 all linear,99\n"
-    "a2,Mask R-CNN R-50-FPN,,24,1,PyTorch,32,1333x800,fp32,none,,99\n"
+    "a2,Stable Diffusion 1.5,,24,1,PyTorch,32,512x512,fp32,none,,99\n"
     "a3,Llama 3.1 70B,,24,1,HF Trainer,1,512,bf16,True,LoRA r8,99\n"
 )
 
