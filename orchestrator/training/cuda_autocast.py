@@ -1,4 +1,4 @@
-"""What CUDA does, done to CPU tensors: autocast computes more in fp32, and attention saves no scores."""
+"""What CUDA does, done to CPU tensors: autocast does more in fp32, attention saves no scores, dropout bytes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ FP32_UNLESS_SAID = (
 )
 LOW = (torch.bfloat16, torch.float16)
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
+_PUT_TOGETHER = torch._C.DispatchKey.CompositeImplicitAutograd  # of an operation that is made of others
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within, `torch.autocast("cpu")` computes in fp32 what `torch.autocast("cuda")` does, and attention is as there.
+    """Within, `torch.autocast("cpu")` computes in fp32 what `torch.autocast("cuda")` does, attention and dropout too.
 
     What both do is left to torch. What only the CPU's does in fp32 (pooling, padding, sampling of images) stays so.
     """
@@ -45,6 +46,7 @@ def as_on_cuda() -> Iterator[None]:
     for name, kernel in names:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
+    library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
     attention = _without_scores(functional.scaled_dot_product_attention)
     try:
         with patch.object(functional, "scaled_dot_product_attention", attention):
@@ -80,6 +82,20 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
     return attention
+
+
+def _dropout(given: Tensor, p: float, train: bool) -> Tensor:
+    """Dropout by the kernel that keeps of each element one byte, whether it stays: a CPU keeps a factor as wide as it.
+
+    In place, of whole features and in `alpha_dropout` CUDA has no such kernel either, nor where all stay or none does.
+    That follows from sources and was not seen on a device: `dropout` and `is_fused_kernel_acceptable` in
+    aten/src/ATen/native/Dropout.cpp; `native_dropout_cuda`, which makes the result and its mask, and
+    `native_dropout_backward_cuda`, which makes the gradient, in native/cuda/Dropout.cu (PyTorch's main branch). Fake
+    tensors show the same of both (`native_dropout` and its backward in torch/_decomp/decompositions.py, 2.13.0).
+    """
+    if train and 0 < p < 1 and given.numel() > 0:
+        return torch.ops.aten.native_dropout(given, p, train)[0]  # type: ignore[no-any-return]
+    return torch.ops.aten.dropout.default._op_dk(_PUT_TOGETHER, given, p, train)  # type: ignore[no-any-return]
 
 
 def _overload(name: str) -> Any:

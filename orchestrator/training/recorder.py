@@ -59,6 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
         self.places: list[Place] = []
         self.attention = ""  # the kernel that was seen
+        self.is_alike_on_cuda = True  # but for autocast: nothing was done that CUDA does otherwise (cuda_autocast.py)
         self.buffer_bytes = 0
         self._recipes, self._held_bytes = recipes, held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
@@ -377,7 +378,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             products = _products(packet, args, out)
             place.matmuls += tuple((-(-rows // samples), inner, columns) for rows, inner, columns in products)
         elif packet is aten._safe_softmax:
-            self.attention = MATRICES
+            self.attention, self.is_alike_on_cuda = MATRICES, False
+        elif packet is aten.bernoulli_:  # dropout of any kind
+            self.is_alike_on_cuda = False
         elif packet is aten._softmax and out.dim() == 4:
             self.attention = self.attention or "eager"
 

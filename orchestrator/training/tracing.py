@@ -46,7 +46,7 @@ from orchestrator.training.freezing import freeze_for
 from orchestrator.training.precision import LOW_PRECISION
 from orchestrator.training.recipe import Batch, Recipe, from_factory
 from orchestrator.training.recompute import recompute
-from orchestrator.training.recorder import MATRICES, Recorder
+from orchestrator.training.recorder import Recorder
 from orchestrator.training.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
 from orchestrator.training.zero3_linear import Zero3Linear
 
@@ -96,17 +96,18 @@ def request_from_json(data: dict[str, Any]) -> Request:
 def profiles(request: Request) -> list[ModelProfile]:
     """One for each of the arithmetics. Raises SpecError, and what the model's own code raises.
 
-    What CUDA does otherwise without autocast is attention that a CPU computes by its matrices of scores.
+    What CUDA does otherwise without autocast is attention that a CPU computes by its matrices of scores, and dropout.
     """
-    found: dict[Arithmetic, ModelProfile] = {}
+    found: dict[Arithmetic, tuple[ModelProfile, bool]] = {}
     for arithmetic in request.arithmetics:
         on_cpu = found.get(replace(arithmetic, cuda=False))
-        alike = on_cpu is not None and not arithmetic.autocast and on_cpu.attention != MATRICES
-        found[arithmetic] = on_cpu if on_cpu is not None and alike else _profile(request, arithmetic)
-    return list(found.values())
+        is_alike = on_cpu is not None and on_cpu[1] and not arithmetic.autocast
+        found[arithmetic] = on_cpu if on_cpu is not None and is_alike else _profile(request, arithmetic)
+    return [profile for profile, _ in found.values()]
 
 
-def _profile(request: Request, arithmetic: Arithmetic) -> ModelProfile:
+def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bool]:
+    """With whether a CPU and CUDA do the same, but for autocast."""
     config = _config(request.model) if request.model.hf is not None else None
     by_number = any(set(frozen.parameters) & set("0123456789?[") for frozen in request.training.freeze)
     layers = 0 if by_number else _equal_layers(config)
@@ -118,9 +119,9 @@ def _profile(request: Request, arithmetic: Arithmetic) -> ModelProfile:
             apart, more = depths[1] - depths[0], layers - depths[1]
             found = many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
             if found.parameters == _parameters(request, arithmetic, config):
-                return found
+                return found, many.is_alike_on_cuda
     whole = _Traced(request, arithmetic, config)
-    return whole.profile(whole.timeline)
+    return whole.profile(whole.timeline), whole.is_alike_on_cuda
 
 
 def _parameters(request: Request, arithmetic: Arithmetic, config: Any) -> int:
@@ -174,6 +175,10 @@ class _Traced:
             fragmentation=tuple(self._fragmentation.items()),
             updated_before_largest=self._recorder.updated_before_largest,
         )
+
+    @property
+    def is_alike_on_cuda(self) -> bool:
+        return self._recorder.is_alike_on_cuda
 
     def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
         layers = [layer for recipe in self._recipes for layer in recipe.layers]

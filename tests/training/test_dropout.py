@@ -1,0 +1,199 @@
+"""Laws of dropout as CUDA has it: what a traced step keeps, makes and gives back is what its one kernel does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from orchestrator.specs.model import ModelSpec, TrainingSpec
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.allocator import Ledger
+from orchestrator.training.cuda_autocast import as_on_cuda
+from orchestrator.training.recipe import Batch, Recipe
+from orchestrator.training.recorder import Recorder
+from orchestrator.training.tracing import Arithmetic, Request, profiles
+
+P, WIDTH, LAYERS, LENGTH = 0.25, 24, 4, 32
+ARITHMETICS = {
+    "fp32": Arithmetic(precision=Precision.FP32, autocast=False),
+    "cast": Arithmetic(precision=Precision.BF16, autocast=False),
+    "autocast": Arithmetic(precision=Precision.BF16, autocast=True),
+}
+GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 4, "n_head": 4}
+
+
+class Rows:
+    """Samples of one row each, counted by it."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def token_count(self, _index: int) -> int:
+        return 1
+
+    def batch(self, indices: Any) -> Batch:
+        return (torch.zeros(len(indices), WIDTH),)
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Dropout(P), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def build(_config: dict[str, Any]) -> Recipe:
+    """The factory that is traced: blocks one behind the other, of which the first is given a product as well."""
+    blocks = [block() for _ in range(LAYERS)]
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+    return Recipe(module=module, loss_sum=lambda it, rows: it(*rows).sum(), dataset=Rows(), layers=blocks)
+
+
+def traced(model: ModelSpec, *arithmetics: Arithmetic) -> list[ModelProfile]:
+    said: dict[str, Any] = {"training": TrainingSpec(), "family": "model", "sequence_length": LENGTH}
+    return profiles(Request(model=model, arithmetics=arithmetics, **said))
+
+
+def as_on(arithmetic: Arithmetic, *, cuda: bool) -> Arithmetic:
+    return Arithmetic(precision=arithmetic.precision, autocast=arithmetic.autocast, cuda=cuda)
+
+
+def kept(made: Callable[[], Any], *, but: tuple[Tensor, ...] = ()) -> list[Tensor]:
+    """What autograd saves for the backward pass of what is made, each storage once."""
+    found: dict[int, Tensor] = {}
+
+    def saved(tensor: Tensor) -> Tensor:
+        found.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        made()
+    outside = {tensor.untyped_storage()._cdata for tensor in but}
+    return [tensor for storage, tensor in found.items() if storage not in outside]
+
+
+def size(tensors: list[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def autograd_bytes(arithmetic: Arithmetic) -> int:
+    """Of one more row in a block whose dropout is torch.native_dropout, called by name."""
+    dtype = torch.bfloat16 if arithmetic.precision is Precision.BF16 and not arithmetic.autocast else torch.float32
+    first, _, last = one = block().to(dtype)
+
+    def of(rows: int) -> int:
+        given = torch.ones(rows, WIDTH, dtype=torch.bfloat16 if arithmetic.autocast else dtype, requires_grad=True)
+
+        def forward() -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=arithmetic.autocast):
+                return last(torch.native_dropout(first(given), P, True)[0])  # type: ignore[no-any-return]
+
+        return size(kept(forward, but=tuple(one.parameters())))
+
+    return of(5) - of(4)
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
+def test_a_trace_as_on_cuda_keeps_what_autograd_saves_of_the_fused_kernel(arithmetic: Arithmetic) -> None:
+    model = ModelSpec(factory=f"{__file__}:build", config={})
+    on_cpu, on_cuda = traced(model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True))
+    (before,), (after,) = ([one.saved_bytes for one in each.segments if one.count > 1] for each in (on_cpu, on_cuda))
+    width = 4 if arithmetic.precision is Precision.FP32 else 2
+    assert after == autograd_bytes(arithmetic)
+    assert before - after == (width - 1) * 2 * WIDTH, "a byte an element where a factor was"
+
+
+def ledger(*, cuda: bool) -> Ledger:
+    """What a step takes and gives back that drops of 1,024 numbers and adds up the rest."""
+    module = nn.Dropout(P)
+    recorder = Recorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})
+    here = as_on_cuda() if cuda else contextlib.nullcontext()
+    with here, FakeTensorMode(), recorder.step(1), recorder.turn(0):
+        loss = module(torch.zeros(1024, requires_grad=True)).sum()
+        recorder.turn_back()
+        loss.backward()
+    return recorder.ledger
+
+
+def test_a_step_takes_result_and_mask_and_then_the_gradient_and_nothing_more() -> None:
+    on_cpu, on_cuda = ledger(cuda=False), ledger(cuda=True)
+    given, *made = [each for each in on_cuda.sizes if each > 8]
+    assert (given, made) == (4096, [4096, 1024, 4096])
+    assert [each for each in on_cpu.sizes if each > 8] == [4096] * 4
+    assert on_cpu.peak_bytes - on_cuda.peak_bytes == 3072
+    mask, gradient = on_cuda.sizes.index(1024), len(on_cuda.sizes) - 1
+    assert on_cuda.requests.index(gradient) < on_cuda.requests.index(-mask - 1), "it is read where the gradient is made"
+
+
+NOT_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: functional.dropout(x * 1, P, inplace=True),
+    "1d": lambda x: functional.dropout1d(x, P),
+    "2d": lambda x: functional.dropout2d(x[..., None], P),
+    "3d": lambda x: functional.dropout3d(x[..., None, None], P),
+    "alpha": lambda x: functional.alpha_dropout(x, P, training=True),
+    "alpha of features": lambda x: functional.feature_alpha_dropout(x, P, training=True),
+    "everything": lambda x: functional.dropout(x, 1.0),
+    "nothing": lambda x: functional.dropout(x, 0.0),
+    "not in training": lambda x: functional.dropout(x, P, training=False),
+    "of no elements": lambda x: functional.dropout(x[:0], P),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FUSED)
+def test_what_cuda_has_no_kernel_for_keeps_the_same_on_both(kind: str) -> None:
+    given = torch.ones(3, 5, 7, requires_grad=True)
+
+    def saved() -> list[tuple[torch.dtype, torch.Size]]:
+        return [(each.dtype, each.shape) for each in kept(lambda: NOT_FUSED[kind](given))]
+
+    on_cpu = saved()
+    with as_on_cuda():
+        assert saved() == on_cpu
+    assert all(dtype is torch.float32 for dtype, _ in on_cpu)
+
+
+def test_dropout_is_the_cpus_again_outside() -> None:
+    given = torch.ones(64, requires_grad=True)
+    with as_on_cuda():
+        inside = functional.dropout(given, P)
+    assert inside.grad_fn is not None
+    assert inside.grad_fn.name() == "NativeDropoutBackward0"
+    assert [each.dtype for each in kept(lambda: functional.dropout(given, P))] == [torch.float32]
+
+
+def test_attention_keeps_no_mask_but_seeds_where_a_kernel_has_it_and_bytes_where_scores_are_made() -> None:
+    shape, scores = (2, 3, LENGTH, 8), torch.Size((2, 3, LENGTH, LENGTH))
+    with FakeTensorMode(), as_on_cuda():
+        q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
+        kernel = kept(lambda: functional.scaled_dot_product_attention(q, k, v, dropout_p=P), but=(q, k, v))
+        matrices = kept(lambda: torch.ops.aten._scaled_dot_product_attention_math(q, k, v, dropout_p=P)[0])
+    out, log_sum_exp, seed, offset = sorted(kernel, key=lambda each: -each.numel())
+    assert (out.shape, log_sum_exp.shape) == (shape, shape[:-1])
+    assert [(each.dtype, each.numel()) for each in (seed, offset)] == [(torch.int64, 1)] * 2
+    whole = [each.dtype for each in matrices if each.numel() == scores.numel()]
+    assert sorted(whole, key=str) == [torch.bool, torch.float32, torch.float32], "mask, softmax, what was not dropped"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["fp32", "cast"])
+def test_of_a_gpt2_cuda_spares_the_scores_and_all_but_a_byte_of_each_mask(name: str) -> None:
+    """Residuals are dropped twice in a layer. Without dropout of its scores its attention is the same on both."""
+    kinds = [as_on(ARITHMETICS[name], cuda=cuda) for cuda in (False, True)]
+
+    def spared(**dropout: float) -> int:
+        on_cpu, on_cuda = traced(ModelSpec(hf=GPT2 | {"embd_pdrop": 0.0} | dropout), *kinds)
+        of_layers = [[one.saved_bytes for one in each.segments if one.count > 1] for each in (on_cpu, on_cuda)]
+        ((before,), (after,)) = of_layers
+        return before - after
+
+    masks = LENGTH * 2 * GPT2["n_embd"] * ((4 if name == "fp32" else 2) - 1)
+    assert spared(resid_pdrop=0.0, attn_pdrop=0.0) == 0
+    assert spared(resid_pdrop=P, attn_pdrop=0.0) == masks
+    scores = spared(resid_pdrop=0.0, attn_pdrop=P)
+    assert scores >= LENGTH * GPT2["n_head"] * LENGTH * 3 * 4 - 4 * LENGTH * GPT2["n_head"]
+    assert spared(resid_pdrop=P, attn_pdrop=P) == scores + masks
