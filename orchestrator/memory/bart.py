@@ -100,18 +100,20 @@ def bart_shape(model: ModelSpec, config: Mapping[str, Any]) -> BartShape | None:
 
 
 def bart_profile(
-    shape: BartShape, family: str, precision: Precision, sequence_length: int, *, autocast: bool
+    shape: BartShape, family: str, precision: Precision, sequence_length: int, *, autocast: bool, cuda: bool
 ) -> ModelProfile:
     """The closed form, per sample of `sequence_length` tokens in and as many out.
 
-    The gradients of the table's three uses meet at either embedding. Decoder layers share what the encoder returned;
-    under autocast they keep casts of it.
+    `cuda`: whether dropout keeps its masks in bytes, as there (training/cuda_autocast.py). The gradients of the table's
+    three uses meet at either embedding. Decoder layers share what the encoder returned; under autocast they keep casts
+    of it.
     """
     s, h, table, low = sequence_length, shape.hidden, shape.vocab_size * shape.hidden, precision is not Precision.FP32
     stream = 4 * h if autocast or not low else 2 * h
     positions, rows, v = shape.positions * h, shape.positions, shape.vocab_size
     numbers = 4 if low and not autocast else 0  # of a norm's mean and deviation, less
-    given = s * (3 * stream + 16 - numbers)
+    mask = h if cuda else stream
+    given = s * (2 * stream + mask + 16 - numbers)
     weight_made = 2 * h - (4 if autocast else 2) * v if low else 4 * h
     first = embedding(
         "embedding",
@@ -119,7 +121,7 @@ def bart_profile(
         rows + v + 4 * h,
         table=table,
         looked_up=positions + table,
-        saved_bytes=s * (2 * stream + 32 - numbers),
+        saved_bytes=s * (stream + mask + 32 - numbers),
     )
     between = embedding(
         "between encoder and decoder",
@@ -139,7 +141,7 @@ def bart_profile(
         casts=autocast,
     )
     encoder, decoder = (
-        _layers(name, side, h, s, table, low=low, autocast=autocast)
+        _layers(name, side, h, s, table, low=low, autocast=autocast, cuda=cuda)
         for name, side in (("encoder", shape.encoder), ("decoder", shape.decoder))
     )
     return ModelProfile(
@@ -153,7 +155,7 @@ def bart_profile(
     )
 
 
-def _layers(name: str, side: Side, h: int, s: int, table: int, *, low: bool, autocast: bool) -> Segment:
+def _layers(name: str, side: Side, h: int, s: int, table: int, *, low: bool, autocast: bool, cuda: bool) -> Segment:
     """The layers of one side. One of the decoder attends twice, and its gradient comes with that of what the encoder
     returned. Beside them waits the gradient of the table, from the head on.
 
@@ -163,10 +165,12 @@ def _layers(name: str, side: Side, h: int, s: int, table: int, *, low: bool, aut
     """
     f, attentions, width, wide = side.feed_forward, side.attentions, 2 if low else 4, h * side.feed_forward
     stream = 4 * h if autocast else width * h
-    widths = (20, 8) if autocast else (7 * width, 3 * width)  # of h, in an attention and a feed-forward part
+    widths = (18, 6) if autocast else (6 * width, 2 * width)  # of h, in an attention and a feed-forward part
+    mask = h if cuda else width * h  # of what either returns
+    spared = width * h - mask  # of that which is gone when the last products go backward
     numbers = 8 if autocast or not low else 4
-    attention = widths[0] * h + 4 * side.heads + width * s + numbers
-    saved = attentions * attention + widths[1] * h + 2 * width * f + numbers
+    attention = widths[0] * h + mask + 4 * side.heads + width * s + numbers
+    saved = attentions * attention + widths[1] * h + mask + 2 * width * f + numbers
     selective = attentions * ((10 if low else 20) * h + 4 * side.heads) + (6 if autocast else 2 * width) * h + width * f
     matrices = 2 * wide + attentions * 4 * h * h
     passed = 0 if autocast else 3 * width * h  # live when all but the first products have gone backward
@@ -176,8 +180,8 @@ def _layers(name: str, side: Side, h: int, s: int, table: int, *, low: bool, aut
         return BackwardPeak(own + fresh, fresh, s * (attentions * stream + transient), mode)
 
     peaks = [
-        peak(0, width * f - 4 * h if autocast else width * (f - h), fresh=wide),
-        peak(wide, -(8 * h + 4 * f) if autocast else -width * (f + h), fresh=wide),
+        peak(0, spared + (width * f - 4 * h if autocast else width * (f - h)), fresh=wide),
+        peak(wide, spared - (8 * h + 4 * f if autocast else width * (f + h)), fresh=wide),
         peak(matrices - h * h, passed - saved, fresh=h * h),
     ]
     if autocast:  # what is computed again is whole for a moment

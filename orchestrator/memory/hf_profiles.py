@@ -96,7 +96,7 @@ def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None
 
 
 def as_transformers(
-    profile: ModelProfile, model: ModelSpec, shape: DecoderShape, sequence_length: int, *, autocast: bool
+    profile: ModelProfile, model: ModelSpec, shape: DecoderShape, sequence_length: int, *, autocast: bool, cuda: bool
 ) -> ModelProfile:
     """Our decoder's profile with what the family has more: biases, norms of heads; adapters beside a frozen base."""
     embedding, layer, head = profile.segments
@@ -131,7 +131,7 @@ def as_transformers(
         layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
     else:
         embedding, layer, head = _adapted(
-            (embedding, layer, head), model.lora, shape, sequence_length, low=low, autocast=autocast
+            (embedding, layer, head), model.lora, shape, sequence_length, low=low, autocast=autocast, cuda=cuda
         )
         profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
     profile = replace(profile, segments=(embedding, layer, head))
@@ -148,6 +148,7 @@ def _adapted(
     *,
     low: bool,
     autocast: bool,
+    cuda: bool,
 ) -> tuple[Segment, Segment, Segment]:
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
@@ -167,7 +168,7 @@ def _adapted(
     returned = sequence_length * width * sum(outputs for _, outputs in sizes)
     normed = sequence_length * (width if low and not autocast else 4) * h
     base_inputs = sequence_length * (10 * h + 2 * f if autocast else width * (2 * h + f))
-    inputs = sequence_length * _inputs_bytes(adapted, lora, shape, width=width, autocast=autocast)
+    inputs = sequence_length * _inputs_bytes(adapted, lora, shape, width=width, autocast=autocast, cuda=cuda)
     forward = sequence_length * _forward_bytes(adapted, shape) if autocast else 0
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
     own_table = 0 if shape.tie_word_embeddings else table
@@ -216,16 +217,22 @@ def _adapted(
 
 
 def _inputs_bytes(
-    adapted: Mapping[str, tuple[int, int]], lora: LoraSpec, shape: DecoderShape, *, width: int, autocast: bool
+    adapted: Mapping[str, tuple[int, int]],
+    lora: LoraSpec,
+    shape: DecoderShape,
+    *,
+    width: int,
+    autocast: bool,
+    cuda: bool,
 ) -> int:
     """What adapters of a layer keep of their inputs, per token.
 
     Projections of one input share it; attention keeps its own output. Autocast casts the input of every adapter for
     itself, and dropout makes another: both are kept in the compute type. Its mask has the type of the adapters on CPU,
-    one byte on CUDA.
+    one byte on CUDA (training/cuda_autocast.py).
     """
     each = sum(inputs for inputs, _ in adapted.values())
-    masks = each * (4 if autocast else width) if lora.dropout else 0
+    masks = each * (1 if cuda else 4 if autocast else width) if lora.dropout else 0
     if autocast or lora.dropout:
         return width * each + masks
     shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))

@@ -43,8 +43,8 @@ def profile_of(
     The declared profile where there is one, else the closed form of a decoder or of a transformers family that has
     one, else what intake had traced; None where nothing is known. A script's own loss is taken to hold all logits.
     `tensor_parallel`: over so many ranks its matrices are cut. `autocast`: as `autocasts` says of the plan. `cuda`:
-    whether it runs there, which the closed form of a decoder need not know. Closed forms take all of a model to be
-    trained: one that is frozen in part is traced, but where ranks hold parts of it, so that those need no more.
+    whether it runs there, where masks of dropout are narrower. Closed forms take all of a model to be trained: one that
+    is frozen in part is traced, but where ranks hold parts of it, so that those need no more.
     """
     if spec.profile is not None:
         own_length = spec.data.sequence_length if spec.model is not None else _script_length(spec)
@@ -58,13 +58,13 @@ def profile_of(
         if known is not None:
             return known
     if model is not None and model.decoder is not None:
-        ours = decoder_profile(model.decoder, spec.family_name, precision, length, tensor_parallel, autocast)
+        ours = decoder_profile(model.decoder, spec.family_name, precision, length, tensor_parallel, autocast, cuda)
         return with_all_logits(ours, model.decoder.vocab_size, length) if spec.is_script else ours
     if model is not None and model.hf is not None:
         shape = decoder_shape(model, length)
         if shape is not None and (tensor_parallel == 1 or shape.experts is None):
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
-            theirs = as_transformers(ours, model, shape, length, autocast=autocast)
+            theirs = as_transformers(ours, model, shape, length, autocast=autocast, cuda=cuda)
             return with_all_logits(theirs, shape.vocab_size, length) if spec.is_script else theirs
         if tensor_parallel == 1 and not spec.training.freeze:
             known = _encoder_decoder(model, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
@@ -81,10 +81,9 @@ def _encoder_decoder(
     config = config_of(model)
     t5, bart = t5_shape(model, config), bart_shape(model, config)
     if t5 is not None:
-        how = {"autocast": autocast, "cuda": cuda, "keeps_scores": not cuda}
-        return t5_profile(t5, family, precision, sequence_length, **how)
+        return t5_profile(t5, family, precision, sequence_length, autocast=autocast, cuda=cuda)
     if bart is not None:
-        return bart_profile(bart, family, precision, sequence_length, autocast=autocast)
+        return bart_profile(bart, family, precision, sequence_length, autocast=autocast, cuda=cuda)
     return None
 
 
@@ -165,7 +164,13 @@ def _declared(
 
 @lru_cache(maxsize=1024)
 def decoder_profile(
-    spec: DecoderSpec | DecoderShape, family: str, precision: Precision, sequence_length: int, tp: int, autocast: bool
+    spec: DecoderSpec | DecoderShape,
+    family: str,
+    precision: Precision,
+    sequence_length: int,
+    tp: int,
+    autocast: bool,
+    cuda: bool = False,
 ) -> ModelProfile:
     """The closed form of `training/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 
@@ -188,7 +193,7 @@ def decoder_profile(
     saved = norms * h + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8
     selective = stream * h + width * (2 * h + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
-        saved += 2 * width * h  # masks in the type of the input on CPU; one byte each on CUDA
+        saved += 2 * (1 if cuda else width) * h  # masks, which a CPU has in the type of the input
     embedded = stream * h + 16  # and tokens and labels
     tied = spec.tie_word_embeddings
     shared = v * h if tied else 0

@@ -4,7 +4,7 @@ Its attention adds a bias of positions that is learned: a CPU makes its scores w
 bias as large as they are, so what a layer saves grows with the square of the sequence. Encoder and decoder see
 `sequence_length` tokens each (training/tokenised.py), and all logits exist at once. Every coefficient is a slope of
 live bytes over one of the sizes, operation by operation, in traced steps of 14 models (transformers 5.23, torch 2.13.0,
-2026-11), which they meet to the byte; with CUDA's kernel, of 9 models, the saved bytes and those of its backward pass.
+2026-11), which they meet to the byte; with CUDA's kernels, of 9 models, the saved bytes and those of its backward pass.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class _Bytes:
     attended: int  # live when the gradients of the scores are made
     recomputed: int  # live when the scores are computed again
     passed: int  # live when all but the first norm of the layer has gone backward
+    spared: int = 0  # of a mask of what a part returns, which CUDA keeps in bytes
+    spared_inside: int = 0  # of that within a feed-forward part
 
 
 def t5_shape(model: ModelSpec, config: Mapping[str, Any]) -> T5Shape | None:
@@ -107,34 +109,29 @@ def t5_profile(
     *,
     autocast: bool,
     cuda: bool,
-    keeps_scores: bool,
 ) -> ModelProfile:
-    """The closed form, per sample of `sequence_length` tokens in and as many out.
-
-    `cuda`: whether autocast does as it does there, where the powers of a gate's GELU are fp32. `keeps_scores`: whether
-    attention makes them all, as on a CPU and before transformers 5, or is the memory-efficient kernel of CUDA.
-    """
+    """The closed form, per sample of `sequence_length` tokens in and as many out, on a CPU or as CUDA has it."""
     low = precision is not Precision.FP32
-    bytes_of = _bytes_of(shape, sequence_length, precision, autocast=autocast, cuda=cuda)
-    if not keeps_scores:
-        bytes_of = _without_scores(bytes_of, shape, sequence_length, 2 if low else 4)
+    bytes_of = _bytes_of(shape, sequence_length, precision, autocast=autocast)
+    if cuda:
+        bytes_of = _on_cuda(bytes_of, shape, sequence_length, 2 if low else 4, autocast=autocast)
     encoder, decoder = (
         _layers(shape, bytes_of, sequence_length, low=low, autocast=autocast, decoder=decoder)
         for decoder in (False, True)
     )
-    first, between, last = _ends(shape, sequence_length, low=low, autocast=autocast)
+    first, between, last = _ends(shape, sequence_length, low=low, autocast=autocast, cuda=cuda)
     return ModelProfile(
         family=family,
         precision=precision,
         source=Source.CLOSED_FORM,
         segments=(first, encoder, between, decoder, last),
         workspace_bytes=shape.decoder_layers * bytes_of.bias * sequence_length,  # those that all samples share
-        attention="" if keeps_scores else "memory-efficient",
+        attention="memory-efficient" if cuda else "",
         updated_before_largest=_updated_before_largest(shape),
     )
 
 
-def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, autocast: bool, cuda: bool) -> _Bytes:
+def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, autocast: bool) -> _Bytes:
     """A part keeps its input, that normed, and what the norm returns, which every product casts for itself under
     autocast; the mask of its output's dropout, and in fp16 its sum, which is clamped; of an attention queries, keys,
     values, the softmax of scores, the mask of its dropout and what that returns; of a feed-forward part what its
@@ -154,7 +151,7 @@ def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, aut
             recomputed=12 * h + 32 * q + 16 * scores + 4,
             passed=20 * h + 4 * q,
         )
-    activated = ((26 if cuda and autocast else 16) if gated else 6) * f
+    activated = (16 if gated else 6) * f
     stream = 4 * h if autocast else 2 * h
     clamped = 2 * h if precision is Precision.FP16 and not autocast else 0
     return _Bytes(
@@ -171,18 +168,28 @@ def _bytes_of(shape: T5Shape, sequence_length: int, precision: Precision, *, aut
     )
 
 
-def _without_scores(found: _Bytes, shape: T5Shape, sequence_length: int, width: int) -> _Bytes:
-    """The kernel keeps queries, keys, values, its result and a number for each row of scores. It is given a bias, of
-    which one in a layer is each sample's own, and what it makes again is never the worst."""
+def _on_cuda(found: _Bytes, shape: T5Shape, sequence_length: int, width: int, *, autocast: bool) -> _Bytes:
+    """The same with the kernels of CUDA, as training/cuda_autocast.py has them from their sources.
+
+    That of attention keeps queries, keys, values, its result and a number for each row of scores. It is given a bias,
+    of which one in a layer is each sample's own, and what it makes again is never the worst. Dropout keeps its masks in
+    bytes. Under autocast the powers of a gate's GELU are fp32, and so is what is dropped behind them.
+    """
     q, rows, scores = shape.query, 4 * shape.heads, shape.heads * sequence_length
     before = 16 if width == 4 else 14
+    powers = 10 * shape.feed_forward if shape.gated and autocast else 0
+    spared, spared_inside = (width - 1) * shape.hidden, ((4 if powers else width) - 1) * shape.feed_forward
     return replace(
         found,
-        attention=found.attention - 12 * scores + (4 * width - before) * q + rows,
+        attention=found.attention - 12 * scores + (4 * width - before) * q + rows - spared,
         bias=width * scores,
+        feed_forward=found.feed_forward + powers - spared_inside - spared,
+        activated=found.activated + powers - spared_inside,
         selective_attention=found.selective_attention - 4 * scores + (0 if width == 4 else -2) * q + rows,
         attended=found.attended - 16 * scores + (8 * width - 20) * q + width * scores + rows,
         recomputed=0,
+        spared=spared,
+        spared_inside=spared_inside,
     )
 
 
@@ -201,18 +208,19 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
         own = made // 2 if autocast else made  # a weight's copy goes when its gradient has come
         return BackwardPeak(own + fresh, fresh, s * (attentions * of.stream + transient), mode)
 
+    first = width * f - (2 * h if autocast else 0) + of.spared
     second = 6 if autocast else width if shape.gated else 2 * width
     peaks = [
-        peak(0, width * f - (2 * h if autocast else 0), fresh=largest),
-        peak(largest, -second * f, fresh=largest),
-        peak(sum(matrices), (8 if low else 4) * h - of.activated),
+        peak(0, first, fresh=largest),
+        peak(largest, -second * f + of.spared + of.spared_inside, fresh=largest),
+        peak(sum(matrices), (8 if low else 4) * h - of.activated + of.spared),
         peak(sum(matrices) + h * q, others + of.attended + (0 if decoder else of.bias) - saved),
         peak(all_matrices - h * q, of.passed - saved, fresh=h * q),
         peak(0, again, mode=ActivationCheckpointing.FULL),
         peak(0, again + width * (2 * h + f), mode=ActivationCheckpointing.SELECTIVE),
     ]
     if autocast:
-        peaks.insert(1, peak(largest, 4 * f - 2 * h))
+        peaks.insert(1, peak(largest, 4 * f - 2 * h + of.spared))
     attending = ((s, h, q), (s, h, q), (s, h, q), (s, q, h))
     return Segment(
         name="decoder" if decoder else "encoder",
@@ -234,7 +242,7 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
     )
 
 
-def _ends(shape: T5Shape, s: int, *, low: bool, autocast: bool) -> tuple[Segment, Segment, Segment]:
+def _ends(shape: T5Shape, s: int, *, low: bool, autocast: bool, cuda: bool) -> tuple[Segment, Segment, Segment]:
     """Embedding of the input; what is between encoder and decoder; the last norm, the head and the loss.
 
     The gradients of the table's three uses meet at either embedding. The biases of positions, which are parameters of
@@ -242,11 +250,12 @@ def _ends(shape: T5Shape, s: int, *, low: bool, autocast: bool) -> tuple[Segment
     """
     h, v, table, biases = shape.hidden, shape.vocab_size, shape.table, shape.buckets * shape.heads
     stream, widened = (2 * h, 4 * h) if low and not autocast else (4 * h, 0)
-    passed = s * (5 * stream + widened + 12)
-    lost = s * (4 * stream - (2 * h if autocast else 0) + widened + 4 * v + 4)
+    mask = h if cuda else stream
+    passed = s * (3 * stream + 2 * mask + widened + 12)
+    lost = s * (3 * stream + mask - (2 * h if autocast else 0) + widened + 4 * v + 4)
 
     positions = shape.buckets + shape.heads
-    weight_made = 2 * h - 4 * v if autocast else stream - (2 * v if low else 0)
+    weight_made = stream - mask + (2 * h - 4 * v if autocast else stream - (2 * v if low else 0))
     return (
         embedding(
             "embedding",
@@ -254,7 +263,7 @@ def _ends(shape: T5Shape, s: int, *, low: bool, autocast: bool) -> tuple[Segment
             v + h + positions,
             table=table,
             looked_up=biases + table,
-            saved_bytes=s * (stream + s + 16),
+            saved_bytes=s * (mask + s + 16),
         ),
         embedding(
             "between encoder and decoder",

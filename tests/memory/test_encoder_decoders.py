@@ -114,14 +114,23 @@ ARITHMETICS = {
     "autocast on CUDA": Arithmetic(precision=BF16, autocast=True, cuda=True),
     "cast on CUDA": Arithmetic(precision=BF16, autocast=False, cuda=True),
     "cast to fp16": Arithmetic(precision=Precision.FP16, autocast=False),
+    "fp32 on CUDA": Arithmetic(precision=FP32, autocast=False, cuda=True),
 }
 
 
 @pytest.mark.timeout(600)  # 3 s each on an idle core, many times that on a busy one
 @pytest.mark.parametrize(
     ("config", "length", "arithmetic"),
-    [(T5, 48, "fp32"), (GATED, 64, "cast"), (T5, 64, "autocast on CUDA"), (BART, 64, "cast to fp16")],
-    ids=("T5", "gated T5", "T5 on CUDA", "BART"),
+    [
+        pytest.param(T5, 48, "fp32", id="T5"),
+        pytest.param(GATED, 64, "cast", id="gated T5"),
+        pytest.param(BART, 64, "cast to fp16", id="BART"),
+        pytest.param(T5, 64, "autocast on CUDA", id="T5 on CUDA"),
+        pytest.param(T5, 64, "fp32 on CUDA", id="T5 on CUDA in fp32", marks=pytest.mark.long),
+        pytest.param(GATED, 64, "autocast on CUDA", id="gated T5 on CUDA"),
+        pytest.param(GATED, 64, "cast on CUDA", id="gated T5 cast on CUDA", marks=pytest.mark.long),
+        pytest.param(BART, 64, "cast on CUDA", id="BART on CUDA"),
+    ],
 )
 def test_the_closed_form_has_the_saved_bytes_of_traces_and_is_within_2_percent_of_their_peaks(
     config: dict[str, Any], length: int, arithmetic: str

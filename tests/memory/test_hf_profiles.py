@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile
+from orchestrator.training.cuda_autocast import as_on_cuda
 from orchestrator.training.hf_adapters import adapt
 from orchestrator.training.hf_model import read_config
 from orchestrator.training.virtual_device import VirtualDevice
@@ -118,7 +120,9 @@ def test_adapters_alone_are_trained_beside_a_frozen_base(targets: tuple[str, ...
     assert low.weight_bytes(4) == 4 * trained + 4 * frozen - 2 * (matrices + head)
 
 
-def saved_bytes_per_token(config: dict[str, Any], lora: LoraSpec | None, precision: str) -> float:
+def saved_bytes_per_token(
+    config: dict[str, Any], lora: LoraSpec | None, precision: str, *, cuda: bool = False
+) -> float:
     """What one layer more keeps for its backward pass, as the slope over the tokens of a sample."""
     made = model(config, real=True)
     layers = (adapt(made, lora) if lora else made).model.layers
@@ -130,7 +134,8 @@ def saved_bytes_per_token(config: dict[str, Any], lora: LoraSpec | None, precisi
             hidden = torch.randn(1, length, config["hidden_size"], requires_grad=True, dtype=dtype) * 1.0
             tables = made.model.rotary_emb(hidden, torch.arange(length)[None])
             before = device.live_bytes
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            on_cuda = as_on_cuda() if cuda else contextlib.nullcontext()
+            with on_cuda, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 for layer in layers[:count]:
                     hidden = layer(hidden, position_embeddings=tables, attention_mask=None)
             return device.live_bytes - before
@@ -156,6 +161,20 @@ def test_a_layer_saves_what_the_closed_form_says(family: str, precision: str, lo
     layer = profile(config, lora, precision=arithmetic, autocast=precision == "autocast").segments[1]
     measured = saved_bytes_per_token(config, lora, precision)
     assert layer.saved_bytes / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "cast"])
+def test_dropout_before_adapters_keeps_a_byte_of_each_element_on_cuda(precision: str) -> None:
+    config, lora = {**CONFIGS["llama"], "head_dim": 16}, ADAPTERS["dropout"]
+    arithmetic = Precision.FP32 if precision == "fp32" else Precision.BF16
+    here, there = (
+        profile(config, lora, precision=arithmetic, autocast=precision == "autocast", cuda=cuda).segments[1].saved_bytes
+        for cuda in (False, True)
+    )
+    measured = saved_bytes_per_token(config, lora, precision, cuda=True)
+    assert there / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
+    elements = LENGTHS[0] * (2 * SIZES["hidden_size"] + SIZES["intermediate_size"])
+    assert here - there == elements * ((2 if precision == "cast" else 4) - 1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "cast"])

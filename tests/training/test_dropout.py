@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from orchestrator.specs.model import ModelSpec, TrainingSpec
+from orchestrator.memory.profiles import decoder_profile
+from orchestrator.specs.model import DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.allocator import Ledger
@@ -106,6 +107,17 @@ def test_a_trace_as_on_cuda_keeps_what_autograd_saves_of_the_fused_kernel(arithm
     width = 4 if arithmetic.precision is Precision.FP32 else 2
     assert after == autograd_bytes(arithmetic)
     assert before - after == (width - 1) * 2 * WIDTH, "a byte an element where a factor was"
+
+
+@pytest.mark.parametrize("name", ["fp32", "autocast"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_closed_form_of_a_decoder_keeps_what_its_trace_does(name: str, cuda: bool) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+    decoder, how = DecoderSpec(**sizes, num_attention_heads=4, dropout=P), ARITHMETICS[name]
+    (found,) = traced(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
+    known = decoder_profile(decoder, "model", how.precision, LENGTH, 1, how.autocast, cuda)
+    of_layers = [[one.saved_bytes for one in each.segments if one.count > 1] for each in (found, known)]
+    assert of_layers[0] == of_layers[1]
 
 
 def ledger(*, cuda: bool) -> Ledger:

@@ -98,9 +98,9 @@ def t5_layer_bytes(shape: Architecture, lengths: tuple[int, int], *, low: bool, 
     `lengths`: of source and target. The closed form has one for both: what is longer or shorter of the source are keys,
     values and scores of the attention to it.
 
-    That counts dropout as the CPU does it, by a product with a mask of numbers, and 12 bytes for each score. CUDA's is
-    one kernel (aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable), which keeps its mask in bytes and not its
-    input: of a score stay the softmax, taken in fp32, the mask, and what goes into the product with the values.
+    That has the memory-efficient kernel of attention. Before transformers 5 there were scores, of which are kept the
+    softmax, taken in fp32, the mask of its dropout in bytes, and what goes into the product with the values; a bias is
+    added to them, and kept by nobody.
     """
     decoders = shape.crossed
     encoders = shape.layers - decoders
@@ -115,16 +115,17 @@ def t5_layer_bytes(shape: Architecture, lengths: tuple[int, int], *, low: bool, 
         decoder_layers=decoders,
         buckets=32,
     )
-    precision = Precision.BF16 if low else Precision.FP32
-    how = {"autocast": autocasts, "cuda": True, "keeps_scores": True}
-    source, target = (t5_profile(sizes, "foreign", precision, length, **how).segments for length in lengths)
-    width = 2 if low else 4
-    score = 4 + 1 + width
-    more = lengths[0] - lengths[1]
-    crossing = more * (width * 2 * shape.query + score * shape.heads * lengths[1])
-    below = [
-        length * ((12 - score) * attentions * shape.heads * length + (width - 1) * (parts * shape.hidden + shape.ffn))
-        for length, attentions, parts in zip(lengths, (1, 2), (2, 3), strict=True)
-    ]
-    encoder, decoder = source[1].saved_bytes - below[0], target[3].saved_bytes - below[1] + crossing
+    precision, width = (Precision.BF16, 2) if low else (Precision.FP32, 4)
+    encoder, decoder = (
+        t5_profile(sizes, "foreign", precision, length, autocast=autocasts, cuda=True).segments[at].saved_bytes
+        for length, at in zip(lengths, (1, 3), strict=True)
+    )
+
+    def scores(rows: int, columns: int) -> int:
+        return shape.heads * rows * ((4 + 1 + width) * columns - 4)  # less a number for each row
+
+    source, target = lengths
+    encoder += scores(source, source) - width * shape.heads * source**2
+    decoder += scores(target, target) - width * shape.heads * target**2 + scores(target, source)
+    decoder += (source - target) * width * 2 * shape.query
     return (encoders * encoder + decoders * decoder) // shape.layers

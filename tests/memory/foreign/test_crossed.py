@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from orchestrator.memory.foreign.activations import saved_bytes
 from orchestrator.memory.foreign.crossed import KNOWN, known_crossed, t5_layer_bytes
@@ -12,6 +14,8 @@ from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Training
+from orchestrator.training.cuda_autocast import as_on_cuda
+from orchestrator.training.virtual_device import VirtualDevice
 
 ROW = {
     "id": "x1",
@@ -80,6 +84,45 @@ def test_a_score_keeps_what_cudas_dropout_and_an_fp32_softmax_keep(low: bool, sc
     one, two, three = (t5_layer_bytes(shape, (s, s), low=low, autocasts=low) for s in (256, 512, 768))
     attentions = 1.5  # of an encoder's layer one, of a decoder's two
     assert (three - two) - (two - one) == pytest.approx(2 * 256**2 * shape.heads * attentions * score, rel=1e-6)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_a_layer_keeps_what_transformers_own_does_when_it_makes_its_scores(gated: bool, autocasts: bool) -> None:
+    """With the fused dropout of CUDA; where weights are bf16, transformers 5 no longer takes the softmax in fp32."""
+    hidden, heads, width, ffn, length = 96, 3, 24, 160, 64
+
+    def live_bytes(layers: int, samples: int) -> int:
+        said = AutoConfig.for_model(
+            "t5",
+            vocab_size=100,
+            d_model=hidden,
+            d_kv=width,
+            d_ff=ffn,
+            num_layers=layers,
+            num_heads=heads,
+            feed_forward_proj="gated-gelu" if gated else "relu",
+            attn_implementation="eager",
+        )
+        model = AutoModelForSeq2SeqLM.from_config(said).train()
+        tokens = torch.zeros(samples, length, dtype=torch.int64)
+        with VirtualDevice(2**40) as device, as_on_cuda(), torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+            held = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False).logits
+            assert held.requires_grad
+            return device.live_bytes
+
+    of_one, of_two = (live_bytes(3, samples) - live_bytes(2, samples) for samples in (1, 2))
+    shape = replace(
+        KNOWN["t5-v1.1-small" if gated else "t5-small"],
+        layers=2,
+        crossed=1,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width,
+        ffn=ffn,
+    )
+    assert 2 * t5_layer_bytes(shape, (length, length), low=autocasts, autocasts=autocasts) == of_two - of_one
 
 
 def test_megatrons_encoder_decoder_has_positions_and_two_matrices() -> None:
