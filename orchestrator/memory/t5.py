@@ -74,6 +74,7 @@ class _Bytes:
     passed: int  # live when all but the first norm of the layer has gone backward
     spared: int = 0  # of a mask of what a part returns, which CUDA keeps in bytes
     spared_inside: int = 0  # of that within a feed-forward part
+    held: int = 0  # by its last product and what it was cast from, where no scores make a worse moment
 
 
 def t5_shape(model: ModelSpec, config: Mapping[str, Any]) -> T5Shape | None:
@@ -179,6 +180,7 @@ def _on_cuda(found: _Bytes, shape: T5Shape, sequence_length: int, width: int, *,
     before = 16 if width == 4 else 14
     powers = 10 * shape.feed_forward if shape.gated and autocast else 0
     spared, spared_inside = (width - 1) * shape.hidden, ((4 if powers else width) - 1) * shape.feed_forward
+    held = 6 * shape.hidden + 4 * shape.feed_forward if shape.gated else 8 * shape.hidden + 2 * shape.feed_forward
     return replace(
         found,
         attention=found.attention - 12 * scores + (4 * width - before) * q + rows - spared,
@@ -190,6 +192,7 @@ def _on_cuda(found: _Bytes, shape: T5Shape, sequence_length: int, width: int, *,
         recomputed=0,
         spared=spared,
         spared_inside=spared_inside,
+        held=held if autocast else 0,
     )
 
 
@@ -220,7 +223,7 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
         peak(0, again + width * (2 * h + f), mode=ActivationCheckpointing.SELECTIVE),
     ]
     if autocast:
-        peaks.insert(1, peak(largest, 4 * f - 2 * h + of.spared))
+        peaks[1:1] = peak(0, first + of.held), peak(largest, 4 * f - 2 * h + of.spared)
     attending = ((s, h, q), (s, h, q), (s, h, q), (s, q, h))
     return Segment(
         name="decoder" if decoder else "encoder",
