@@ -19,7 +19,7 @@ from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.units import parse_bytes
 
-NEEDED = ("id", "model", "framework", "micro_batch", "seq_len", "precision")
+NEEDED = ("model", "framework", "micro_batch", "seq_len", "precision")
 
 
 class RowEstimate(TypedDict):
@@ -40,12 +40,18 @@ class RowEstimate(TypedDict):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with the columns of published.csv; further columns are left alone."""
+    """The rows of a CSV file with the columns of published.csv; further columns are left alone.
+
+    Where there is no column `id`, a row's is its number. Raises SpecError where the file is none of that kind.
+    """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or ()
-            rows = [{name: value or "" for name, value in row.items() if name} for row in reader]
+            rows = [
+                {"id": str(number), **{name: value or "" for name, value in row.items() if name}}
+                for number, row in enumerate(reader, start=1)
+            ]
     except OSError as error:
         raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from error
     except (UnicodeDecodeError, csv.Error) as error:

@@ -71,16 +71,21 @@ def test_the_command_answers_as_json_and_as_a_table(rows: Path) -> None:
 def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.csv"
     file.write_text("name,value\nx,1\n")
-    with pytest.raises(SpecError, match="no column id, model"):
+    with pytest.raises(SpecError, match="no column model"):
         read_rows(file)
     with pytest.raises(SpecError, match="cannot be read"):
         read_rows(tmp_path / "absent.csv")
     file.write_text("")
-    with pytest.raises(SpecError, match="no column id, model"):
+    with pytest.raises(SpecError, match="no column model"):
         read_rows(file)
     file.write_text(",".join(COLUMNS) + "\n")
     with pytest.raises(SpecError, match="no rows"):
         read_rows(file)
+
+
+def test_rows_without_an_id_are_numbered(rows: Path) -> None:
+    rows.write_text("\n".join(line.partition(",")[2] for line in ROWS.splitlines()))
+    assert [row["id"] for row in read_rows(rows)] == ["1", "2", "3"]
 
 
 def test_the_table_is_readable_in_80_columns(rows: Path) -> None:
