@@ -106,31 +106,32 @@ class Monitor:
         """Highest allocated bytes so far on this rank's device; 0 before it is in use."""
         if self.device is not None:
             return self.device.peak_bytes
-        torch = sys.modules.get("torch")
-        return int(torch.cuda.max_memory_allocated()) if torch and torch.cuda.is_initialized() else 0
+        cuda = self._cuda()
+        return 0 if cuda is None else int(cuda.max_memory_allocated())
 
     def reserved_bytes(self) -> int:
         """Highest bytes so far that PyTorch's allocator held of a CUDA device; 0 without one."""
-        torch = sys.modules.get("torch")
-        if self.device is not None or torch is None or not torch.cuda.is_initialized():
-            return 0
-        return int(torch.cuda.max_memory_reserved())
+        cuda = self._cuda()
+        return 0 if cuda is None else int(cuda.max_memory_reserved())
 
     def allocator_room_bytes(self) -> int | None:
         """The least so far that was free on this rank's device or held by PyTorch's allocator; None without CUDA.
 
         What is missing of it hold the context, the communicators, libraries that allocate for themselves, and others.
         """
-        torch = sys.modules.get("torch")
-        if self.device is not None or torch is None or not torch.cuda.is_initialized():
-            return None
-        if not torch.cuda.is_current_stream_capturing():
+        cuda = self._cuda()
+        if cuda is not None and not cuda.is_current_stream_capturing():
             # What an error has left of the device, nobody can ask; free goes first, so that what the allocator takes
             # in between counts as room.
             with contextlib.suppress(RuntimeError):
-                room_bytes = int(torch.cuda.mem_get_info()[0]) + int(torch.cuda.memory_reserved())
+                room_bytes = int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved())
                 self._allocator_room_bytes = min(room_bytes, self._allocator_room_bytes or room_bytes)
         return self._allocator_room_bytes
+
+    def _cuda(self) -> Any:
+        """torch.cuda where this rank has begun to use a real device, else None."""
+        torch = sys.modules.get("torch")
+        return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
