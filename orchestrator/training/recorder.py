@@ -98,6 +98,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = Ledger()  # of the newest step
         self._storages: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # with size and number in the ledger
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles here
+
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
         """Around a whole step of so many samples: parameters and buffers are live, gradients are not."""
@@ -219,9 +223,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------------------------------------------ counting
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is prim.device.default:  # asked more often than anything else
+            return args[0].fake_device
         out = AS_REAL.get(op, op)(*args, **(kwargs or {}))
-        if op is prim.device.default:  # what fake tensors are asked all the time
-            return out
         if self._is_forward and self._is_first_step and not self._is_ahead:
             self._learn(op, args, kwargs or {}, out)
         before = self._live_bytes

@@ -42,6 +42,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+DECODER = DecoderSpec(**{name: value for name, value in LLAMA.items() if name != "model_type"})
 GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4}
 NONE = ActivationCheckpointing.NONE
 
@@ -60,7 +61,16 @@ def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfi
 
 
 @pytest.mark.timeout(600)  # 10 s on an idle core: importing transformers
-def test_a_few_layers_stretched_are_the_profile_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        pytest.param(ModelSpec(hf=LLAMA), "model.layers", id="transformers"),
+        pytest.param(ModelSpec(decoder=DECODER), "layers", id="decoder"),
+    ],
+)
+def test_a_few_layers_stretched_are_the_profile_of_all_layers(
+    model: ModelSpec, layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     depths: list[int] = []
     build = tracing.build
 
@@ -69,14 +79,14 @@ def test_a_few_layers_stretched_are_the_profile_of_all_layers(monkeypatch: pytes
         return build(request, arithmetic, config)
 
     monkeypatch.setattr(tracing, "build", counted)
-    stretched = traced(ModelSpec(hf=LLAMA))
+    stretched = traced(model)
     assert depths == [4, 6, 8]  # the last one only to count its parameters
     monkeypatch.setattr(tracing, "DEPTHS", (4, 100))
-    whole = traced(ModelSpec(hf=LLAMA))
+    whole = traced(model)
     assert replace(stretched, fragmentation=()) == replace(whole, fragmentation=()), "that is of the layers it had"
     assert stretched.fragmentation
     assert depths == [4, 6, 8, 8]
-    assert [(segment.name, segment.count) for segment in stretched.segments][1] == ("model.layers", 8)
+    assert [(segment.name, segment.count) for segment in stretched.segments][1] == (layers, 8)
     assert stretched.attention == "flash"
 
 
