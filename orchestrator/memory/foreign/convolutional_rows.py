@@ -81,7 +81,10 @@ def _segmenter_of(row: Row) -> ConvolutionalNet | None:
     size = _SIZE.search(row["seq_len"])
     classes = next((count for data, count in CLASSES.items() if data in row["seq_len"].lower()), None)
     if size is None or classes is None:
-        raise row.refused("a segmenter: size of the crop or data, which says how many classes, are not stated")
+        raise row.refused(
+            "a segmenter: size of the crop or data, which says how many classes, are not stated: write both into the"
+            ' column seq_len, like "512x1024 Cityscapes"'
+        )
     row.infer(f"{row['model']} as mmsegmentation configures it")
     net = segmenter(found[1].lower(), int(found[2]), classes, plain_stem=bool(found[3]))
     return as_architecture(row["model"], net, (int(size[1]), int(size[2])))

@@ -155,7 +155,10 @@ def _mixture_of(row: Row, framework: Framework) -> Architecture:
         return by_name
     shape = _shape_of(row, framework)
     if not shape.experts and by_name is None:
-        raise row.refused("mixture of experts: how many of which width is not stated, as in experts8 top2 ffn14336")
+        raise row.refused(
+            "mixture of experts: how many of which width is not stated: write it into the column arch, like "
+            "experts8 top2 ffn14336"
+        )
     if not shape.experts and by_name is not None:
         shape = replace(shape, experts=by_name.experts, ffn=by_name.ffn, shared_ffn=by_name.shared_ffn)
     if not shape.chosen:
@@ -195,7 +198,7 @@ def _length_of(row: Row) -> int:
     if tokens := re.search(r"(\d+) tok\b", said):
         return int(tokens[1])
     if said:
-        raise row.refused(f"the length of the samples is not stated ({said!r})")
+        raise row.refused(f"the length of the samples is not stated ({said!r}): write it into the column seq_len")
     row.infer(f"sequence length not stated: {LEAST_TOKENS} taken")
     row.is_lower_bound = True
     return LEAST_TOKENS
@@ -203,7 +206,7 @@ def _length_of(row: Row) -> int:
 
 def _tokens_of(row: Row, count: int | None) -> int:
     if count is None:
-        raise row.refused("the size of the images is not stated")
+        raise row.refused("the size of the images is not stated: write it into the column seq_len, like 224x224")
     return count
 
 
@@ -222,7 +225,7 @@ def _with_layout(row: Row, training: Training) -> Training:
     world = row.number("n_gpus", 1)
     dp = row.number("dp_or_fsdp") or max(1, world // (tp * pp * cp))
     if tp == 1 and re.search(r"\btp\b", row["sharding"].lower()) and not row["tp"]:
-        raise row.refused("tensor parallelism of a degree that is not stated")
+        raise row.refused("tensor parallelism of a degree that is not stated: write it into the column tp")
     staged = (Framework.MEGATRON, Framework.MEGATRON_DEEPSPEED, Framework.DEVICE_MAP)
     if (tp * cp > 1 and training.framework is Framework.PLAIN) or (pp > 1 and training.framework not in staged):
         raise row.refused(f"no model of tensor, pipeline or context parallelism under {row['framework']}")
@@ -256,7 +259,7 @@ def _spread_of(row: Row, training: Training, tp: int, pp: int) -> tuple[int, int
     if ep > 1 and not megatron:
         raise row.refused(f"no model of expert parallelism under {row['framework']}")
     if megatron and not (row["tp"] or row["pp"] or row["ep"] or said):
-        raise row.refused("expert parallelism of a degree that is not stated")
+        raise row.refused("expert parallelism of a degree that is not stated: write it into the column ep")
     cut = re.search(r"\bETP[ =]?(\d+)", other, re.I)
     whole = "swift" in row.said  # swift/megatron/arguments/megatron_args.py; megatron/training/arguments.py
     expert_tp = max(1, int(cut[1])) if cut else 1 if whole else tp
