@@ -167,7 +167,7 @@ def _nvme(home: Path) -> Finding | None:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
         from orchestrator.training.deepspeed_nvme import nvme_problem
 
-        problem = nvme_problem(home / "torch_extensions")
+        problem = nvme_problem((home / "torch_extensions").absolute())
     if problem:
         found, _, to_do = problem.partition(": ")
         return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
