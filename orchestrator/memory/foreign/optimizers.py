@@ -13,6 +13,8 @@ from orchestrator.memory.updates import ADAM_8BIT_BYTES
 OWN_STATES = re.compile(
     r"adamw?[ _-]?4-?bit|4-?bit[ _-]adam|galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I
 )
+# Measurements of the forward and backward pass alone.
+NO_STEP = re.compile(r"none\b|no (?:optimi[sz]er|step)\b")
 
 
 class Rule(StrEnum):
@@ -23,6 +25,7 @@ class Rule(StrEnum):
     SGD = "SGD"
     MOMENTUM = "SGD with momentum"
     ADAFACTOR = "Adafactor"
+    NONE = "none"  # nothing is stepped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,24 +49,25 @@ class Optimizer:
             Rule.MOMENTUM: width,
             Rule.SGD: 0,
             Rule.ADAFACTOR: 0.01,
+            Rule.NONE: 0,
         }[self.rule]
 
 
 def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool, is_old: bool) -> Optimizer:
     """The optimizer that a row names; `narrow`: what is trained has low precision. SpecError for states of a part."""
     said = " ".join((row["optimizer"] or row["peft"], row.other)).lower()
-    rule = rule_of(said)
+    rule = Rule.NONE if NO_STEP.match(row["optimizer"].lower()) else rule_of(said)
     if rule is None:
         raise row.refused(f"no model of the optimizer's states ({row['optimizer'] or row['peft']})")
     return Optimizer(
         rule=rule,
-        masters=masters,
+        masters=masters and rule is not Rule.NONE,
         # beside fp32 masters they are fp32, but for --use-precision-aware-optimizer with --exp-avg-dtype bf16 of
         # megatron/core/optimizer
         low_states=narrow and (not masters or "bf16 states" in said),
         foreach=_has_torch_step(row, framework)
         # torch/optim/sgd.py, _multi_tensor_sgd, works in place where nothing decays
-        and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR, Rule.SGD)
+        and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR, Rule.SGD, Rule.NONE)
         and not is_old  # torch/optim/adamw.py, since 1.13
         and not re.search(r"fused adam|fused optim", said)
         and "fused" not in row["optimizer"].lower()

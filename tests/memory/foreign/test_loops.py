@@ -94,6 +94,18 @@ def test_sgd_without_states_steps_in_place_and_leaves_its_activations_where_they
     assert pooled["optimizer step"] == 0 < {name: left for name, _, left in _all_moments(momentum)}["optimizer step"]
 
 
+@pytest.mark.parametrize("said", ["none", "None (gradients only)", "no optimizer", "no step"])
+def test_where_nothing_is_stepped_gradients_and_weights_are_all_that_training_adds(said: str) -> None:
+    step = live(read(**OWN | {"optimizer": said, "precision": "fp32"}, seq_len="512"), "optimizer step")
+    assert {cause for cause, count in step.items() if count} == {"parameters", "gradients"}
+    masters = read(framework="DeepSpeed", sharding="ZeRO-2", optimizer=said).optimizer.masters
+    assert not masters
+
+
+def test_no_adapters_are_not_no_optimizer() -> None:
+    assert live(read(**OWN | {"optimizer": ""}, peft="none", seq_len="512"), "optimizer step")["optimizer states"]
+
+
 @pytest.mark.parametrize("precision", ["bf16 autocast", "bf16 mixed", "fp16 amp"])
 def test_a_loop_of_ones_own_autocasts_only_where_it_says_so(precision: str) -> None:
     bare, trainer = read(**OWN, precision="bf16"), read(**OWN | {"framework": "PyTorch"}, precision="bf16")
