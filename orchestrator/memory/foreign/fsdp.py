@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.training import Held, Live, Training, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 
@@ -18,7 +19,9 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     reduces so (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce). At stage 2 nothing is let go
     of between forward and backward. A unit with anything to train has a gradient of all of it, and under `no_sync` all
     gradients stay whole until they are reduced with those of the last micro-batch (torch/distributed/fsdp/
-    fully_sharded_data_parallel.py, on `use_orig_params` and `no_sync`). A hook that reshards a frozen unit holds its
+    fully_sharded_data_parallel.py, on `use_orig_params` and `no_sync`): FSDP1 adds them up as the backward pass returns
+    them (bf16 under a policy of bf16, on two gloo ranks of torch 2.13, 2026-11), FSDP2 in the type that it reduces in
+    (_fully_shard/_fsdp_param.py, `to_accumulated_grad_if_needed`). A hook that reshards a frozen unit holds its
     input (_runtime_utils.py, `_register_post_backward_reshard_only_hook`): where reentrant checkpointing wraps units,
     that of every layer is there at the end of the backward pass, with its gradient (over 12 layers on two gloo ranks of
     torch 2.13, 28 layer inputs were counted instead of 16, and 16 if not reentrant; 2026-11).
@@ -43,7 +46,8 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     frozen_gradients = layer.frozen_bytes if training.fsdp.frozen_gradients else 0
     all_gradients = width * held.trained + layers * frozen_gradients
     shard_gradients = device * all_gradients // training.dp
-    earlier = _earlier(training, all_gradients, shard_gradients)
+    added = 4 if training.fsdp.reduces_fp32 and training.framework is Framework.FSDP2 else compute
+    earlier = _earlier(training, added * held.trained + layers * frozen_gradients, shard_gradients)
     kept = layers * kept_bytes(training)
 
     def during(gradients: int, gathered: int, *more: tuple[str, int]) -> Causes:

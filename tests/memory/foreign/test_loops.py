@@ -106,6 +106,20 @@ def test_no_adapters_are_not_no_optimizer() -> None:
     assert live(read(**OWN | {"optimizer": ""}, peft="none", seq_len="512"), "optimizer step")["optimizer states"]
 
 
+def test_gradients_held_back_have_the_type_that_the_engine_adds_them_up_in() -> None:
+    row = {"sharding": "FULL_SHARD", "framework": "HF Trainer FSDP", "precision": "bf16", "grad_accum": "4"}
+    moment = "backward of last layer"
+    mixed = read(**row)
+    parameters = mixed.shape.parameters
+    assert mixed.autocasts
+    assert live(mixed, moment)["gradients"] == 2 * parameters
+    assert live(but(mixed, "fsdp", reduces_fp32=True), moment)["gradients"] == 2 * parameters
+    second = replace(mixed, framework=Framework.FSDP2)
+    assert live(second, moment)["gradients"] == 2 * parameters
+    assert live(but(second, "fsdp", reduces_fp32=True), moment)["gradients"] == 4 * parameters
+    assert live(but(mixed, "fsdp", unsynced=False), moment)["gradients"] == 4 * parameters // 8
+
+
 @pytest.mark.parametrize("precision", ["bf16 autocast", "bf16 mixed", "fp16 amp"])
 def test_a_loop_of_ones_own_autocasts_only_where_it_says_so(precision: str) -> None:
     bare, trainer = read(**OWN, precision="bf16"), read(**OWN | {"framework": "PyTorch"}, precision="bf16")
