@@ -329,9 +329,10 @@ def head_bytes(training: Training) -> int:
     Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
     (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the plain
     loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48 copies the
-    logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored. Listed (litgpt/utils.py,
-    chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A head in 4 bits is
-    dequantised to fp16, then cast.
+    logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored; where logits are returned
+    beside the loss, backward is given zeros for them (torch.compile of torch 2.13 on CPU, 2026-11). Listed
+    (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A
+    head in 4 bits is dequantised to fp16, then cast.
     """
     shape, t, width, loss = training.shape, training.target_tokens, training.width, training.loss
     states = t * (training.stream + 4) * shape.hidden
@@ -353,7 +354,7 @@ def head_bytes(training: Training) -> int:
         Loss.LOW: 3 * width + held,
         Loss.SHIFTED: 8,
         Loss.LISTED: 8,
-        Loss.COMPILED: 2 * width,
+        Loss.COMPILED: 2 * width + held,
         Loss.CHUNKED: width,
         Loss.IN_PLACE: width,
     }[loss]

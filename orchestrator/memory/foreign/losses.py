@@ -18,6 +18,8 @@ MASKED = re.compile(r"masked[ -]?l(?:m\b|anguage)|\bmlm\b|pretrain_bert|bert pre
 # does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
 # mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
 HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
+# Loops over a model of one's own; karpathy/nanoGPT is one.
+OWN_MODEL = re.compile(r"own loop|nano-?gpt")
 
 
 class Loss(StrEnum):
@@ -38,15 +40,17 @@ def loss_of(row: Row, shape: Architecture, framework: Framework, *, autocasts: b
     """As the trainer has it; under DeepSpeed nothing casts the logits of models whose own code does not.
 
     Nor does anything in a loop over a model of one's own: torch.nn.functional.cross_entropy works in the type of the
-    logits, fp32 under autocast alone (aten/src/ATen/autocast_mode.h, its fp32 list).
+    logits, and under autocast on an fp32 copy that is its own (aten/src/ATen/autocast_mode.h, its fp32 list).
     """
     loss = _loss_of_trainer(row.said, row.other)
     if loss is Loss.PLAIN and (shape.crossed or MASKED.search(row.said)):
         loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)
+    if loss not in (Loss.PLAIN, Loss.LABELS):
+        return loss
+    if OWN_MODEL.search(row.said) and not re.search(r"\bhf\b|transformers|peft", row.said):
+        return Loss.LABELS if autocasts else Loss.LOW
     low = CASTS_NO_LOGITS.match(row["model"].lower()) and "megatron" not in row.said
-    own = "own loop" in row.said and not re.search(r"\bhf\b|transformers|peft", row.said) and not autocasts
-    plain = loss in (Loss.PLAIN, Loss.LABELS)
-    return Loss.LOW if plain and (own or (low and framework is Framework.DEEPSPEED)) else loss
+    return Loss.LOW if low and framework is Framework.DEEPSPEED else loss
 
 
 def _loss_of_trainer(said: str, other: str) -> Loss:
@@ -59,8 +63,8 @@ def _loss_of_trainer(said: str, other: str) -> Loss:
         return Loss.LOW  # takes logits as the model returns them: src/models of ljm565/universal-llm-trainer
     if re.search("lit-?gpt", said):
         return Loss.LISTED
-    if "titan" in said and "compile" in other and re.search(r"\b202[5-9]", said):
-        return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04
+    if "compile" in other and re.search(r"titan.*\b202[5-9]|\b202[5-9].*titan|nano-?gpt", said):
+        return Loss.COMPILED  # torchtitan/components/loss.py, since 2025-04; nanoGPT's model returns its loss
     if re.search(r"fused[^;]*cross.?entropy|cross.?entropy.*fusion", other) and "linear" not in other:
         return Loss.SHIFTED
     if "torchtune default config" in said or "chunk" in other:

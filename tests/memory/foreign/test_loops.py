@@ -56,7 +56,8 @@ def test_what_fsdp_calls_zero_is_not_deepspeed(sharding: str, framework: Framewo
 
 
 @pytest.mark.parametrize(
-    ("loss", "bytes_of_a_logit", "held_bytes"), [(Loss.LABELS, 12, 14), (Loss.PLAIN, 12, 16), (Loss.LOW, 6, 8)]
+    ("loss", "bytes_of_a_logit", "held_bytes"),
+    [(Loss.LABELS, 12, 14), (Loss.PLAIN, 12, 16), (Loss.LOW, 6, 8), (Loss.COMPILED, 4, 6)],
 )
 def test_logits_that_a_loop_holds_are_beside_their_gradients(
     loss: Loss, bytes_of_a_logit: int, held_bytes: int
@@ -67,6 +68,16 @@ def test_logits_that_a_loop_holds_are_beside_their_gradients(
     beside = head_bytes(training) - bytes_of_a_logit * logits
     assert head_bytes(held) - held_bytes * logits == beside
     assert 0 < beside < logits
+
+
+@pytest.mark.parametrize("framework", ["nanoGPT train.py", "PyTorch 2.8 (own loop, after nanoGPT)"])
+def test_a_compiled_model_that_returns_its_loss_stores_no_wide_logits(framework: str) -> None:
+    row = OWN | {"framework": framework, "precision": "bf16 autocast"}
+    compiled = read(**row, compile_or_other="torch.compile")
+    assert (compiled.loss, compiled.holds_outputs) == (Loss.COMPILED, True)
+    assert read(**row).loss is Loss.LABELS
+    # the loss of a loop is not in what it compiled
+    assert read(**OWN, precision="bf16 autocast", compile_or_other="torch.compile").loss is Loss.LABELS
 
 
 def test_thunder_trains_the_models_of_litgpt_in_a_loop_of_its_own() -> None:
@@ -130,7 +141,7 @@ def test_a_loop_of_ones_own_autocasts_only_where_it_says_so(precision: str) -> N
 
 def test_logits_are_wide_only_where_something_casts_them() -> None:
     bare, casting = read(**OWN, precision="bf16"), read(**OWN, precision="bf16 autocast")
-    assert (bare.loss, casting.loss) == (Loss.LOW, Loss.PLAIN)
+    assert (bare.loss, casting.loss) == (Loss.LOW, Loss.LABELS)
     theirs = read(**OWN | {"framework": "HF transformers 4.40 (own loop)"}, precision="bf16")
     assert theirs.loss is Loss.PLAIN  # modeling_llama.py: logits.float()
 
