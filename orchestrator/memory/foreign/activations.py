@@ -58,6 +58,8 @@ def _gpt_bytes(training: Training) -> int:
         # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
         autocasts = training.autocasts and training.framework is Framework.PLAIN
         inside += 3 * (4 if autocasts else width) * shape.busy_ffn
+    if training.kernels.wide_scores and not training.autocasts:
+        inside += 2 * (4 - width) * h  # q and k
     beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
     beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
     return inside // training.tp + beside // _whole(training)
@@ -211,7 +213,7 @@ def score_bytes(training: Training) -> int:
 def _kept_score(training: Training) -> int:
     """Bytes that are kept of one score."""
     shape, width = training.shape, training.width
-    if shape.gated and training.low_precision:
+    if (shape.gated or training.kernels.wide_scores) and training.low_precision:
         return width + 4
     mask = 1 if shape.dropout else 0
     if training.autocasts:
@@ -231,7 +233,8 @@ def _working_score(training: Training) -> int:
         return 4
     if training.framework.is_megatron:
         return 2 * width
-    wide = training.autocasts or (training.shape.gated and training.low_precision)
+    casts = training.shape.gated or training.kernels.wide_scores
+    wide = training.autocasts or (casts and training.low_precision)
     return max(2 * width, 4 * (4 if wide else width) - _kept_score(training))
 
 

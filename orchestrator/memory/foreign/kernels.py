@@ -24,6 +24,7 @@ SDPA_SINCE = tuple(
         (r"bert", 41),
     )
 )
+THEIRS = re.compile(r"\bhf\b|transformers|\bpeft\b|accelerate")
 # Trainers that put flash attention into the models they are given: atorch/auto/opt_lib of
 # intelligent-machine-learning/atorch, module_replace_optimization.py.
 FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
@@ -35,6 +36,10 @@ LIGER = re.compile(r"liger|automodel")
 IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|automodel|liger(?![ _-](?:fused|flce|cross|loss|rms))")
 # hidden_act is gelu_new in their config.json; microsoft/phi-*, Salesforce/codegen-* and karpathy/minGPT likewise.
 COMPOSES_GELU = re.compile(r"(?:[\w-]+/)?(?:distil-?)?(?:gpt-?2|gpt-?neo-|gpt-?j|codegen-|phi-?[12]\b|min-?gpt)", re.I)
+# Their code multiplies queries and keys in fp32: modeling_gpt_neo.py, modeling_gptj.py and modeling_codegen.py cast
+# them, modeling_gpt_neox.py turned them by tables of fp32 until it took Llama's in 4.46.
+WIDE_SCORES = re.compile(r"(?:[\w-]+/)?(?:gpt-?neo(?P<x>x)?|gpt-?j|codegen|(?P<pythia>pythia))", re.I)
+TURNS_NARROW = 46
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class Kernels:
     in_place: bool = False  # the gradients of what an activation takes in are written over it
     fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again
     joint_projection: bool = False  # q, k and v are cut out of one product
+    wide_scores: bool = False  # queries and keys are fp32, and so is what the softmax returns, before it is cast
     composed_gelu: bool = False  # of elementary operations, each of which keeps what it multiplies
 
 
@@ -54,12 +60,14 @@ def kernels_of(row: Row, shape: Architecture, framework: Framework, *, is_old: b
     compiled = "compile" in row.other.replace("compile=false", "")
     megatron = framework.is_megatron and "nanotron" not in row.said
     fused = compiled or LIGER.search(row.said) is not None or megatron
+    flash = _is_flash(row, shape, framework, is_old=is_old)
     return Kernels(
-        flash=_is_flash(row, shape, framework, is_old=is_old),
+        flash=flash,
         fused=fused,
         in_place=IN_PLACE.search(row.said) is not None,
         fuses_adapters=FUSES_ADAPTERS.search(row.said) is not None,
         joint_projection=row.has_litgpt_model,
+        wide_scores=not flash and _widens_scores(row),
         composed_gelu=not fused and not shape.gated and _composes_gelu(row),
     )
 
@@ -88,12 +96,23 @@ def _holds_scores_in_transformers(row: Row) -> bool:
 
     Where no version is stated, torch or Lightning of 2023 is beside one from before 4.36 of that December.
     """
-    if not re.search(r"\bhf\b|transformers|\bpeft\b|accelerate", row.said):
+    if not THEIRS.search(row.said):
         return False
     since = next((minor for names, minor in SDPA_SINCE if names.match(row["model"].split("/")[-1])), 36)
     if found := re.search(r"transformers v?4\.(\d+)", row.said):
         return int(found[1]) < since
     return since > LAST_MINOR or re.search(r"(?:torch|lightning|fabric) 2\.[01]\b", row.said) is not None
+
+
+def _widens_scores(row: Row) -> bool:
+    """Whether the code of transformers ran that multiplies in fp32, as far as the row says."""
+    found = WIDE_SCORES.match(row["model"])
+    if found is None or not THEIRS.search(row.said):
+        return False
+    if not (found["x"] or found["pythia"]):
+        return True
+    said = re.search(r"transformers v?(?:4\.(\d+)|[5-9]\b)", row.said)
+    return said is None or (said[1] is not None and int(said[1]) < TURNS_NARROW)
 
 
 def _composes_gelu(row: Row) -> bool:

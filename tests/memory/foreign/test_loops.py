@@ -168,6 +168,29 @@ def test_while_attention_goes_backward_four_of_each_score_are_there_but_in_kerne
     assert beside > 0  # gradients inside of the feed-forward part are gone by then
 
 
+@pytest.mark.parametrize(
+    ("model", "version", "of_a_score"),
+    [
+        ("pythia-410m", "4.41", 6),
+        ("EleutherAI/gpt-neox-20b", "4.30", 6),
+        ("pythia-410m", "4.46", 2),
+        ("pythia-410m", "5.0", 2),
+        ("EleutherAI/gpt-neo-1.3B", "5.0", 6),
+        ("gpt-j-6b", "4.46", 6),
+        ("facebook/opt-1.3b", "4.41", 2),
+    ],
+)
+def test_scores_of_fp32_queries_are_kept_wide_and_narrow(model: str, version: str, of_a_score: int) -> None:
+    row = {"model": model, "framework": f"HF transformers {version} (own loop)", "precision": "fp16"}
+    eager, flash = (read(**row, compile_or_other=f"{name} attention") for name in ("eager", "flash"))
+    eager = replace(eager, shape=replace(eager.shape, dropout=False))
+    flash = replace(flash, shape=replace(flash.shape, dropout=False))
+    turned = 4 * eager.tokens * eager.shape.hidden if of_a_score == 6 else 0  # q and k, two bytes more each
+    scores = eager.tokens * eager.shape.heads * eager.sequence_length
+    assert saved_bytes(eager) - saved_bytes(flash) == of_a_score * scores + turned
+    assert not flash.kernels.wide_scores
+
+
 def live(training: Training, moment: str) -> dict[str, int]:
     return next(dict(causes) for name, causes, _ in _all_moments(training) if name == moment)
 
