@@ -262,7 +262,7 @@ def boundary_bytes(training: Training) -> int:
 def kept_bytes(training: Training) -> int:
     """What one layer keeps of a micro-batch under the training's checkpointing."""
     if training.checkpointing is ActivationCheckpointing.FULL:
-        return 0 if training.offload_activations else boundary_bytes(training)
+        return 0 if training.offload_activations else boundary_bytes(training) // training.layers_made_again
     if training.checkpointing is ActivationCheckpointing.SELECTIVE:
         # products and attention are kept (memory/profiles.py); Megatron's recomputes the scores alone
         products = saved_bytes(training) - score_bytes(training)
@@ -287,7 +287,8 @@ def _alternate_bytes(training: Training) -> int:
 
 def working_bytes(training: Training) -> int:
     """What the backward pass of one layer has above what all layers keep."""
-    again = saved_bytes(training) if training.checkpointing is ActivationCheckpointing.FULL else 0
+    full = training.checkpointing is ActivationCheckpointing.FULL
+    again = training.layers_made_again * saved_bytes(training) if full else 0
     if training.checkpointing is ActivationCheckpointing.SELECTIVE:
         again = saved_bytes(training) - kept_bytes(training)
     dequantised = 0

@@ -98,6 +98,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
         target_length=_target_length_of(row, shape),
         lengths_vary=re.match(r"max|up to|<|≤", row["seq_len"].lower()) is not None and "pack" not in row.other,
         checkpointing=_checkpointing_of(row, framework),
+        layers_made_again=_layers_made_again(row),
         alternate_products="titan" in row.said,
         kernels=kernels_of(row, shape, framework, is_old=platform.is_old),
     )
@@ -271,6 +272,12 @@ def _spread_of(row: Row, training: Training, tp: int, pp: int) -> tuple[int, int
 
 
 # ----------------------------------------------------------------------------------------------------------- how
+
+
+def _layers_made_again(row: Row) -> int:
+    """As "every 2 layers" or "uniform 4 layers", which is recompute_num_layers of Megatron-LM (arguments.py)."""
+    found = re.search(r"(?:every|uniform|groups? of)\D{0,3}(\d+) layers?\b", row["act_ckpt"].lower())
+    return max(1, int(found[1])) if found else 1
 
 
 def _checkpointing_of(row: Row, framework: Framework) -> ActivationCheckpointing:

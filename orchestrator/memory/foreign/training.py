@@ -36,6 +36,7 @@ class Training:
     low_precision: bool = True  # bf16 or fp16 products
     autocasts: bool = False  # with weights that stay fp32
     checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    layers_made_again: int = 1  # of full checkpointing, at a time: only what goes into the first of them is kept
     alternate_products: bool = False  # selective checkpointing keeps every second matrix product, not every one
     offload_optimizer: bool = False
     offload_parameters: bool = False

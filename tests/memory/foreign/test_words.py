@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.foreign.activations import head_bytes, saved_bytes, score_bytes
+from orchestrator.memory.foreign.activations import (
+    head_bytes,
+    kept_bytes,
+    saved_bytes,
+    score_bytes,
+    working_bytes,
+)
 from orchestrator.memory.foreign.architectures import described
 from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
@@ -296,6 +302,24 @@ def test_a_row_that_leaves_checkpointing_open_has_it_as_its_trainer_would() -> N
     assert read(ROW, framework="ms-swift").checkpointing is ActivationCheckpointing.FULL
     assert read(ROW, framework="PyTorch").checkpointing is ActivationCheckpointing.NONE
     assert read(ROW, framework="ms-swift", act_ckpt="False").checkpointing is ActivationCheckpointing.NONE
+
+
+@pytest.mark.parametrize(
+    ("said", "layers"),
+    [
+        ("every 2 layers", 2),
+        ("full, uniform 4 layers", 4),
+        ("uniform (3 layers)", 3),
+        ("full (1 layer)", 1),
+        ("full, every layer", 1),
+        ("True", 1),
+    ],
+)
+def test_layers_that_are_made_again_together_keep_one_input_and_are_live_together(said: str, layers: int) -> None:
+    alone, together = read(ROW, act_ckpt="True"), read(ROW, act_ckpt=said)
+    assert together.layers_made_again == layers
+    assert kept_bytes(together) == kept_bytes(alone) // layers
+    assert working_bytes(together) - working_bytes(alone) == (layers - 1) * saved_bytes(alone)
 
 
 @pytest.mark.parametrize(
