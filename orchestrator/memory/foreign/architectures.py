@@ -25,6 +25,7 @@ class Architecture:
     vocab: int
     gated: bool  # three matrices in the feed-forward part (SwiGLU) and RMSNorm; else two, biases and LayerNorm
     tied: bool  # head and embedding share one matrix
+    table_width: int = 0  # of the embedding, where it is projected to the hidden states; 0: as wide as they are
     positions: int = 0  # rows of a learned position table; 0: rotary, alibi
     causal: bool = True  # a decoder with a language-model head; else an encoder with a small head
     dropout: bool = False
@@ -85,7 +86,7 @@ class Architecture:
     @property
     def table(self) -> int:
         """Elements of the embedding, and of the head where it has a matrix of its own."""
-        return self.vocab * self.hidden
+        return self.vocab * (self.table_width or self.hidden)
 
     @property
     def ends(self) -> int:

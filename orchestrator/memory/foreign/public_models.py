@@ -212,6 +212,7 @@ KNOWN: dict[str, Architecture] = {
     "dolly-v2-3b": gpt(32, 2560, 32, 50280, tied=False),  # databricks/dolly-v2-*
     "dolly-v2-7b": gpt(32, 4096, 32, 50280, tied=False),
     "dolly-v2-12b": gpt(36, 5120, 40, 50280, tied=False),
+    "biogpt": gpt(24, 1024, 16, 42384, positions=1026, dropout=True),  # microsoft/biogpt
     "opt-175b": gpt(96, 12288, 96, 50272, positions=2050, dropout=True),  # arXiv:2205.01068, table 1
     "gpt-3-125m": gpt(12, 768, 12, 51200, positions=2048, dropout=True),  # arXiv:2005.14165, table 2.1
     "gpt-3-350m": gpt(24, 1024, 16, 51200, positions=2048, dropout=True),
@@ -238,6 +239,8 @@ KNOWN: dict[str, Architecture] = {
     "pythia-6.9b": gpt(32, 4096, 32, 50432, tied=False),  # EleutherAI/pythia-6.9b
     "pythia-12b": gpt(36, 5120, 40, 50688, tied=False),  # EleutherAI/pythia-12b
     "opt-125m": gpt(12, 768, 12, 50272, positions=2050, dropout=True),  # facebook/opt-125m
+    # facebook/opt-350m: word_embed_proj_dim; its two projections (0.3 % of it) are not counted
+    "opt-350m": gpt(24, 1024, 16, 50272, table_width=512, positions=2050, dropout=True),
     "opt-1.3b": gpt(24, 2048, 32, 50272, positions=2050, dropout=True),  # facebook/opt-1.3b
     "opt-2.7b": gpt(32, 2560, 32, 50272, positions=2050, dropout=True),  # facebook/opt-2.7b
     "opt-6.7b": gpt(32, 4096, 32, 50272, positions=2050, dropout=True),  # facebook/opt-6.7b

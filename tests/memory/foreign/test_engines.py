@@ -76,6 +76,8 @@ def by_cause(training: Training) -> Mapping[str, int]:
         ("smollm2-1.7b", 1_711_376_384),
         ("olmo-2-1b", 1_484_916_736),
         ("stablelm-3b-4e1t", 2_795_443_200),
+        ("biogpt", 346_763_264),
+        ("opt-350m", 331_196_416 - 2 * 512 * 1024),  # but for what projects its narrow embedding
     ],
 )
 def test_a_public_shape_has_the_parameters_that_its_publisher_counts(name: str, parameters: int) -> None:
