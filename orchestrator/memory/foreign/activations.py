@@ -58,7 +58,7 @@ def _gpt_bytes(training: Training) -> int:
         # computes the power and what follows in fp32 (aten/src/ATen/autocast_mode.h)
         autocasts = training.autocasts and training.framework is Framework.PLAIN
         inside += 3 * (4 if autocasts else width) * shape.busy_ffn
-    if training.kernels.wide_scores and not training.autocasts:
+    if training.kernels.wide_queries and training.low_precision and not training.autocasts:
         inside += 2 * (4 - width) * h  # q and k
     beside = 2 * width * h + 2 * training.stream * h  # inputs of both blocks; of both norms
     beside += 2 * h if shape.dropout else 0  # one byte per element of a mask
@@ -213,7 +213,9 @@ def score_bytes(training: Training) -> int:
 def _kept_score(training: Training) -> int:
     """Bytes that are kept of one score."""
     shape, width = training.shape, training.width
-    if (shape.gated or training.kernels.wide_scores) and training.low_precision:
+    if training.kernels.own_score_bytes and training.low_precision and not training.autocasts:
+        return training.kernels.own_score_bytes
+    if shape.gated and training.low_precision:
         return width + 4
     mask = 1 if shape.dropout else 0
     if training.autocasts:
@@ -233,7 +235,7 @@ def _working_score(training: Training) -> int:
         return 4
     if training.framework.is_megatron:
         return 2 * width
-    casts = training.shape.gated or training.kernels.wide_scores
+    casts = training.shape.gated or training.kernels.own_score_bytes >= width + 4
     wide = training.autocasts or (casts and training.low_precision)
     return max(2 * width, 4 * (4 if wide else width) - _kept_score(training))
 
@@ -335,8 +337,8 @@ def head_bytes(training: Training) -> int:
     loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48 copies the
     logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored; where logits are returned
     beside the loss, backward is given zeros for them (torch.compile of torch 2.13 on CPU, 2026-11). Listed
-    (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all. A
-    head in 4 bits is dequantised to fp16, then cast.
+    (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all.
+    Summed: logits and their gradient. A head in 4 bits is dequantised to fp16, then cast.
     """
     shape, t, width, loss = training.shape, training.target_tokens, training.width, training.loss
     states = t * (training.stream + 4) * shape.hidden
@@ -356,6 +358,7 @@ def head_bytes(training: Training) -> int:
         Loss.PLAIN: 12 + held,
         Loss.LABELS: 12 + held,
         Loss.LOW: 3 * width + held,
+        Loss.SUMMED: 2 * width,
         Loss.SHIFTED: 8,
         Loss.LISTED: 8,
         Loss.COMPILED: 2 * width + held,

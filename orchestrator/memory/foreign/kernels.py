@@ -38,8 +38,11 @@ IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|automodel|liger(?![ _-](?:fuse
 COMPOSES_GELU = re.compile(r"(?:[\w-]+/)?(?:distil-?)?(?:gpt-?2|gpt-?neo-|gpt-?j|codegen-|phi-?[12]\b|min-?gpt)", re.I)
 # Their code multiplies queries and keys in fp32: modeling_gpt_neo.py, modeling_gptj.py and modeling_codegen.py cast
 # them, modeling_gpt_neox.py turned them by tables of fp32 until it took Llama's in 4.46.
-WIDE_SCORES = re.compile(r"(?:[\w-]+/)?(?:gpt-?neo(?P<x>x)?|gpt-?j|codegen|(?P<pythia>pythia))", re.I)
+WIDE_QUERIES = re.compile(r"(?:[\w-]+/)?(?:gpt-?neo(?P<x>x)?|gpt-?j|codegen|(?P<pythia>pythia))", re.I)
 TURNS_NARROW = 46
+# modeling_opt.py and modeling_xglm.py take the greater of a score and the least number, which keeps the score, cast
+# fp16 up for the softmax, and drop nothing out of it.
+CLAMPS_SCORES = re.compile(r"(?:[\w-]+/)?(?:opt-?\d|xglm)", re.I)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ class Kernels:
     in_place: bool = False  # the gradients of what an activation takes in are written over it
     fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again
     joint_projection: bool = False  # q, k and v are cut out of one product
-    wide_scores: bool = False  # queries and keys are fp32, and so is what the softmax returns, before it is cast
+    wide_queries: bool = False  # queries and keys are fp32 before their product
+    own_score_bytes: int = 0  # kept of a score in low precision by a model's own code; 0: as others keep it
     composed_gelu: bool = False  # of elementary operations, each of which keeps what it multiplies
 
 
@@ -67,7 +71,8 @@ def kernels_of(row: Row, shape: Architecture, framework: Framework, *, is_old: b
         in_place=IN_PLACE.search(row.said) is not None,
         fuses_adapters=FUSES_ADAPTERS.search(row.said) is not None,
         joint_projection=row.has_litgpt_model,
-        wide_scores=not flash and _widens_scores(row),
+        wide_queries=not flash and _widens_queries(row),
+        own_score_bytes=0 if flash else _own_score_bytes(row),
         composed_gelu=not fused and not shape.gated and _composes_gelu(row),
     )
 
@@ -104,9 +109,18 @@ def _holds_scores_in_transformers(row: Row) -> bool:
     return since > LAST_MINOR or re.search(r"(?:torch|lightning|fabric) 2\.[01]\b", row.said) is not None
 
 
-def _widens_scores(row: Row) -> bool:
+def _own_score_bytes(row: Row) -> int:
+    """Of the code of transformers: what the softmax returns in fp32, and as it is cast; of those that clamp, the score
+    before it."""
+    if _widens_queries(row):
+        return 4 + 2
+    clamps = CLAMPS_SCORES.match(row["model"]) and THEIRS.search(row.said)
+    return 0 if not clamps else 2 + 4 + 2 if "fp16" in row["precision"].lower() else 2 + 2
+
+
+def _widens_queries(row: Row) -> bool:
     """Whether the code of transformers ran that multiplies in fp32, as far as the row says."""
-    found = WIDE_SCORES.match(row["model"])
+    found = WIDE_QUERIES.match(row["model"])
     if found is None or not THEIRS.search(row.said):
         return False
     if not (found["x"] or found["pythia"]):

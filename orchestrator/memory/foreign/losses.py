@@ -18,6 +18,8 @@ MASKED = re.compile(r"masked[ -]?l(?:m\b|anguage)|\bmlm\b|pretrain_bert|bert pre
 # does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
 # mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
 HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
+# What a benchmark of attention alone goes backward from: the tables in pull requests 28802 to 33298 of transformers.
+SUMS_LOGITS = re.compile(r"sum of (?:the )?logits|logits\.sum")
 # Loops over a model of one's own; karpathy/nanoGPT is one.
 OWN_MODEL = re.compile(r"own loop|nano-?gpt")
 
@@ -34,6 +36,7 @@ class Loss(StrEnum):
     FUSED = "fused"  # logits of a chunk
     LABELS = "labels"  # the plain one, but that labels are shifted instead of logits
     LOW = "low precision"  # as the plain one, but none of them wide
+    SUMMED = "summed"  # logits as they come, whose gradient is one number that a product copies
 
 
 def loss_of(row: Row, shape: Architecture, framework: Framework, *, autocasts: bool) -> Loss:
@@ -42,6 +45,8 @@ def loss_of(row: Row, shape: Architecture, framework: Framework, *, autocasts: b
     Nor does anything in a loop over a model of one's own: torch.nn.functional.cross_entropy works in the type of the
     logits, and under autocast on an fp32 copy that is its own (aten/src/ATen/autocast_mode.h, its fp32 list).
     """
+    if SUMS_LOGITS.search(row.other):
+        return Loss.SUMMED
     loss = _loss_of_trainer(row.said, row.other)
     if loss is Loss.PLAIN and (shape.crossed or MASKED.search(row.said)):
         loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)

@@ -57,7 +57,7 @@ def test_what_fsdp_calls_zero_is_not_deepspeed(sharding: str, framework: Framewo
 
 @pytest.mark.parametrize(
     ("loss", "bytes_of_a_logit", "held_bytes"),
-    [(Loss.LABELS, 12, 14), (Loss.PLAIN, 12, 16), (Loss.LOW, 6, 8), (Loss.COMPILED, 4, 6)],
+    [(Loss.LABELS, 12, 14), (Loss.PLAIN, 12, 16), (Loss.LOW, 6, 8), (Loss.COMPILED, 4, 6), (Loss.SUMMED, 4, 4)],
 )
 def test_logits_that_a_loop_holds_are_beside_their_gradients(
     loss: Loss, bytes_of_a_logit: int, held_bytes: int
@@ -142,6 +142,8 @@ def test_a_loop_of_ones_own_autocasts_only_where_it_says_so(precision: str) -> N
 def test_logits_are_wide_only_where_something_casts_them() -> None:
     bare, casting = read(**OWN, precision="bf16"), read(**OWN, precision="bf16 autocast")
     assert (bare.loss, casting.loss) == (Loss.LOW, Loss.LABELS)
+    summed = read(**OWN | {"framework": "HF transformers"}, compile_or_other="loss is the sum of the logits")
+    assert summed.loss is Loss.SUMMED
     theirs = read(**OWN | {"framework": "HF transformers 4.40 (own loop)"}, precision="bf16")
     assert theirs.loss is Loss.PLAIN  # modeling_llama.py: logits.float()
 
@@ -177,18 +179,23 @@ def test_while_attention_goes_backward_four_of_each_score_are_there_but_in_kerne
         ("pythia-410m", "5.0", 2),
         ("EleutherAI/gpt-neo-1.3B", "5.0", 6),
         ("gpt-j-6b", "4.46", 6),
-        ("facebook/opt-1.3b", "4.41", 2),
+        ("bert-base-uncased", "4.40", 5),
+        ("facebook/opt-1.3b", "4.41", 8),
     ],
 )
-def test_scores_of_fp32_queries_are_kept_wide_and_narrow(model: str, version: str, of_a_score: int) -> None:
+def test_a_score_is_kept_as_the_code_of_its_model_has_it(model: str, version: str, of_a_score: int) -> None:
     row = {"model": model, "framework": f"HF transformers {version} (own loop)", "precision": "fp16"}
     eager, flash = (read(**row, compile_or_other=f"{name} attention") for name in ("eager", "flash"))
-    eager = replace(eager, shape=replace(eager.shape, dropout=False))
-    flash = replace(flash, shape=replace(flash.shape, dropout=False))
     turned = 4 * eager.tokens * eager.shape.hidden if of_a_score == 6 else 0  # q and k, two bytes more each
     scores = eager.tokens * eager.shape.heads * eager.sequence_length
     assert saved_bytes(eager) - saved_bytes(flash) == of_a_score * scores + turned
-    assert not flash.kernels.wide_scores
+    assert not flash.kernels.own_score_bytes
+
+
+def test_opts_softmax_is_wide_in_fp16_alone() -> None:
+    row = {"model": "facebook/opt-1.3b", "framework": "HF transformers 4.41 (own loop)"}
+    assert [read(**row, precision=said).kernels.own_score_bytes for said in ("fp16", "bf16")] == [8, 4]
+    assert not read(**row | {"framework": "Megatron-LM"}, precision="fp16").kernels.own_score_bytes
 
 
 def live(training: Training, moment: str) -> dict[str, int]:
