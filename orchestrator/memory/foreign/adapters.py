@@ -60,7 +60,7 @@ def adapters_of(row: Row, framework: Framework) -> Adapters:
     said = " ".join((peft, row["model"], row["compile_or_other"])).lower()
     way = peft or said if "lora" in said else peft
     is_lora = LORA.search(way) is not None
-    if not is_lora and (not way or LEARNS_ALL.search(way) or re.search(r"adamw?|opt[- ]in[- ]bwd", way, re.I)):
+    if not is_lora and (not way or LEARNS_ALL.search(way) or re.search(r"adamw?|galore|opt[- ]in[- ]bwd", way, re.I)):
         return Adapters()
     if not is_lora and not SMALL.search(way):
         raise row.refused(f"the way of tuning {peft!r} is not known")

@@ -11,8 +11,11 @@ from orchestrator.memory.foreign.row import Row
 from orchestrator.memory.updates import ADAM_8BIT_BYTES
 
 OWN_STATES = re.compile(
-    r"adamw?[ _-]?4-?bit|4-?bit[ _-]adam|galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I
+    r"adamw?[ _-]?4-?bit|4-?bit[ _-]adam|q-?galore|apollo|\blisa\b|badam|shampoo|\bsoap\b|\bhift\b|mezo|fira\b", re.I
 )
+# Its rank is 128 where nobody chose one: torchrun_main.py of jiaweizzhao/GaLore and src/transformers/trainer.py; 16 in
+# llamafactory/hparams/finetuning_args.py.
+GALORE = re.compile(r"galore")
 # Measurements of the forward and backward pass alone.
 NO_STEP = re.compile(r"none\b|no (?:optimi[sz]er|step)\b")
 
@@ -38,6 +41,7 @@ class Optimizer:
     foreach: bool = False  # torch.optim's default on CUDA: one temporary of everything that is trained
     step_in_backward: bool = False  # gradients are used up as they come
     paged: bool = False  # states may live on the host
+    projected_rank: int = 0  # of gradients whose states have this rank (GaLore); 0: states are as large as gradients
 
     @property
     def state_bytes(self) -> float:
@@ -56,9 +60,12 @@ class Optimizer:
 def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool, is_old: bool) -> Optimizer:
     """The optimizer that a row names; `narrow`: what is trained has low precision. SpecError for states of a part."""
     said = " ".join((row["optimizer"] or row["peft"], row.other)).lower()
+    projects = GALORE.search(f"{said} {row['peft']}".lower()) is not None
     rule = Rule.NONE if NO_STEP.match(row["optimizer"].lower()) else rule_of(said)
     if rule is None:
         raise row.refused(f"no model of the optimizer's states ({row['optimizer'] or row['peft']})")
+    if projects and framework not in (Framework.PLAIN, Framework.DEVICE_MAP):
+        raise row.refused("GaLore projects whole gradients, which this engine cuts")
     return Optimizer(
         rule=rule,
         masters=masters and rule is not Rule.NONE,
@@ -68,12 +75,15 @@ def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool,
         foreach=_has_torch_step(row, framework)
         # torch/optim/sgd.py, _multi_tensor_sgd, works in place where nothing decays
         and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR, Rule.SGD, Rule.NONE)
+        and not projects  # galore_torch/adamw.py goes from parameter to parameter
         and not is_old  # torch/optim/adamw.py, since 1.13
         and not re.search(r"fused adam|fused optim", said)
         and "fused" not in row["optimizer"].lower()
         and "torchtune" not in row.said,  # whose configurations say fused=True
-        step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", said) is not None,
+        step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", said) is not None
+        or (projects and re.search("(?:per|by)[- _]?layer|layer-?wise", said) is not None),
         paged="paged" in said,
+        projected_rank=_projected_rank(row, f"{said} {row['peft']}".lower()) if projects else 0,
     )
 
 
@@ -81,7 +91,7 @@ def rule_of(said: str) -> Rule | None:
     """Which states an optimizer keeps, by the words of a row in lower case; None where they follow another rule.
 
     Lion (arXiv:2302.06675), Muon (KellerJordan/Muon) and Adagrad have one state, as SGD with momentum has; LOMO
-    (OpenLMLab/LOMO) none. GaLore, BAdam, LISA and others keep states of a part that their rows seldom state.
+    (OpenLMLab/LOMO) none. BAdam, LISA and others keep states of a part that their rows seldom state.
     """
     if OWN_STATES.search(said):
         return None
@@ -94,6 +104,14 @@ def rule_of(said: str) -> Rule | None:
     if re.search(r"\bsgd|\blomo", said):
         return Rule.MOMENTUM if "momentum" in said else Rule.SGD
     return Rule.ADAM
+
+
+def _projected_rank(row: Row, said: str) -> int:
+    if rank := re.search(r"\br(?:ank)?[=: ]{0,2}(\d+)\b", said):
+        return int(rank[1])
+    usual = 16 if "llama-factory" in row.said else 128
+    row.infer(f"GaLore's rank not stated: {usual} taken, as the framework's default")
+    return usual
 
 
 def _has_torch_step(row: Row, framework: Framework) -> bool:

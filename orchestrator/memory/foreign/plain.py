@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, head_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.frameworks import Framework
-from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held, trained_width
+from orchestrator.memory.foreign.training import Live, Training, copies, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 
 SHARDED_DDP_BUCKET_ELEMENTS = 2**23  # for every rank: fairscale/nn/data_parallel/sharded_ddp.py, reduce_buffer_size
@@ -27,7 +27,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
     states = (
         0
         if training.optimizer.paged
-        else round((4 * training.optimizer.masters + training.optimizer.state_bytes) * trained / shards)
+        else round((4 * training.optimizer.masters * trained + _state_bytes(training, layers, trained)) / shards)
     )
     # of DistributedDataParallel (Li et al. 2020)
     buckets = width * trained if training.dp > 1 and not training.fsdp.replicates else 0
@@ -46,6 +46,7 @@ def plain_moments(training: Training) -> Iterator[Live]:
     accumulated = everything if training.gradient_accumulation_steps > 1 or training.platform.keeps_gradients else 0
     if training.optimizer.step_in_backward:
         accumulated = 0
+    projecting = _projecting_bytes(training)
     yield ("backward of head", (*fixed, ("gradients", accumulated), (KEPT, kept), (WORKING, head_bytes(training))))
     yield (
         "backward of last layer",
@@ -53,15 +54,46 @@ def plain_moments(training: Training) -> Iterator[Live]:
             *fixed,
             ("gradients", max(accumulated, width * min(trained, ends.trained + layer.trained))),
             (KEPT, kept),
-            (WORKING, working_bytes(training)),
+            (WORKING, working_bytes(training) + (projecting if training.optimizer.step_in_backward else 0)),
         ),
     )
     yield (
         "backward of first layer",
         (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
     )
-    temporaries = everything // shards if training.optimizer.foreach and not training.optimizer.step_in_backward else 0
+    foreach = training.optimizer.foreach and not training.optimizer.step_in_backward
+    temporaries = everything // shards if foreach else projecting
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
+
+
+def _state_bytes(training: Training, layers: int, trained: int) -> float:
+    """Of the states of so many layers and what stands outside of them.
+
+    Of a matrix of n x m, n >= m, GaLore (Zhao et al. 2024, arXiv:2403.03507) steps n x r and keeps what projects onto
+    r directions, in the type of the gradients: galore_torch/galore_projector.py, where fp32 rows of it are a view of
+    all m x m. What no layer has, and vectors, it steps as they are.
+    """
+    optimizer = training.optimizer
+    if not optimizer.projected_rank:
+        return optimizer.state_bytes * trained
+    width = trained_width(training)
+    projected, stepped, projectors = 0, 0, 0
+    for name, size in training.shape.projections.items():
+        less, more = sorted(size)
+        rank, count = min(optimizer.projected_rank, less), layers * copies(training, name)[0]
+        projected += count * less * more
+        stepped += count * rank * more
+        projectors += count * less * (rank if width == 2 else less)
+    return optimizer.state_bytes * (trained - projected + stepped) + width * projectors
+
+
+def _projecting_bytes(training: Training) -> int:
+    """What GaLore needs to choose directions anew: of the largest gradient its fp32 copies, of which one is the
+    decomposition's own (aten/src/ATen/native/cuda/linalg/BatchLinearAlgebraLib.cpp, svd_cusolver), and both bases.
+    """
+    if not training.optimizer.projected_rank:
+        return 0
+    return max(4 * less * (3 * more + less) for less, more in map(sorted, training.shape.projections.values()))
 
 
 def walked_moments(training: Training) -> Iterator[Live]:

@@ -13,8 +13,10 @@ from orchestrator.memory.foreign.training import Training
 from orchestrator.specs.plan import ActivationCheckpointing
 
 # Trainers that load weights in low precision; transformers 5 in the type they were saved in (MIGRATION_GUIDE_V5.md, on
-# dtype).
-PURE = re.compile(r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|automodel|fairseq|transformers v?5\b")
+# dtype), torchrun_main.py of jiaweizzhao/GaLore and run_pretrain.py of VITA-Group/Q-GaLore in that of --dtype.
+PURE = re.compile(
+    r"torchtune|swift|fsdp_qlora|llama-factory|unsloth|automodel|fairseq|torchrun_main|run_pretrain|transformers v?5\b"
+)
 
 
 def with_states(row: Row, training: Training) -> Training:

@@ -74,7 +74,7 @@ def test_dora_keeps_what_its_projections_return() -> None:
     ("columns", "reason"),
     [
         ({"peft": "frobnication"}, "way of tuning"),
-        ({"optimizer": "GaLore AdamW"}, "optimizer's states"),
+        ({"optimizer": "BAdam"}, "optimizer's states"),
         ({"model": "XLNet", "arch": "L24 h4096 a64 ffn10240 V50257"}, "kind of transformer"),
         ({"model": "Frobnicator-30B-A3B", "arch": "L12 h512 a8 ffn4x V50257"}, "mixture of experts"),
         ({"model": "Mask2Former R50"}, "image model"),
