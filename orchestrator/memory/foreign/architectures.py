@@ -34,6 +34,8 @@ class Architecture:
     experts: int = 0  # feed-forward parts beside each other in every layer, of width `ffn` each
     chosen: int = 0  # of the experts, those that a token goes through
     shared_ffn: int = 0  # width of the expert that all tokens go through
+    frozen_beside: int = 0  # elements of what reads images for a decoder
+    trained_beside: int = 0  # elements of what joins both
     crossed: int = 0  # of the layers, those that attend to another sequence as well: decoders behind an encoder
 
     @property

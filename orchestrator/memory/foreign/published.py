@@ -21,6 +21,7 @@ from orchestrator.memory.foreign.mixtures import CHOSEN, LATENT, known_mixture
 from orchestrator.memory.foreign.platforms import platform_of
 from orchestrator.memory.foreign.public_models import known
 from orchestrator.memory.foreign.row import Row
+from orchestrator.memory.foreign.seeing import Seeing, seeing
 from orchestrator.memory.foreign.states import with_offload, with_states
 from orchestrator.memory.foreign.training import Training
 from orchestrator.memory.foreign.vision import vision_transformer
@@ -72,7 +73,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
         raise row.refused("training on preferences or rewards: models and samples beside each other are not counted")
     if "unpacked" in row.other:
         raise row.refused("samples are not packed and their lengths are not stated")
-    if NOT_DECODERS.search(row["model"]):
+    sight = seeing(row)
+    if sight is None and NOT_DECODERS.search(row["model"]):
         raise row.refused("no closed form for this kind of transformer")
     framework = framework_of(row)
     shape: Architecture
@@ -85,7 +87,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
     elif EXPERTS.search(row["model"]) or re.search(r"\bexperts\d", row["arch"]):
         shape = _mixture_of(row, framework)
     else:
-        shape = _shape_of(row, framework)
+        shape = _shape_of(row, framework, sight)
     if not shape.causal and vision is None and MASKED.search(row.said):
         shape = replace(shape, causal=True)  # a head over the vocabulary, which shares the embedding's matrix
     platform = platform_of(row, framework)
@@ -103,6 +105,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
         kernels=kernels_of(row, shape, framework, is_old=platform.is_old),
     )
     training = replace(_with_layout(row, training), adapters=adapters_of(row, framework))
+    if sight is not None:
+        training = replace(training, shape=sight.beside(training.shape, training.adapters))
     training = with_offload(row, with_states(row, training))
     if (training.megatron.stage or 0) >= training.pp:
         raise row.refused(f"there is no stage {training.megatron.stage} of a pipeline of {training.pp}: the first is 0")
@@ -114,8 +118,8 @@ def described_row(columns: Mapping[str, str]) -> Described:
 # ---------------------------------------------------------------------------------------------------------- what
 
 
-def _shape_of(row: Row, framework: Framework) -> Architecture:
-    by_name = known(row["model"]) or known_crossed(row["model"])
+def _shape_of(row: Row, framework: Framework, sight: Seeing | None = None) -> Architecture:
+    by_name = known(sight.decoder if sight else row["model"]) or known_crossed(row["model"])
     if by_name is not None and "fairseq" in row.said and re.match("gpt-?3", row["model"].lower()):
         by_name = replace(by_name, dropout=False)  # fairseq/models/transformer_lm.py, base_gpt3_architecture
     found = described(row["arch"]) if row["arch"] else None

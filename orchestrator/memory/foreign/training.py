@@ -143,15 +143,18 @@ def ends_held(training: Training, *, first: bool = True, last: bool = True) -> H
         elements += (1 if shape.gated else 2) * shape.hidden
         if shape.causal and not (first and shape.tied):
             elements += shape.table // training.tp
+    beside = Held(
+        trained=shape.trained_beside if first else 0, frozen_bytes=training.width * shape.frozen_beside if first else 0
+    )
     if not training.adapters.rank:
-        return Held(trained=elements, frozen_bytes=0)
+        return Held(trained=elements, frozen_bytes=0) + beside
     frozen_bytes = (4 if training.adapters.ends_fp32 else training.weight_bytes) * elements
     if training.adapters.quantises_head and training.adapters.base_bytes is not None and last and shape.causal:
         frozen_bytes -= round((training.weight_bytes - training.adapters.base_bytes) * shape.table)
     if not training.adapters.trains_ends:
-        return Held(trained=0, frozen_bytes=frozen_bytes)
+        return Held(trained=0, frozen_bytes=frozen_bytes) + beside
     copies = training.weight_bytes * elements  # have the type of the weights, adapters perhaps a wider one
-    return Held(trained=copies // trained_width(training), frozen_bytes=frozen_bytes)
+    return Held(trained=copies // trained_width(training), frozen_bytes=frozen_bytes) + beside
 
 
 def trained_width(training: Training) -> int:
