@@ -138,8 +138,8 @@ def _adapted_bytes(training: Training) -> int:
     """Per token: what a layer keeps more, or less, than if all of it were trained (memory/hf_profiles.py, `_adapted`).
 
     A frozen norm does not keep what its weight multiplies, nor a frozen projection its input. Adapters of one input
-    share it, but fp32 ones cast it, each for itself, and dropout makes a copy with a mask of one byte. Attention keeps
-    its own result.
+    share it, but fp32 ones cast what is not fp32, each for itself, and dropout makes a copy with a mask of one byte.
+    Attention keeps its own result.
     """
     shape, width = training.shape, training.width
     adapted = adapted_projections(training)
@@ -151,7 +151,8 @@ def _adapted_bytes(training: Training) -> int:
         shape.experts and not training.adapters.keeps_quantised_inputs
     ):  # the router's, and what the shared expert takes in
         kept -= width * (shape.hidden + shape.shared_ffn)
-    alone = (training.adapters.fp32 or training.adapters.dropout) and not training.kernels.fuses_adapters
+    casts = training.adapters.fp32 and training.low_precision
+    alone = (casts or training.adapters.dropout) and not training.kernels.fuses_adapters
     for names in (("q", "k", "v"), ("up", "gate"), ("down",)):
         inputs = shape.projections[names[0]][0] * times[names[0]]
         shared = not alone and any(name in adapted for name in names)

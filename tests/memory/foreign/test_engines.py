@@ -397,6 +397,13 @@ def test_a_quantised_base_weighs_half_a_byte_per_element_and_its_ends_four() -> 
     assert by_cause(training)["parameters"] == matrices // 2 + 4 * (rest - norms) + 2 * norms + 4 * adapters
 
 
+def test_fp32_adapters_copy_only_what_is_not_fp32() -> None:
+    for low in (True, False):
+        narrow = but(replace(PLAIN, low_precision=low), "adapters", rank=8, fp32=False)
+        wide = but(narrow, "adapters", fp32=True)
+        assert (saved_bytes(wide) > saved_bytes(narrow)) is low
+
+
 @pytest.mark.parametrize("loss", [Loss.CHUNKED, Loss.IN_PLACE, Loss.FUSED, Loss.COMPILED])
 def test_every_other_loss_holds_less_than_the_plain_one(loss: Loss) -> None:
     assert head_bytes(replace(PLAIN, loss=loss)) < head_bytes(PLAIN) / 2
