@@ -22,7 +22,7 @@ WORKING = "activations at work"  # logits and their gradients, or those inside o
 
 def saved_bytes(training: Training) -> int:
     """What one layer keeps of a micro-batch from forward to backward, on one tensor-parallel rank."""
-    if _is_t5(training):
+    if is_t5(training):
         return _t5_bytes(training)
     shape, cut = training.shape, training.tp
     per_token = _gated_bytes(training) if shape.gated else _gpt_bytes(training)
@@ -35,6 +35,9 @@ def saved_bytes(training: Training) -> int:
         per_token += (training.width + copy) * (shape.query + shape.key_value) // cut
     if training.kernels.joint_projection:
         per_token += _joint_bytes(training)
+    elif not training.kernels.flash and not training.framework.is_megatron:
+        # keys and values of groups, copied for every head (transformers' repeat_kv)
+        per_token += 2 * training.width * (shape.query - shape.key_value) // cut
     if training.adapters.rank:
         per_token += _adapted_bytes(training)
     if training.megatron.fp8:
@@ -117,7 +120,7 @@ def _crossing_bytes(training: Training) -> int:
     return kept * shape.hidden * shape.crossed // shape.layers
 
 
-def _is_t5(training: Training) -> bool:
+def is_t5(training: Training) -> bool:
     """Whether layers are transformers' T5, whose scores are whole; Megatron's has learned positions instead."""
     return training.shape.crossed > 0 and training.shape.flash is False
 
@@ -200,7 +203,7 @@ def score_bytes(training: Training) -> int:
     transformers computes the softmax in fp32 and casts it back (modeling_llama.py, eager_attention_forward), so does
     autocast (aten/src/ATen/autocast_mode.h, its fp32 list).
     """
-    if training.kernels.flash or _is_t5(training):
+    if training.kernels.flash or is_t5(training):
         return 0
     shape = training.shape
     source, target = training.sequence_length, training.target_length or training.sequence_length
@@ -232,7 +235,7 @@ def _working_score(training: Training) -> int:
     scaled_masked_softmax_cuda.cu).
     """
     width = training.width
-    if _is_t5(training):
+    if is_t5(training):
         return 4
     if training.framework.is_megatron:
         return 2 * width
@@ -243,7 +246,7 @@ def _working_score(training: Training) -> int:
 
 def transient_bytes(training: Training) -> int:
     """Above what is saved, at the peak of a layer's backward pass: gradients inside of the feed-forward part, or later
-    those of scores.
+    those of scores, when what that part kept is gone.
 
     Liger's kernel (liger_kernel/ops/swiglu.py) and those of Unsloth write two of the three over their inputs.
     """
@@ -253,8 +256,19 @@ def transient_bytes(training: Training) -> int:
     if shape.experts:  # or those of what experts return, before and behind their weights (memory/experts.py, `_peaks`)
         inside = max(inside, 3 * _copy_bytes(training))
     each = 0 if training.kernels.flash else _working_score(training)
-    scores = each * shape.heads * training.sequence_length // training.tp
+    scores = each * shape.heads * training.sequence_length // training.tp - _feed_forward_bytes(training)
     return training.tokens * (max(inside, scores) + 2 * training.stream * shape.hidden)
+
+
+def _feed_forward_bytes(training: Training) -> int:
+    """Per token: what the feed-forward part keeps at its inner width, as `_gpt_bytes` and `_gated_bytes` have it."""
+    shape, kernels = training.shape, training.kernels
+    if shape.experts or is_t5(training):
+        return 0
+    times = 4 - kernels.fused - kernels.fuses_adapters if shape.gated else 2
+    if training.adapters.rank and "down" not in adapted_projections(training):
+        times -= 1
+    return times * training.width * shape.ffn // training.tp
 
 
 def boundary_bytes(training: Training) -> int:
@@ -300,7 +314,7 @@ def working_bytes(training: Training) -> int:
     # FSDP gathers weights in the type that autocast wants
     sharded = training.framework.is_fsdp and not training.fsdp.gathers_fp32
     casts = 0 if sharded or training.checkpointing is NONE or not training.autocasts else 2 * cast_elements(training)
-    return again + transient_bytes(training) + dequantised + casts
+    return again + transient_bytes(training) + dequantised + casts + held_bytes(training)
 
 
 NONE = ActivationCheckpointing.NONE
@@ -354,17 +368,35 @@ def head_bytes(training: Training) -> int:
     if loss is Loss.FUSED:
         chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
         return states + 4 * min(chunk, t) * shape.vocab
-    held = (4 if loss is Loss.PLAIN else width) if training.holds_outputs else 0
-    each = {
-        Loss.PLAIN: 12 + held,
-        Loss.LABELS: 12 + held,
-        Loss.LOW: 3 * width + held,
-        Loss.SUMMED: 2 * width,
-        Loss.SHIFTED: 8,
-        Loss.LISTED: 8,
-        Loss.COMPILED: 2 * width + held,
-        Loss.CHUNKED: width,
-        Loss.IN_PLACE: width,
-    }[loss]
     of_chunk = {Loss.LISTED: 8, Loss.CHUNKED: 8 + width}.get(loss, 0)
-    return states + each * logits + of_chunk * logits // training.loss_chunks
+    of_all = sum(logit_blocks(training)) + held_bytes(training)
+    return states + of_all + of_chunk * logits // training.loss_chunks
+
+
+def logit_blocks(training: Training) -> list[int]:
+    """Bytes of each copy or gradient of all logits that is there at the loss's peak, beside those that a loop holds."""
+    if not training.shape.causal:
+        return []
+    count, is_wide = {
+        Loss.PLAIN: (3, True),
+        Loss.LABELS: (3, True),
+        Loss.LOW: (3, False),
+        Loss.SUMMED: (2, False),
+        Loss.SHIFTED: (2, True),
+        Loss.LISTED: (2, True),
+        Loss.COMPILED: (2, False),
+        Loss.CHUNKED: (1, False),
+        Loss.IN_PLACE: (1, False),
+        Loss.FUSED: (0, False),
+    }[training.loss]
+    logits = training.target_tokens * training.shape.vocab // training.tp
+    return count * [(4 if is_wide else training.width) * logits]
+
+
+def held_bytes(training: Training) -> int:
+    """Logits that the loop holds until the backward pass is over."""
+    made = training.loss in (Loss.PLAIN, Loss.LABELS, Loss.LOW, Loss.COMPILED) and training.shape.causal
+    if not training.holds_outputs or not made or training.framework.is_megatron:
+        return 0
+    width = 4 if training.loss is Loss.PLAIN else training.width
+    return width * training.target_tokens * training.shape.vocab // training.tp
