@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
+from orchestrator.memory.foreign.activations import held_bytes, is_t5, logit_blocks
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.training import Training
@@ -50,4 +53,65 @@ def reserved_of(training: Training, allocated_bytes: int, activation_bytes: int,
         ratio = POOL_RATIO_CONVOLUTIONAL
     if training.platform.expandable_segments:
         ratio = POOL_RATIO_EXPANDABLE
-    return allocated_bytes + round((ratio - 1) * activation_bytes) + pooled_bytes
+    wasted = round((ratio - 1) * activation_bytes)
+    if activation_bytes and not training.platform.expandable_segments:
+        wasted = max(wasted, unshared_bytes(training))
+    return allocated_bytes + wasted + pooled_bytes
+
+
+def unshared_bytes(training: Training) -> int:
+    """Bytes of the segments of scores and of logits that are free while the most of both is in use.
+
+    A free segment serves blocks that are not larger: logits take what the scores of the forward pass have left, and the
+    scores of the backward pass what logits have left. Where layers keep what they made, smaller blocks have cut up the
+    former by then. tests/memory/foreign/test_scores.py replays traces of whole steps.
+    """
+    shape, width = training.shape, training.width
+    if training.kernels.flash or training.framework.is_megatron or not shape.repeats or is_t5(training):
+        return 0
+    scores = training.tokens * shape.heads * training.sequence_length // training.tp
+    wide = 4 if training.autocasts or (shape.gated and training.low_precision) else width  # inside of the softmax
+    recomputes = training.checkpointing is not ActivationCheckpointing.NONE
+    result = [wide * scores] if recomputes else []  # else it is kept
+    cast = [wide * scores] if wide > width else []
+    # of the product and its scaled or masked copy; of that, its cast and what the softmax returns
+    forth = [[width * scores] * 2, [width * scores, *cast, *result]]
+    back = [wide * scores] * 3 + result  # of the result's gradient, their product, and what the softmax hands on
+    held, logits = held_bytes(training), logit_blocks(training)
+    segments = _Segments()
+    for blocks in forth:
+        segments.serve(blocks)
+    segments.keep(held)
+    left = len(segments.free)
+    segments.serve(logits)
+    if not recomputes:
+        segments.free = segments.free[left:]
+    segments.serve(back)
+    return segments.bytes - max(*map(sum, forth), held + max(sum(logits), sum(back)))
+
+
+class _Segments:
+    """Those that a device gave for blocks that came and went."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.free: list[int] = []  # the oldest first
+
+    def serve(self, blocks: list[int]) -> None:
+        """All of them at once, the largest first; what is new for one serves others later."""
+        room, new = sorted(self.free), []
+        for block in sorted(blocks, reverse=True):
+            if (at := bisect_left(room, block)) < len(room):
+                insort(room, room.pop(at) - block)
+            else:
+                new.append(block)
+        self.bytes += sum(new)
+        self.free += new
+
+    def keep(self, block: int) -> None:
+        """One that stays."""
+        fitting = [piece for piece in self.free if piece >= block]
+        if fitting:
+            self.free[self.free.index(min(fitting))] -= block
+        else:
+            self.bytes += block

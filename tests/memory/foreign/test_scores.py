@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from orchestrator.memory.estimate import WORKSPACE_BYTES
 from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Training
@@ -140,6 +141,7 @@ def described(case: Case) -> Training:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_of_a_step_that_holds_scores_as_much_is_live_as_is_traced(case: Case) -> None:
+def test_of_a_step_that_holds_scores_both_totals_are_those_of_its_replay(case: Case) -> None:
     found, ours = replayed(case), estimate_foreign(described(case))
     assert ours.allocated_bytes - dict(ours.by_cause)["workspaces"] == pytest.approx(found.peak_bytes, rel=0.02)
+    assert ours.reserved_bytes - WORKSPACE_BYTES == pytest.approx(found.reserved_bytes, rel=0.05)
