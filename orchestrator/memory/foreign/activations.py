@@ -211,7 +211,8 @@ def score_bytes(training: Training) -> int:
     squares = (shape.layers - decoders) * source**2 + decoders * target**2
     if decoders < shape.layers:
         squares += decoders * source * target
-    return _kept_score(training) * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
+    each = _kept_score(training) + (training.width if shape.capped else 0)
+    return each * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
 
 
 def _kept_score(training: Training) -> int:
@@ -390,7 +391,8 @@ def logit_blocks(training: Training) -> list[int]:
         Loss.FUSED: (0, False),
     }[training.loss]
     logits = training.target_tokens * training.shape.vocab // training.tp
-    return count * [(4 if is_wide else training.width) * logits]
+    capped = [training.width * logits] if training.shape.capped and count else []
+    return count * [(4 if is_wide else training.width) * logits] + capped
 
 
 def held_bytes(training: Training) -> int:

@@ -31,6 +31,7 @@ class Architecture:
     dropout: bool = False
     flash: bool | None = None  # whether the description says that attention never holds its scores
     qk_norm: bool = False  # norms over every head's query and key
+    capped: bool = False  # scores and logits go through a tanh, whose result is kept
     experts: int = 0  # feed-forward parts beside each other in every layer, of width `ffn` each
     chosen: int = 0  # of the experts, those that a token goes through
     shared_ffn: int = 0  # width of the expert that all tokens go through

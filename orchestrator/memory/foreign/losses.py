@@ -18,8 +18,9 @@ CASTS_NO_LOGITS = re.compile(
 MASKED = re.compile(r"masked[ -]?l(?:m\b|anguage)|\bmlm\b|pretrain_bert|bert pre-?training")
 # Loops that hold what the model returned while they go backward, as `outputs = model(**batch); outputs.loss.backward()`
 # does: method_comparison of huggingface/peft, thunder/benchmarks/benchmark_litgpt.py, benchmarks/huggingface/bench of
-# mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss).
-HOLDS_OUTPUTS = re.compile(r"own loop|thunder|milabench|nano-?gpt")
+# mila-iqia/milabench, train.py of karpathy/nanoGPT. transformers' Trainer lets go of it before (compute_loss), so does
+# ljm565/universal-llm-trainer (del_logits_after_forward, on by default).
+HOLDS_OUTPUTS = re.compile(r"^(?!.*universal llm).*own loop|thunder|milabench|nano-?gpt")
 # What a benchmark of attention alone goes backward from: the tables in pull requests 28802 to 33298 of transformers.
 SUMS_LOGITS = re.compile(r"sum of (?:the )?logits|logits\.sum")
 # Loops over a model of one's own; karpathy/nanoGPT is one.

@@ -149,10 +149,10 @@ KNOWN: dict[str, Architecture] = {
     "deepseek-r1-distill-qwen-1.5b": _llama(28, 1536, 12, 2, 8960, 151936),  # deepseek-ai
     "gemma-2b": _llama(18, 2048, 8, 1, 16384, 256000, tied=True, head_dim=256),  # google/gemma-2b
     "gemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, tied=True, head_dim=256),  # google/gemma-7b
-    # google/gemma-2-*: attn_logit_softcapping, so attention holds its scores
-    "gemma-2-2b": _llama(26, 2304, 8, 4, 9216, 256000, tied=True, head_dim=256, flash=False),
-    "gemma-2-9b": _llama(42, 3584, 16, 8, 14336, 256000, tied=True, head_dim=256, flash=False),
-    "gemma-2-27b": _llama(46, 4608, 32, 16, 36864, 256000, tied=True, head_dim=128, flash=False),
+    # google/gemma-2-*: attn_logit_softcapping, so attention holds its scores, and final_logit_softcapping
+    "gemma-2-2b": _llama(26, 2304, 8, 4, 9216, 256000, tied=True, head_dim=256, flash=False, capped=True),
+    "gemma-2-9b": _llama(42, 3584, 16, 8, 14336, 256000, tied=True, head_dim=256, flash=False, capped=True),
+    "gemma-2-27b": _llama(46, 4608, 32, 16, 36864, 256000, tied=True, head_dim=128, flash=False, capped=True),
     "phi-3-mini": _llama(32, 3072, 32, 32, 8192, 32064),  # microsoft/Phi-3-mini-4k-instruct
     "deepseek-r1-distill-qwen-7b": _llama(28, 3584, 28, 4, 18944, 152064),
     "deepseek-r1-distill-qwen-14b": _llama(48, 5120, 40, 8, 13824, 152064),

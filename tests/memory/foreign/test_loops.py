@@ -89,6 +89,19 @@ def test_thunder_trains_the_models_of_litgpt_in_a_loop_of_its_own() -> None:
     assert not litgpt.holds_outputs
 
 
+def test_a_loop_that_deletes_what_the_model_returned_holds_no_logits() -> None:
+    loops = ("PyTorch (own loop)", "Universal LLM trainer (own loop, HF transformers 4.49)")
+    assert [read(framework=name).holds_outputs for name in loops] == [True, False]
+
+
+@pytest.mark.parametrize("said", ["Gemma-2-2b", "google/gemma-2-9b-it", "Gemma 2 27B"])
+def test_a_tanh_that_caps_scores_and_logits_keeps_what_it_returned(said: str) -> None:
+    capped = read(model=said, framework="HF Trainer", seq_len="512")
+    plain = replace(capped, shape=replace(capped.shape, capped=False))
+    assert saved_bytes(capped) - saved_bytes(plain) == 2 * capped.tokens * capped.shape.heads * 512
+    assert head_bytes(capped) - head_bytes(plain) == 2 * capped.tokens * capped.shape.vocab
+
+
 OWN = {
     "model": "own",
     "arch": "L12 h768 a12 ffn4x V50257 learned-pos",
