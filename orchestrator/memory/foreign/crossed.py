@@ -63,24 +63,49 @@ KNOWN = {
     "t5-11b": _t5(24, 1024, 128, 128, 65536, 32128, gated=False),
     "bart-base": _plain(12, 768, 12, 50265, 2 * 1026, 6),  # facebook/bart-*
     "bart-large": _plain(24, 1024, 16, 50265, 2 * 1026, 12),
+    "distilbart-12-6": _plain(18, 1024, 16, 50264, 2 * 1026, 6),  # sshleifer/distilbart-cnn-12-6
+    "distilbart-12-3": _plain(15, 1024, 16, 50264, 2 * 1026, 3),  # sshleifer/distilbart-xsum-12-3
+    "mbart-large": _plain(24, 1024, 16, 250054, 2 * 1026, 12),  # facebook/mbart-large-50
+    "pegasus-large": _plain(32, 1024, 16, 96103, 0, 16),  # google/pegasus-large
+    "ul2": replace(_t5(32, 4096, 16, 256, 16384, 32128, gated=True), tied=True),  # google/ul2
     # every layer attends to the text; four tables and four heads for 2,048 codes each
     "musicgen-small": _plain(24, 1024, 16, 4 * 2048, 0, 24, tied=False),
     "musicgen-medium": _plain(48, 1536, 24, 4 * 2048, 0, 48, tied=False),
     "musicgen-large": _plain(48, 2048, 32, 4 * 2048, 0, 48, tied=False),
 }
 KNOWN |= {f"t5-v1.1-{size}": _t5(*sizes, 32128, gated=True) for size, sizes in V1_1.items()}
+# google/byt5-*: layers of both sides, and three times as many read as write
+BYT5 = {
+    "small": (16, 1472, 6, 64, 3584),
+    "base": (24, 1536, 12, 64, 3968),
+    "large": (48, 1536, 16, 64, 3840),
+    "xl": (48, 2560, 32, 64, 6720),
+    "xxl": (48, 4672, 64, 64, 12352),
+}
+KNOWN |= {
+    f"byt5-{size}": replace(_t5(*sizes, 384, gated=True), layers=sizes[0], crossed=sizes[0] // 4)
+    for size, sizes in BYT5.items()
+}
 KNOWN |= {f"mt5-{size}": _t5(*sizes, 250112, gated=True) for size, sizes in V1_1.items()}
 
 _SPELLINGS = (
     (re.compile(r"^.*/"), ""),
     (re.compile(r"[\s_]+"), "-"),
     (re.compile(r"^t5-v1-1"), "t5-v1.1"),
+    (re.compile(r"^codet5-"), "t5-"),  # Salesforce/codet5-small, -base and -large
+    (re.compile(r"^flan-?t5-3b$"), "t5-v1.1-xl"),
+    (re.compile(r"^flan-?t5-11b$"), "t5-v1.1-xxl"),
+    (re.compile(r"^flan-ul2"), "ul2"),  # google/flan-ul2 goes on from ul2
+    (re.compile(r"^ul2-20b$"), "ul2"),
+    (re.compile(r"^distilbart-(?:cnn|xsum)-"), "distilbart-"),
+    (re.compile(r"^mbart-?(?:large-?)?(?:50|cc25)?(?:-many.*|-one.*)?$"), "mbart-large"),
+    (re.compile(r"^pegasus-(?:xsum|cnn-dailymail|multi-news|large)$"), "pegasus-large"),
     (re.compile(r"^flan-?t5"), "t5-v1.1"),  # google/flan-t5-* go on from t5-v1_1-*
     (re.compile(r"^t0-?3b$"), "t5-v1.1-xl"),  # bigscience/T0_3B and T0pp from google/t5-xl-lm-adapt and its larger one
     (re.compile(r"^t0(?:pp?)?$"), "t5-v1.1-xxl"),
     (re.compile(r"^mt0"), "mt5"),  # bigscience/mt0-* from google/mt5-*
     (re.compile(r"^(?:musicgen|mbd-musicgen)-?(?:stereo|melody)?-?(?=small|medium|large)"), "musicgen-"),
-    (re.compile(r"-(?:cnn|xsum|lm-adapt|finetuned.*)$"), ""),
+    (re.compile(r"-(?:cnn|xsum|mnli|lm-adapt|mt|p3|finetuned.*)$"), ""),
 )
 
 

@@ -12,7 +12,7 @@ from orchestrator.memory.foreign.row import Row
 # Their loss takes logits as they come: modeling_gpt2.py, modeling_opt.py, modeling_bloom.py and modeling_gpt_neox.py of
 # transformers until 4.45, modeling_t5.py, modeling_bart.py, modeling_qwen.py of Qwen/Qwen-7B.
 CASTS_NO_LOGITS = re.compile(
-    r"(?:[\w-]+/)?(?:qwen-(?:\d|vl)|gpt-?2|opt-?\d|bloom|pythia|gpt-neox|(?:m|flan-?)?t5|m?t0|bart)"
+    r"(?:[\w-]+/)?(?:qwen-(?:\d|vl)|gpt-?2|opt-?\d|bloom|pythia|gpt-neox|(?:m|flan-?)?t5|m?t0|(?:distil|m)?bart|pegasus)"
 )
 # Encoders with a head over the vocabulary: run_mlm.py of transformers' examples, pretrain_bert.py of Megatron-LM.
 MASKED = re.compile(r"masked[ -]?l(?:m\b|anguage)|\bmlm\b|pretrain_bert|bert pre-?training")

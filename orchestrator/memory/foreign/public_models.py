@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from orchestrator.memory.foreign.architectures import Architecture
+from orchestrator.memory.foreign.relatives import shape_name
 
 
 def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: int | bool) -> Architecture:
@@ -316,6 +317,29 @@ KNOWN |= {
     "gpt-3-1t": gpt(128, 25600, 160, 51200, positions=2048, dropout=True),
 }
 
+KNOWN |= {
+    "mistral-small-22b": _llama(56, 6144, 48, 8, 16384, 32768),  # mistralai/Mistral-Small-Instruct-2409
+    "codeqwen1.5-7b": _llama(32, 4096, 32, 4, 13440, 92416),  # Qwen/CodeQwen1.5-7B
+    "yi-coder-1.5b": _llama(24, 2048, 16, 16, 5504, 64000),  # 01-ai/Yi-Coder-1.5B
+    "glm-4-32b": _llama(61, 6144, 48, 2, 23040, 151552),  # THUDM/GLM-4-32B-0414
+    "command-r-08-2024": _llama(40, 8192, 64, 8, 24576, 256000, tied=True),  # CohereForAI/c4ai-command-r-08-2024
+    "xgen-7b": _llama(32, 4096, 32, 32, 11008, 51200),  # Salesforce/xgen-7b-8k-base
+    "h2o-danube-1.8b": _llama(24, 2560, 32, 8, 6912, 32000),  # h2oai/h2o-danube-1.8b-base
+    "exaone-3.5-2.4b": _llama(30, 2560, 32, 8, 7168, 102400, tied=True),  # LGAI-EXAONE/EXAONE-3.5-2.4B-Instruct
+    "nemotron-mini-4b": gpt(32, 3072, 24, 256000, kv_heads=8, ffn=9216, tied=False),  # nvidia/Nemotron-Mini-4B-Instruct
+    "granite-code-20b": gpt(52, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),  # granite-20b-code-base
+    "granite-code-34b": gpt(88, 6144, 48, 49152, positions=8192, kv_heads=1, dropout=True),
+    "falcon-rw-1b": gpt(24, 2048, 32, 50304),  # tiiuae/falcon-rw-1b: alibi
+    "falcon-11b": gpt(60, 4096, 32, 65024, kv_heads=8, tied=False),  # tiiuae/falcon-11B
+    "pythia-14m": gpt(6, 128, 4, 50304, tied=False),  # EleutherAI/pythia-14m
+    "pythia-31m": gpt(6, 256, 8, 50304, tied=False),
+    "bert-base-multilingual-cased": gpt(12, 768, 12, 119547, positions=512, dropout=True, causal=False),
+    "bert-base-multilingual-uncased": gpt(12, 768, 12, 105879, positions=512, dropout=True, causal=False),
+    "bert-base-chinese": gpt(12, 768, 12, 21128, positions=512, dropout=True, causal=False),
+    "electra-base": gpt(12, 768, 12, 30522, positions=512, dropout=True, causal=False),  # google/electra-*
+    "electra-large": gpt(24, 1024, 16, 30522, positions=512, dropout=True, causal=False),
+}
+
 # Qwen3, Gemma 3 and OLMo 2 and 3 norm queries and keys (transformers, modeling_qwen3.py and its like).
 KNOWN |= {
     name: replace(shape, qk_norm=True)
@@ -392,7 +416,9 @@ def spelled(name: str) -> str:
         said = pattern.sub(instead, said)
     encoder = re.search(r"\b(bert|(?:xlm[-_ ])?roberta)[-_ ](base|large)", said)
     if encoder:
-        return f"{encoder[1]}-{encoder[2]}".replace("_", "-").replace(" ", "-")
+        language = re.search(r"bert[-_]base([-_](?:multilingual[-_](?:un)?cased|chinese))", said)
+        name = f"{encoder[1]}-{encoder[2]}{language[1] if language else ''}"
+        return name.replace("_", "-").replace(" ", "-")
     said = re.sub(r"\((\d+(?:\.\d+)?[bm])\)", r"\1", said)  # Llama 3.1 (8B)
     # llama 2 7b is a version and a size; qwen-1_8b is one size, phi-1_5 one version
     said = re.sub(r"(?<=-)(\d)_(\d)(?=b?\b)", r"\1.\2", re.sub(r"^gpt-?3_", "gpt-3-", said))
@@ -400,4 +426,4 @@ def spelled(name: str) -> str:
     said = _DECORATION.sub(" ", said).strip()
     for pattern, instead in _SPELLINGS[1:]:
         said = pattern.sub(instead, said)
-    return said.strip("-")
+    return shape_name(said.strip("-"))

@@ -37,12 +37,13 @@ CONVOLUTIONS = re.compile(
     re.I,
 )
 NOT_DECODERS = re.compile(
-    r"\bul2\b|umt5|xlnet|albert|deberta|electra|mbart|pegasus|whisper|wav2vec|hubert|mamba|rwkv"
-    r"|jamba|retnet|hyena|wide-resnet|llava|internvl|-vl\b|vision|omni",
+    r"umt5|xlnet|albert|deberta|electra-small|mpnet|modernbert|mobilebert|squeezebert|conv-?bert|bigbird|longformer"
+    r"|whisper|wav2vec|hubert|mamba|rwkv|jamba|zamba|retnet|hyena|wide-resnet|llava|internvl|-vl\b|vision|omni"
+    r"|pixtral|paligemma|multimodal|recurrentgemma|gemma-3n|openelm",
     re.I,
 )
 EXPERTS = re.compile(
-    r"mixtral|\bmoe\b|-a\d+(?:\.\d+)?b\b|\dx\d+b\b|deepseek-?v[23]|gpt-?oss|\bdbrx|\bgrok|olmoe|switch-", re.I
+    r"mixtral|\bmoe\b|[- ]a\d+(?:\.\d+)?b\b|\dx\d+b\b|deepseek-?v[23]|gpt-?oss|\bdbrx|\bgrok|olmoe|switch-", re.I
 )
 # gradient_checkpointing is on unless it is turned off: swift/trainers/arguments.py, llamafactory/model/model_utils/
 # checkpointing.py, unsloth/models/_utils.py
@@ -84,7 +85,7 @@ def described_row(columns: Mapping[str, str]) -> Described:
         shape = net
     elif vision is not None:
         shape = vision[0]
-    elif EXPERTS.search(row["model"]) or re.search(r"\bexperts\d", row["arch"]):
+    elif EXPERTS.search(row["model"]) or LATENT.search(row["model"]) or re.search(r"\bexperts\d", row["arch"]):
         shape = _mixture_of(row, framework)
     else:
         shape = _shape_of(row, framework, sight)
