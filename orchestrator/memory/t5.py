@@ -220,6 +220,8 @@ def _layers(shape: T5Shape, of: _Bytes, s: int, *, low: bool, autocast: bool, de
         peak(sum(matrices) + h * q, others + of.attended + (0 if decoder else of.bias) - saved),
         peak(all_matrices - h * q, of.passed - saved, fresh=h * q),
         peak(0, again, mode=ActivationCheckpointing.FULL),
+        # what was computed again is whole: what the layer returned, and its last part, whose mask is there twice
+        peak(0, 2 * of.stream + width * h - of.spared, mode=ActivationCheckpointing.FULL),
         peak(0, again + width * (2 * h + f), mode=ActivationCheckpointing.SELECTIVE),
     ]
     if autocast:

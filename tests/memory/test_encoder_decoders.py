@@ -141,6 +141,19 @@ def test_the_closed_form_has_the_saved_bytes_of_traces_and_is_within_2_percent_o
     assert bars_hold(found), found
 
 
+@pytest.mark.timeout(600)
+def test_a_layer_of_t5_that_is_computed_again_is_whole_before_its_last_product_goes_backward() -> None:
+    """Where feed-forward parts are narrow, that is the worst moment: 1.6 % off in the mean without it."""
+    narrow = {**GATED, "d_ff": 64, "vocab_size": 64, "d_model": 96, "num_heads": 1, "num_decoder_layers": 2}
+    ((how, ours, traced),) = both(narrow, 64, ARITHMETICS["cast on CUDA"])
+    found = [
+        estimate(ours, one, DEVICE).allocated_bytes / estimate(traced, one, DEVICE).allocated_bytes - 1
+        for one in plans(64, how.precision, autocast=how.autocast)
+        if one.activation_checkpointing is ActivationCheckpointing.FULL
+    ]
+    assert sum(map(abs, found)) / len(found) < 0.0125
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(6))
