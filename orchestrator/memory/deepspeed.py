@@ -142,7 +142,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
     waiting = passage.own if passage.own < passage.segment.leaf_until else 0
     kept, copies, gathered = own + waiting, 0, _gathered(profile, plan, buckets, passage)
-    meets = _meets(profile, passage) or not (profile.moments or passage.segment.arrivals)
+    meets = _meets(profile, passage)
     for one in reductions:
         alone = one.elements if one.elements > buckets.reduce else 0
         held = (0 if one.waiting else own) + one.waiting + alone
@@ -271,8 +271,9 @@ def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
 
 
 def _meets(profile: ModelProfile, passage: Passage) -> bool:
-    """Whether what is reduced is copied beside what a trace has seen at this moment."""
-    return passage.point is Point.ARRIVAL or bool(profile.turns)
+    """Whether what is reduced is copied beside what is live at this moment: at arrivals, where those are known."""
+    known = bool(profile.moments or passage.segment.arrivals)
+    return passage.point is Point.ARRIVAL or bool(profile.turns) or not known
 
 
 def _buckets(profile: ModelProfile) -> int:

@@ -130,6 +130,8 @@ ARITHMETICS = {
         pytest.param(GATED, 64, "autocast on CUDA", id="gated T5 on CUDA"),
         pytest.param(GATED, 64, "cast on CUDA", id="gated T5 cast on CUDA", marks=pytest.mark.long),
         pytest.param(BART, 64, "cast on CUDA", id="BART on CUDA"),
+        # under ZeRO-2 a bucket is copied between two of its peaks: one plan was 8 % low
+        pytest.param(BART, 64, "fp32 on CUDA", id="BART on CUDA in fp32"),
     ],
 )
 def test_the_closed_form_has_the_saved_bytes_of_traces_and_is_within_2_percent_of_their_peaks(
