@@ -63,6 +63,7 @@ KNOWN = {
     "t5-11b": _t5(24, 1024, 128, 128, 65536, 32128, gated=False),
     "bart-base": _plain(12, 768, 12, 50265, 2 * 1026, 6),  # facebook/bart-*
     "bart-large": _plain(24, 1024, 16, 50265, 2 * 1026, 12),
+    # the next five, and ByT5 below: known by heart; their counts of parameters are the published ones
     "distilbart-12-6": _plain(18, 1024, 16, 50264, 2 * 1026, 6),  # sshleifer/distilbart-cnn-12-6
     "distilbart-12-3": _plain(15, 1024, 16, 50264, 2 * 1026, 3),  # sshleifer/distilbart-xsum-12-3
     "mbart-large": _plain(24, 1024, 16, 250054, 2 * 1026, 12),  # facebook/mbart-large-50

@@ -1,7 +1,7 @@
 """Public transformers by the names that people write: their shapes, and how names are spelled.
 
 Every value of the table stands in the `config.json` that the model was published with (the named repository on the
-Hugging Face hub); nothing here is measured or fitted.
+Hugging Face hub) but where another source is said; nothing here is measured or fitted.
 """
 
 from __future__ import annotations
@@ -317,6 +317,8 @@ KNOWN |= {
     "gpt-3-1t": gpt(128, 25600, 160, 51200, positions=2048, dropout=True),
 }
 
+# Known by heart, and not read in the named repositories: their counts of parameters are the published ones
+# (tests/memory/foreign/test_names.py).
 KNOWN |= {
     "mistral-small-22b": _llama(56, 6144, 48, 8, 16384, 32768),  # mistralai/Mistral-Small-Instruct-2409
     "codeqwen1.5-7b": _llama(32, 4096, 32, 4, 13440, 92416),  # Qwen/CodeQwen1.5-7B

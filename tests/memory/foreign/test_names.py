@@ -296,7 +296,7 @@ microsoft/trocr-base | naver-clova-ix/donut-base | Salesforce/blip2-opt-2.7b | S
 GLM-4.1V-9B-Thinking | google/siglip-base-patch16-224 | facebook/dinov2-base | facebook/sam-vit-base |
 Bert-VITS2 | GPT-SoVITS | HPT-7B | mPLUG-Owl-7B | google/electra-small-discriminator | albert-base-v2 |
 microsoft/deberta-v3-base | answerdotai/ModernBERT-base | sentence-transformers/all-mpnet-base-v2 |
-facebook/opt-350m | microsoft/beit-base-patch16-224 | microsoft/swin-tiny-patch4-window7-224 |
+microsoft/beit-base-patch16-224 | microsoft/swin-tiny-patch4-window7-224 |
 deepseek-ai/deepseek-moe-16b-base | vinai/bertweet-base | fnlp/moss-moon-003-base
 """
 
