@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "ground_truth" / "published.c
 # what they taught is in orchestrator/memory/foreign*.py, so they guard that and say nothing about rows still unseen.
 COLLECTED = Path(__file__).parent / "collected.csv"
 GIB = 2**30
+WIDTH = 150  # of the tables, also where they are piped
 # Tools that ask torch or the driver divide by 2^20 or 2^30 and often write MB or GB: nvidia-smi counts MiB, Megatron's
 # and mmcv's logs bytes / 2^20. Where torch's count is given in "GB" the unit is taken at its word, but for OpenMMLab's
 # tables, which divide their logs' figure by 1024 (open-mmlab/mmdetection .dev_scripts/gather_models.py).
@@ -69,22 +70,18 @@ def figures() -> list[Figure]:
     if not PUBLISHED.exists():
         print("no published measurements beside the repository (shared/ground_truth/published.csv): nothing to compare")
         return []
-    rows = _rows(PUBLISHED)
+    rows, later = _rows(PUBLISHED), _rows(COLLECTED)
     compared, excluded = compared_rows(rows)
-    collected, _ = compared_rows(_rows(COLLECTED))
-    console = Console()
-    console.print(_errors_table(compared), _errors_table(collected), _excluded_table(excluded))
+    collected, _ = compared_rows(later)
+    console = Console(width=WIDTH)
+    console.print(_errors_table("the published rows", compared))
+    console.print(_errors_table("the rows collected later", collected), _excluded_table(excluded))
     counted = [one for one in compared if one.kind is not DEVICE]
-    verdicts = list(_verdicts(rows))
-    short = [row["id"] for row, fits in verdicts if row["fits"].startswith("OOM") and fits]
-    refused = [row["id"] for row, fits in verdicts if row["fits"].startswith("OK") and fits is False]
-    told = [row for row, _ in verdicts if row["fits"].startswith("OK")]
-    ran_out = [row for row, _ in verdicts if row["fits"].startswith("OOM")]
-    if short or refused:
-        console.print("called fitting, but ran out of memory:", *(short or ["none"]))
-        console.print("called too large, but ran:", *(refused or ["none"]))
-        for one in short:
-            console.print(beside_what_ran(one, rows), highlight=False)
+    verdicts, later_verdicts = _Verdicts(rows), _Verdicts(later)
+    console.print("called fitting, but ran out of memory:", *(verdicts.short or ["none"]))
+    console.print("called too large, but ran:", *(verdicts.refused or ["none"]))
+    for one in verdicts.short:
+        console.print(beside_what_ran(one, rows), highlight=False)
     return [
         *_figures_of(f"all {len(counted)} rows of allocated or reserved bytes", counted, limit=8),
         *(
@@ -96,10 +93,20 @@ def figures() -> list[Figure]:
             informs(f"mean error of {name} on the same rows", 100 * _mean_error(counted, tool), "%")
             for name, tool in TOOLS.items()
         ),
-        at_most(f"plans called fitting that ran out of memory, of {len(ran_out)}", len(short), "rows", 0),
-        at_most(f"plans called too large that ran, of {len(told)}", 100 * len(refused) / len(told), "%", 5),
+        at_most(f"plans called fitting that ran out of memory, of {verdicts.ran_out}", len(verdicts.short), "rows", 0),
+        at_most(f"plans called too large that ran, of {verdicts.ran}", verdicts.refused_percent, "%", 5),
         informs("rows with a measurement that are excluded", sum(excluded.values()), "rows"),
         *_figures_of(f"{len(collected)} rows collected later", collected),
+        informs(
+            f"rows collected later that are called fitting, of {later_verdicts.ran_out} that ran out of memory",
+            len(later_verdicts.short),
+            "rows",
+        ),
+        informs(
+            f"rows collected later that are called too large, of {later_verdicts.ran} that ran",
+            later_verdicts.refused_percent,
+            "%",
+        ),
     ]
 
 
@@ -153,12 +160,25 @@ def kind_of(said: str) -> Kind | None:
     return None
 
 
-def _verdicts(rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], bool | None]]:
-    """Every row that says whether it fitted, and whether planning would say so; None: it leaves too much open."""
-    for row in rows:
-        described, capacity_bytes = _described(row), capacity_bytes_of(row["gpu_mem_GB"], row["gpu"])
-        if row["fits"] and capacity_bytes is not None and not isinstance(described, str):
-            yield row, fits_in(described, capacity_bytes)
+class _Verdicts:
+    """What planning would say of the rows that say whether they fitted; of those that leave too much open, nothing."""
+
+    def __init__(self, rows: list[dict[str, str]]) -> None:
+        self.short: list[str] = []  # called fitting, but ran out of memory
+        self.refused: list[str] = []  # called too large, but ran
+        self.ran = self.ran_out = 0
+        for row in rows:
+            described, capacity_bytes = _described(row), capacity_bytes_of(row["gpu_mem_GB"], row["gpu"])
+            if not row["fits"] or capacity_bytes is None or isinstance(described, str):
+                continue
+            fits, ran, ran_out = fits_in(described, capacity_bytes), *map(row["fits"].startswith, ("OK", "OOM"))
+            self.ran, self.ran_out = self.ran + ran, self.ran_out + ran_out
+            self.short += [row["id"]] if ran_out and fits else []
+            self.refused += [row["id"]] if ran and fits is False else []
+
+    @property
+    def refused_percent(self) -> float:
+        return 100 * len(self.refused) / self.ran
 
 
 def beside_what_ran(short: str, rows: list[dict[str, str]]) -> str:
@@ -257,10 +277,13 @@ def _mean_error(compared: list[Compared], tool: Callable[[Training], float]) -> 
 # ------------------------------------------------------------------------------------------------------------ tables
 
 
-def _errors_table(compared: list[Compared]) -> Table:
-    table = Table(title="error by source, framework and kind", title_justify="left", box=None, header_style="bold")
-    for column in ("SOURCE", "FRAMEWORK", "KIND", "ROWS", "MEAN", "MEDIAN", "WORST", "BELOW", *TOOLS):
-        table.add_column(column, justify="left" if column in ("SOURCE", "FRAMEWORK", "KIND") else "right")
+def _errors_table(what: str, compared: list[Compared]) -> Table:
+    title = f"error of {what} by source, framework and kind"
+    table = Table(title=title, title_justify="left", box=None, header_style="bold")
+    for column in ("SOURCE", "FRAMEWORK", "KIND"):
+        table.add_column(column, no_wrap=True, max_width=30)
+    for column in ("ROWS", "MEAN", "MEDIAN", "WORST", "BELOW", *TOOLS):
+        table.add_column(column, justify="right")
     groups: defaultdict[tuple[str, str, str], list[Compared]] = defaultdict(list)
     for one in compared:
         groups[one.row["source_repo"], one.row["framework"].strip(), one.kind.name].append(one)
