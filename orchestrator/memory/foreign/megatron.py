@@ -16,8 +16,10 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     In flight are at most pp - stage micro-batches; every one keeps its layers and the message that came in. Gradients
     of the backward pass are low precision; Megatron's optimizer copies them into fp32 and keeps the copies until the
     next step (Float16OptimizerWithFloat16Params of 2021: `zero_grad` leaves those of the masters), unless they are
-    added up in fp32 from the start (`main_grad`). Megatron-FSDP (core/distributed/fsdp) cuts parameters and gradients,
-    too, and gathers a layer and the next, embedding and head as units of their own.
+    added up in fp32 from the start (`main_grad`). In no buffer, as in 2021, the gradients of the last step stay as
+    `main_grad` until the next are to be reduced (megatron/model/distributed.py, allreduce_gradients). Megatron-FSDP
+    (core/distributed/fsdp) cuts parameters and gradients, too, and gathers a layer and the next, embedding and head as
+    units of their own.
     """
     pp, shape = training.pp, training.shape
     last = stage == pp - 1
@@ -49,13 +51,11 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     else:
         waiting = in_flight * (stage_bytes + (boundary_bytes(training) if pp > 1 else 0))
     width = trained_width(training)
-    copies = 0  # fp32 copies of gradients, which outlive the step
+    flat = copies = last_step = 0  # of gradients: what is reduced, and what outlives the step, in fp32 and as it is
     if training.framework is Framework.MEGATRON:
-        added = 4 if training.megatron.fp32_gradients else width
-        gradients, flat = added * trained // whole, 0 if training.megatron.fp32_gradients else width * trained
-        if not training.platform.is_old:  # gradients lie in buffers that are reduced as they are (core/distributed)
-            flat = 0
-        copies = 4 * trained if training.platform.is_old and not training.megatron.fp32_gradients else 0
+        gradients = (4 if training.megatron.fp32_gradients else width) * trained // whole
+        if training.platform.is_old and not training.megatron.fp32_gradients:  # else buffers are reduced as they are
+            flat, copies, last_step = width * trained, 4 * trained, width * trained
     else:  # DeepSpeed: FP16 ZeRO-1 partitions a copy; BF16_Optimizer adds up in fp32, whole
         gradients = (width + 4) * trained if training.megatron.fp32_gradients else width * trained
         flat = min(BUCKET_ELEMENTS, trained) * width if training.dp > 1 and zero else 0
@@ -63,8 +63,14 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
     working = max(working_bytes(training), head_bytes(training) if last else 0)
     earlier: Causes = (*fixed, ("gradient copies", copies))
     if training.megatron.first_step:
-        earlier = (("parameters", fixed[0][1] + 4 * trained // shards if training.optimizer.masters else fixed[0][1]),)
-    backward = (*earlier, ("gradients", gradients + min(fresh, width * trained)), (KEPT, waiting), (WORKING, working))
+        earlier, last_step = (("parameters", fixed[0][1] + 4 * trained // shards * training.optimizer.masters),), 0
+    backward = (
+        *earlier,
+        ("gradients", gradients + min(fresh, width * trained)),
+        ("gradients of the last step", last_step),
+        (KEPT, waiting),
+        (WORKING, working),
+    )
     reduction = (*earlier, ("gradients", gradients), ("flat gradients", flat))
     temporaries = (
         0 if copies or training.megatron.fp32_gradients or training.offload_optimizer else 4 * trained // shards

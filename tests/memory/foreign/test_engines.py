@@ -16,6 +16,7 @@ from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.kernels import Kernels
 from orchestrator.memory.foreign.losses import Loss
+from orchestrator.memory.foreign.megatron import megatron_moments
 from orchestrator.memory.foreign.optimizers import Optimizer
 from orchestrator.memory.foreign.public_models import KNOWN, known
 from orchestrator.memory.foreign.published import described_row
@@ -262,6 +263,16 @@ def test_gradients_added_up_in_fp32_lie_beside_those_of_the_backward_pass() -> N
     training = replace(MEGATRON, framework=Framework.MEGATRON_DEEPSPEED, dp=64, zero_stage=1)
     more = by_cause(but(training, "megatron", fp32_gradients=True))["gradients"] - by_cause(training)["gradients"]
     assert more == pytest.approx(4 * training.shape.parameters)
+
+
+def test_in_no_buffer_the_gradients_of_a_step_stay_until_the_next_are_reduced() -> None:
+    last_step, low_bytes = "gradients of the last step", 2 * MEGATRON.shape.parameters
+    old = but(MEGATRON, "platform", is_old=True)
+    backward, reduction, _ = (dict(causes) for _, causes, _ in megatron_moments(old, 0))
+    assert backward[last_step] == reduction["flat gradients"] == low_bytes
+    assert last_step not in reduction
+    for buffered in (MEGATRON, but(old, "megatron", fp32_gradients=True), but(old, "megatron", first_step=True)):
+        assert by_cause(buffered).get(last_step, 0) == 0
 
 
 def test_every_stage_keeps_one_micro_batch_less_than_the_one_before() -> None:
