@@ -211,7 +211,7 @@ def score_bytes(training: Training) -> int:
     squares = (shape.layers - decoders) * source**2 + decoders * target**2
     if decoders < shape.layers:
         squares += decoders * source * target
-    each = _kept_score(training) + (training.width if shape.capped else 0)
+    each = _kept_score(training) + _softmax_input(training) + (training.width if shape.capped else 0)
     return each * shape.heads * training.micro_batch_size * squares // shape.layers // training.tp
 
 
@@ -226,6 +226,14 @@ def _kept_score(training: Training) -> int:
     if training.autocasts:
         return width + 4 + mask
     return 2 * width + mask if shape.dropout else width
+
+
+def _softmax_input(training: Training) -> int:
+    """Bytes of one score that torch's softmax kept beside its result until 1.11; Megatron has a kernel of its own."""
+    if not training.platform.softmax_keeps_input or training.framework.is_megatron:
+        return 0
+    wide = training.autocasts or (training.shape.gated and training.low_precision)
+    return 4 if wide else training.width
 
 
 def _working_score(training: Training) -> int:

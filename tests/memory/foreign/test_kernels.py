@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.memory.foreign.activations import score_bytes
 from orchestrator.memory.foreign.published import described_row
 
 ROW = {"id": "x", "gpu": "A100", "n_gpus": "1", "micro_batch": "4", "seq_len": "512", "precision": "bf16"}
@@ -33,3 +34,25 @@ def test_each_model_of_transformers_got_torchs_attention_in_a_version_of_its_own
 )
 def test_torch_of_2023_is_beside_transformers_of_2023(framework: str, flash: bool) -> None:
     assert described_row({**ROW, "model": "Llama-2-7b", "framework": framework}).training.kernels.flash is flash
+
+
+@pytest.mark.parametrize(
+    ("precision", "each"),
+    [("fp32", 4), ("fp16 amp", 4), ("fp16 pure", 2)],  # autocast hands softmax a copy in fp32
+)
+def test_softmax_kept_its_input_until_torch_1_11(precision: str, each: int) -> None:
+    row = {**ROW, "gpu": "V100", "model": "bert-base-uncased", "precision": precision}
+    before, since = (
+        score_bytes(described_row({**row, "framework": f"HF Trainer (torch {version})"}).training)
+        for version in ("1.10", "1.11")
+    )
+    assert before - since == each * 12 * 4 * 512**2
+
+
+def test_megatrons_softmax_never_kept_its_input() -> None:
+    row = {**ROW, "gpu": "V100", "model": "bert-base-uncased", "precision": "fp16"}
+    before, since = (
+        score_bytes(described_row({**row, "framework": f"Megatron-LM (torch {version})"}).training)
+        for version in ("1.10", "1.11")
+    )
+    assert before == since > 0
