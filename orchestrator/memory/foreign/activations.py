@@ -230,7 +230,7 @@ def _kept_score(training: Training) -> int:
 
 def _softmax_input(training: Training) -> int:
     """Bytes of one score that torch's softmax kept beside its result until 1.11; Megatron has a kernel of its own."""
-    if not training.platform.softmax_keeps_input or training.framework.is_megatron:
+    if not training.platform.before_torch_1_11 or training.framework.is_megatron:
         return 0
     wide = training.autocasts or (training.shape.gated and training.low_precision)
     return 4 if wide else training.width
@@ -355,7 +355,8 @@ def head_bytes(training: Training) -> int:
     logit, and 14, 16 and 8 with them held, on CPU, 2026-11). In place (flash_attn/losses/cross_entropy.py,
     inplace_backward): the logits alone.
     Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
-    becomes the gradient; in 2022, and where it is compiled (core/fusions/fused_cross_entropy.py), it stands beside.
+    becomes the gradient; from September 2022 to June 2024 (commits 55817ec9, a8abc4f7), and where it is compiled
+    (core/fusions/fused_cross_entropy.py), it stands beside.
     Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
     (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the plain
     loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48 copies the
@@ -373,7 +374,8 @@ def head_bytes(training: Training) -> int:
     logits = t * shape.vocab // training.tp
     if training.framework.is_megatron:
         early = training.platform.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
-        return states + (width + (8 if early or loss is Loss.SHIFTED else 4)) * logits
+        beside = (early and not training.platform.before_torch_1_11) or loss is Loss.SHIFTED
+        return states + (width + (8 if beside else 4)) * logits
     if loss is Loss.FUSED:
         chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
         return states + 4 * min(chunk, t) * shape.vocab

@@ -22,7 +22,7 @@ SMALL_WORKSPACE_BYTES = (8320 + 1024) * 2**10
 # open-mmlab/mmdetection docs/model_zoo.md).
 _EARLY = re.compile(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b|detectron2|\bmm(?:det|seg)\b")
 
-# Until 1.11 of 2022 softmax saved its input as well as its result: pytorch/pytorch, pull request 66018 of October 2021.
+# Until 1.11 of March 2022 softmax saved its input as well as its result: pytorch/pytorch, pull request 66018.
 _BEFORE_1_11 = re.compile(r"torch ?1\.(?:\d|10)\b|lightning 1\.[0-5]\b|\b20(?:19|20|21)\b")
 
 
@@ -34,7 +34,7 @@ class Platform:
     on_hopper: bool = False  # or later
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     keeps_gradients: bool = False  # from one step to the next: zero_grad filled them with zeros until torch 2.0
-    softmax_keeps_input: bool = False
+    before_torch_1_11: bool = False  # of March 2022
     expandable_segments: bool = False
 
     @property
@@ -62,6 +62,6 @@ def platform_of(row: Row, framework: Framework) -> Platform:
         is_old="2022" in row.said or "2021" in row.said or volta or bloom,
         # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
         keeps_gradients=_EARLY.search(row.said) is not None,
-        softmax_keeps_input=_BEFORE_1_11.search(row.said) is not None,
+        before_torch_1_11=_BEFORE_1_11.search(row.said) is not None,
         expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.foreign.activations import score_bytes
+from orchestrator.memory.foreign.activations import head_bytes, score_bytes
 from orchestrator.memory.foreign.published import described_row
 
 ROW = {"id": "x", "gpu": "A100", "n_gpus": "1", "micro_batch": "4", "seq_len": "512", "precision": "bf16"}
@@ -56,3 +56,11 @@ def test_megatrons_softmax_never_kept_its_input() -> None:
         for version in ("1.10", "1.11")
     )
     assert before == since > 0
+
+
+def test_megatrons_loss_worked_in_place_until_september_2022() -> None:
+    row = {**ROW, "gpu": "V100", "model": "gpt2-xl", "precision": "fp16"}
+    before, since = (
+        described_row({**row, "framework": f"Megatron-LM ({when})"}).training for when in ("2021, torch 1.8", "2022")
+    )
+    assert head_bytes(since) - head_bytes(before) == 4 * 4 * 512 * since.shape.vocab
