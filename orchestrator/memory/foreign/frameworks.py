@@ -181,6 +181,10 @@ def _adds_in_fp32(row: Row, framework: Framework, precision: str) -> bool:
     if row.is_bridge:
         row.infer("gradients are reduced in bf16, as Megatron-Bridge's performance recipes have it")
         return False
+    if re.search(r"nemo 2\S* performance scripts", row.said):
+        # NVIDIA/NeMo, scripts/performance/llm, performance_mode; helpers.py, set_precision_configs
+        row.infer("gradients are reduced in bf16, as NeMo 2's performance scripts have it")
+        return False
     if framework is Framework.MEGATRON and precision.startswith(("bf16", "fp8")):
         row.infer("gradients are added up in fp32, as Megatron-LM does with bf16")
         return True

@@ -211,6 +211,13 @@ BRIDGE = MEGATRON | {"framework": "Megatron-Bridge 26.04", "model": "LLAMA3_70B 
 BRIDGE |= {"n_gpus": "64", "tp": "4", "pp": "8", "micro_batch": "1", "seq_len": "8192", "compile_or_other": "VP=5"}
 
 
+@pytest.mark.parametrize(
+    ("framework", "wide"), [("NeMo 2.2 performance scripts (mcore)", False), ("NeMo 2 (mcore)", True)]
+)
+def test_nemos_performance_scripts_reduce_gradients_in_bf16(framework: str, wide: bool) -> None:
+    assert read({**BRIDGE, "framework": f"{framework}, Megatron-LM"}).megatron.fp32_gradients is wide
+
+
 def test_megatron_bridge_is_read_as_its_performance_recipes_have_it() -> None:
     bridge = read(BRIDGE)
     assert (bridge.megatron.virtual_stages, bridge.megatron.fp32_gradients, bridge.platform.expandable_segments) == (
