@@ -350,9 +350,10 @@ def head_bytes(training: Training) -> int:
 
     Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
     and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): the same on
-    the way back, of all tokens. Low: the plain one without wide ones (Qwen/Qwen-7B, modeling_qwen.py): 6 bytes. Where
-    the loop holds what the model returned, the logits are beside (torch 2.13's profiler counted 12, 12 and 6 bytes a
-    logit, and 14, 16 and 8 with them held, on CPU, 2026-11). In place (flash_attn/losses/cross_entropy.py,
+    the way back, of all tokens. Upcast (the same from 4.46 to 4.48): at the log-softmax the function has all that the
+    plain one has, and its caller the logits. Low: the plain one without wide ones (Qwen/Qwen-7B, modeling_qwen.py): 6
+    bytes. Where the loop holds what the model returned, the logits are beside (torch 2.13's profiler counted 12, 12 and
+    6 bytes a logit, and 14, 16 and 8 with them held, on CPU, 2026-11). In place (flash_attn/losses/cross_entropy.py,
     inplace_backward): the logits alone.
     Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
     becomes the gradient; from September 2022 to June 2024 (commits 55817ec9, a8abc4f7), and where it is compiled
@@ -390,6 +391,7 @@ def logit_blocks(training: Training) -> list[int]:
         return []
     count, is_wide = {
         Loss.PLAIN: (3, True),
+        Loss.UPCAST: (3, True),
         Loss.LABELS: (3, True),
         Loss.LOW: (3, False),
         Loss.SUMMED: (2, False),
@@ -401,13 +403,14 @@ def logit_blocks(training: Training) -> list[int]:
         Loss.FUSED: (0, False),
     }[training.loss]
     logits = training.target_tokens * training.shape.vocab // training.tp
-    capped = [training.width * logits] if training.shape.capped and count else []
-    return count * [(4 if is_wide else training.width) * logits] + capped
+    beside = training.loss is Loss.UPCAST and training.low_precision and not training.holds_outputs
+    low = [training.width * logits] * (beside + (training.shape.capped and count > 0))
+    return count * [(4 if is_wide else training.width) * logits] + low
 
 
 def held_bytes(training: Training) -> int:
     """Logits that the loop holds until the backward pass is over."""
-    made = training.loss in (Loss.PLAIN, Loss.LABELS, Loss.LOW, Loss.COMPILED) and training.shape.causal
+    made = training.loss in (Loss.PLAIN, Loss.UPCAST, Loss.LABELS, Loss.LOW, Loss.COMPILED) and training.shape.causal
     if not training.holds_outputs or not made or training.framework.is_megatron:
         return 0
     width = 4 if training.loss is Loss.PLAIN else training.width

@@ -38,6 +38,7 @@ class Loss(StrEnum):
     LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
     FUSED = "fused"  # logits of a chunk
     LABELS = "labels"  # the plain one, but that labels are shifted instead of logits
+    UPCAST = "upcast"  # the plain one in a function of its own, whose caller has the logits in low precision beside it
     LOW = "low precision"  # as the plain one, but none of them wide
     SUMMED = "summed"  # logits as they come, whose gradient is one number that a product copies
 
@@ -51,13 +52,16 @@ def loss_of(row: Row, shape: Architecture, framework: Framework, *, autocasts: b
     if SUMS_LOGITS.search(row.other):
         return Loss.SUMMED
     loss = _loss_of_trainer(row.said, row.other)
+    takes_as_they_come = CASTS_NO_LOGITS.match(row["model"].lower()) is not None
+    if loss is Loss.UPCAST and (takes_as_they_come or shape.crossed):
+        loss = Loss.PLAIN
     if loss is Loss.PLAIN and (shape.crossed or MASKED.search(row.said)):
         loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)
-    if loss not in (Loss.PLAIN, Loss.LABELS):
+    if loss not in (Loss.PLAIN, Loss.UPCAST, Loss.LABELS):
         return loss
     if OWN_MODEL.search(row.said) and not re.search(r"\bhf\b|transformers|peft", row.said):
         return Loss.LABELS if autocasts else Loss.LOW
-    low = CASTS_NO_LOGITS.match(row["model"].lower()) and "megatron" not in row.said
+    low = takes_as_they_come and "megatron" not in row.said
     return Loss.LOW if low and framework is Framework.DEEPSPEED else loss
 
 
@@ -77,5 +81,7 @@ def _loss_of_trainer(said: str, other: str) -> Loss:
         return Loss.SHIFTED
     if "torchtune default config" in said or "chunk" in other:
         return Loss.CHUNKED
+    if re.search(r"transformers v?4\.4[678]\b", said):
+        return Loss.UPCAST  # transformers/loss/loss_utils.py, ForCausalLMLoss
     # NVIDIA-NeMo/Automodel shifts labels in its data (components/loss/masked_ce.py)
     return Loss.LABELS if re.search(r"automodel|transformers v?(?:4\.(?:49|5\d)|5)\b", said) else Loss.PLAIN

@@ -57,7 +57,14 @@ def test_what_fsdp_calls_zero_is_not_deepspeed(sharding: str, framework: Framewo
 
 @pytest.mark.parametrize(
     ("loss", "bytes_of_a_logit", "held_bytes"),
-    [(Loss.LABELS, 12, 14), (Loss.PLAIN, 12, 16), (Loss.LOW, 6, 8), (Loss.COMPILED, 4, 6), (Loss.SUMMED, 4, 4)],
+    [
+        (Loss.LABELS, 12, 14),
+        (Loss.PLAIN, 12, 16),
+        (Loss.UPCAST, 14, 14),
+        (Loss.LOW, 6, 8),
+        (Loss.COMPILED, 4, 6),
+        (Loss.SUMMED, 4, 4),
+    ],
 )
 def test_logits_that_a_loop_holds_are_beside_their_gradients(
     loss: Loss, bytes_of_a_logit: int, held_bytes: int

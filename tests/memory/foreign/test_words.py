@@ -373,6 +373,10 @@ def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes
     ("columns", "bytes_of_a_logit"),
     [
         ({"framework": "HF Trainer"}, 12),
+        ({"framework": "HF Trainer (transformers 4.45)"}, 12),
+        ({"framework": "HF Trainer (transformers 4.48)"}, 14),
+        ({"framework": "HF Trainer (transformers 4.48)", "model": "gpt2-xl"}, 12),
+        ({"framework": "HF Trainer (transformers 4.48)", "precision": "fp32"}, 12),
         ({"framework": "HF transformers 4.52"}, 12),
         ({"framework": "transformers 5.13"}, 12),
         ({"framework": "HF Trainer + DeepSpeed", "sharding": "ZeRO-2", "model": "Qwen-7B-Chat"}, 6),
