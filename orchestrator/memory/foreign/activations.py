@@ -281,8 +281,11 @@ def _feed_forward_bytes(training: Training) -> int:
 
 
 def boundary_bytes(training: Training) -> int:
-    """What a layer hands on, of one micro-batch."""
-    return training.layer_tokens * training.stream * training.shape.hidden // _whole(training)
+    """What goes into a layer of one micro-batch, in the mean: what the one before hands on, or the embedding."""
+    layers, adapters = training.shape.layers, training.adapters
+    narrow = training.stream - training.weight_bytes if adapters.norms_fp32 and not adapters.ends_fp32 else 0
+    width = training.stream * layers - narrow
+    return training.layer_tokens * width * training.shape.hidden // layers // _whole(training)
 
 
 def kept_bytes(training: Training) -> int:
@@ -298,6 +301,14 @@ def kept_bytes(training: Training) -> int:
             products = min(products, training.tokens * _gated_segment(training, selective=True) // training.tp)
         return products
     return saved_bytes(training)
+
+
+def hidden_bytes(training: Training) -> int:
+    """Inputs of one layer's products with quantised matrices, of a micro-batch, that checkpointing does not free."""
+    if not training.adapters.hides_quantised_inputs or training.checkpointing is not ActivationCheckpointing.FULL:
+        return 0
+    shape = training.shape
+    return training.tokens * training.width * (2 * shape.hidden + shape.query + shape.busy_ffn)
 
 
 def _alternate_bytes(training: Training) -> int:
@@ -364,7 +375,8 @@ def head_bytes(training: Training) -> int:
     logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored; where logits are returned
     beside the loss, backward is given zeros for them (torch.compile of torch 2.13 on CPU, 2026-11). Listed
     (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all.
-    Summed: logits and their gradient. A head in 4 bits is dequantised to fp16, then cast.
+    Summed: logits and their gradient. A head in 4 bits is dequantised to fp16, then cast. Of a frozen head in fp32,
+    what autocast makes of it stays for the way back.
     """
     shape, t, width, loss = training.shape, training.target_tokens, training.width, training.loss
     states = t * (training.stream + 4) * shape.hidden
@@ -372,6 +384,8 @@ def head_bytes(training: Training) -> int:
         return states
     if training.adapters.quantises_head and training.adapters.base_bytes is not None:
         states += 4 * shape.table
+    if training.adapters.ends_fp32 and training.low_precision:
+        states += width * shape.table
     logits = t * shape.vocab // training.tp
     if training.framework.is_megatron:
         early = training.platform.is_old or training.framework is Framework.MEGATRON_DEEPSPEED

@@ -23,6 +23,10 @@ LEARNS_ALL = re.compile(
 # How public trainers work, where their rows do not say so: bitsandbytes kept what goes into a 4-bit product until
 # 0.43.3 (pull 1270 of 2024-07); of dropout before adapters, the defaults of each.
 KEEPS_QUANTISED_INPUTS = re.compile(r"lit-?gpt|swift 2\.|fsdp_qlora|bitsandbytes 0\.(?:3\d|4[0-2])\b")
+# It kept it as an attribute (bitsandbytes/autograd/_functions.py, MatMul4Bit), which hooks on saved tensors do not see:
+# checkpointing that is not reentrant frees nothing of it (AnswerDotAI/fsdp_qlora README.md on reentrant_checkpointing).
+# swift/llm/utils/model.py has it so (fix_gradient_checkpointing_warning).
+NOT_REENTRANT = re.compile(r"swift 2\.|non-?reentrant|not reentrant")
 DROPS_OUT = re.compile(r"swift 2\.|lit-?gpt|fsdp_qlora|llama-recipes|\bqwen finetune|lora dropout|lora_dropout")
 
 # What model code calls its projections: modeling_gpt2.py, modeling_bloom.py, modeling_opt.py and modeling_phi3.py of
@@ -50,8 +54,10 @@ class Adapters:
     trains_ends: bool = False  # beside adapters, copies of embedding and head (peft: modules_to_save)
     base_bytes: float | None = None  # per element of the frozen matrices; None: as wide as the weights
     keeps_quantised_inputs: bool = False  # a product with a quantised matrix keeps its input
+    hides_quantised_inputs: bool = False  # and checkpointing does not know of it
     quantises_head: bool = False  # as the other matrices
-    ends_fp32: bool = False  # the frozen embedding and head were cast up
+    norms_fp32: bool = False  # frozen norms were cast up, so that what a layer hands on is fp32
+    ends_fp32: bool = False  # and the frozen embedding and head
 
 
 def adapters_of(row: Row, framework: Framework) -> Adapters:
@@ -65,6 +71,8 @@ def adapters_of(row: Row, framework: Framework) -> Adapters:
     if not is_lora and not SMALL.search(way):
         raise row.refused(f"the way of tuning {peft!r} is not known")
     quantised = bits_of(said)
+    casts_up = quantised > 0 and _casts_up(row, framework, said)
+    keeps_inputs = quantised == 4 and "gptq" not in said and KEEPS_QUANTISED_INPUTS.search(row.said) is not None
     everywhere = re.search(r"\ball\b", said) is not None or "fsdp_qlora" in row.said
     usual: tuple[str, ...] = ("q", "k", "v") if is_lora else ("q", "v")
     if ONE_TENSOR.search(row["model"]) and not re.search("unsloth|expert|target_parameters", row.said):
@@ -78,9 +86,11 @@ def adapters_of(row: Row, framework: Framework) -> Adapters:
         keeps_outputs=is_lora and re.search(r"\bdora\b|use_dora", way, re.I) is not None,
         trains_ends=re.search(r"modules_to_save|\(emb\)|embedding.*head", peft) is not None,
         base_bytes=base_bytes_of(quantised, double="nf4" not in said or "dq" in said) if quantised else None,
-        keeps_quantised_inputs=quantised == 4 and KEEPS_QUANTISED_INPUTS.search(row.said) is not None,
+        keeps_quantised_inputs=keeps_inputs,
+        hides_quantised_inputs=keeps_inputs and NOT_REENTRANT.search(row.said) is not None,
         quantises_head=row.is_litgpt,  # lightning/fabric/plugins/precision/bitsandbytes.py: every nn.Linear
-        ends_fp32=quantised > 0 and _casts_ends(row, framework, said),
+        norms_fp32=casts_up,
+        ends_fp32=casts_up and not (quantised == 4 and _casts_ends_back(row)),
     )
 
 
@@ -95,19 +105,33 @@ def _rank_of(row: Row, said: str, *, is_lora: bool) -> int:
     return usual
 
 
-def _casts_ends(row: Row, framework: Framework, said: str) -> bool:
+def _casts_up(row: Row, framework: Framework, said: str) -> bool:
     """Whether peft prepared the model (peft/utils/other.py, prepare_model_for_kbit_training), which casts up all but
     what GPTQ holds.
 
     axolotl/loaders/model.py casts embeddings and norms back where attention is flash; llamafactory/model/model_utils/
-    checkpointing.py casts norms if it is told so.
+    checkpointing.py casts norms if it is told so; swift/llm/tuner.py of modelscope/ms-swift prepares nothing. Until 0.3
+    of 2023-05 peft cast only norms that are called layer_norm, which Llama has none of; transformers was at 4.28.
     """
-    others = "torchtune|unsloth|axolotl|lit-?gpt|llama-?factory|no preparation|fsdp_qlora"
+    others = (
+        r"torchtune|unsloth|axolotl|lit-?gpt|llama-?factory|no preparation|fsdp_qlora|swift|transformers 4\.2[0-8]\b"
+    )
     casts = framework in (Framework.PLAIN, Framework.DEVICE_MAP) and not re.search(others, row.said)
     if not casts or "gptq" in said:
         return False
     row.infer("embedding, head and norms cast to fp32 by peft's preparation for quantised training")
     return True
+
+
+def _casts_ends_back(row: Row) -> bool:
+    """Whether TRL made embedding and head bf16 again, behind peft's preparation of a 4-bit base, and left the norms.
+
+    trl/trainer/utils.py, peft_module_casting_to_bf16, since 0.7.5 of 2023-12.
+    """
+    casts = re.search(r"\btrl\b", row.said) is not None and "bf16" in row["precision"].lower()
+    if casts:
+        row.infer("embedding and head are bf16 again, as TRL casts them")
+    return casts
 
 
 def targets_of(said: str) -> tuple[str, ...]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.activations import (
+    KEPT,
+    WORKING,
+    cast_bytes,
+    head_bytes,
+    hidden_bytes,
+    kept_bytes,
+    working_bytes,
+)
 from orchestrator.memory.foreign.frameworks import Framework
 from orchestrator.memory.foreign.training import Live, Training, copies, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
@@ -47,12 +55,15 @@ def plain_moments(training: Training) -> Iterator[Live]:
     if training.optimizer.step_in_backward:
         accumulated = 0
     projecting = _projecting_bytes(training)
-    yield ("backward of head", (*fixed, ("gradients", accumulated), (KEPT, kept), (WORKING, head_bytes(training))))
+    hidden = ("inputs that checkpointing does not free", layers * hidden_bytes(training))
+    at_head = (KEPT, kept), (WORKING, head_bytes(training))
+    yield ("backward of head", (*fixed, ("gradients", accumulated), hidden, *at_head))
     yield (
         "backward of last layer",
         (
             *fixed,
             ("gradients", max(accumulated, width * min(trained, ends.trained + layer.trained))),
+            hidden,
             (KEPT, kept),
             (WORKING, working_bytes(training) + (projecting if training.optimizer.step_in_backward else 0)),
         ),

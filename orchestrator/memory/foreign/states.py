@@ -66,7 +66,7 @@ def _is_low(row: Row, training: Training, said: str) -> bool:
     """Whether products are in low precision, by what a row says of it."""
     low = re.search(r"16|8|mixed|amp|half", said) is not None or "32" not in said
     pure = re.search(r"\b(?:pure|true)\b", said) is not None
-    if training.adapters.ends_fp32 and (pure or _is_bare(row, said)):
+    if training.adapters.norms_fp32 and (pure or _is_bare(row, said)):
         # bitsandbytes/nn/modules.py, Linear4bit: a product returns the type of its input, that of fp32 norms
         row.infer("all is fp32 but the quantised matrices: nothing casts what the norms return")
         low = False

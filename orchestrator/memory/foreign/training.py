@@ -79,10 +79,10 @@ class Training:
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of what a layer hands on: the type of the embedding when it is used."""
+        """Bytes of an element of what a layer hands on: the type of the embedding in use, or of wider norms."""
         if self.framework.is_fsdp and not self.fsdp.gathers_fp32:
             return self.width
-        return 4 if self.adapters.ends_fp32 else self.weight_bytes
+        return 4 if self.adapters.norms_fp32 else self.weight_bytes
 
     @property
     def world_size(self) -> int:
