@@ -49,7 +49,7 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     yield ("backward of head", (*at_head, (KEPT, kept), (WORKING, head_bytes(training))))
     yield ("backward of last layer", (*fixed, (KEPT, kept), (WORKING, working_bytes(training))))
     at_once = min(SUB_GROUP_ELEMENTS, trained // shards) if stage == 3 else trained // shards
-    temporaries = (4 + (width if stage == 3 else 0) + (4 if training.optimizer.foreach else 0)) * at_once
+    temporaries = (4 + (width if stage == 3 else 0) + 4 * training.optimizer.temporaries) * at_once
     yield ("optimizer step", (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else temporaries)))
 
 

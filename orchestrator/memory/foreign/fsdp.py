@@ -66,7 +66,7 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
         yield "backward of first layer", during(shard_gradients, beside + units, held_too, inside)
     whole = ("whole gradients", reduce * ends.trained)
     yield "gradient reduction of the root", during(shard_gradients, root, whole)
-    temporaries = shard_gradients if training.optimizer.foreach else 0
+    temporaries = training.optimizer.temporaries * shard_gradients
     yield "optimizer step", (*fixed, ("gradients", shard_gradients), ("optimizer temporaries", temporaries))
 
 

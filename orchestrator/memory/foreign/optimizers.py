@@ -38,10 +38,16 @@ class Optimizer:
     rule: Rule = Rule.ADAM
     masters: bool = False  # an fp32 copy of low-precision weights
     low_states: bool = False  # states have the width of low-precision weights
-    foreach: bool = False  # torch.optim's default on CUDA: one temporary of everything that is trained
+    foreach: bool = False  # torch.optim's default on CUDA: a temporary of everything that is trained
+    adds_apart: bool = False  # and another, its sum with epsilon: torch/optim/adamw.py of 2.0; in place since 2.1
     step_in_backward: bool = False  # gradients are used up as they come
     paged: bool = False  # states may live on the host
     projected_rank: int = 0  # of gradients whose states have this rank (GaLore); 0: states are as large as gradients
+
+    @property
+    def temporaries(self) -> int:
+        """How often there is everything that is trained beside itself as torch.optim steps."""
+        return self.foreach * (1 + self.adds_apart)
 
     @property
     def state_bytes(self) -> float:
@@ -66,20 +72,24 @@ def optimizer_of(row: Row, framework: Framework, *, masters: bool, narrow: bool,
         raise row.refused(f"no model of the optimizer's states ({row['optimizer'] or row['peft']})")
     if projects and framework not in (Framework.PLAIN, Framework.DEVICE_MAP):
         raise row.refused("GaLore projects whole gradients, which this engine cuts")
-    return Optimizer(
-        rule=rule,
-        masters=masters and rule is not Rule.NONE,
-        # beside fp32 masters they are fp32, but for --use-precision-aware-optimizer with --exp-avg-dtype bf16 of
-        # megatron/core/optimizer
-        low_states=narrow and (not masters or "bf16 states" in said),
-        foreach=_has_torch_step(row, framework)
+    foreach = (
+        _has_torch_step(row, framework)
         # torch/optim/sgd.py, _multi_tensor_sgd, works in place where nothing decays
         and rule not in (Rule.ADAM_8BIT, Rule.ADAFACTOR, Rule.SGD, Rule.NONE)
         and not projects  # galore_torch/adamw.py goes from parameter to parameter
         and not is_old  # torch/optim/adamw.py, since 1.13
         and not re.search(r"fused adam|fused optim", said)
         and "fused" not in row["optimizer"].lower()
-        and "torchtune" not in row.said,  # whose configurations say fused=True
+        and "torchtune" not in row.said  # whose configurations say fused=True
+    )
+    return Optimizer(
+        rule=rule,
+        masters=masters and rule is not Rule.NONE,
+        # beside fp32 masters they are fp32, but for --use-precision-aware-optimizer with --exp-avg-dtype bf16 of
+        # megatron/core/optimizer
+        low_states=narrow and (not masters or "bf16 states" in said),
+        foreach=foreach,
+        adds_apart=foreach and rule is Rule.ADAM and re.search(r"torch 2\.0\b", row.said) is not None,
         step_in_backward=re.search("opt[- ]in[- ]bwd|lomo", said) is not None
         or (projects and re.search("(?:per|by)[- _]?layer|layer-?wise", said) is not None),
         paged="paged" in said,

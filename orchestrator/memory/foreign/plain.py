@@ -72,8 +72,8 @@ def plain_moments(training: Training) -> Iterator[Live]:
         "backward of first layer",
         (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
     )
-    foreach = training.optimizer.foreach and not training.optimizer.step_in_backward
-    temporaries = everything // shards if foreach else projecting
+    copies = 0 if training.optimizer.step_in_backward else training.optimizer.temporaries
+    temporaries = copies * everything // shards or projecting
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
 
 
@@ -123,5 +123,5 @@ def walked_moments(training: Training) -> Iterator[Live]:
     )
     kept, working, gradients = counted.peak
     yield "backward pass", (*fixed, ("gradients", gradients), (KEPT, kept), (WORKING, working))
-    temporaries = weights if training.optimizer.foreach else 0
+    temporaries = training.optimizer.temporaries * weights
     yield "optimizer step", (*fixed, ("gradients", weights), ("optimizer temporaries", temporaries))

@@ -370,6 +370,21 @@ def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes
 
 
 @pytest.mark.parametrize(
+    ("columns", "copies"),
+    [
+        ({"framework": "HF Trainer (torch 2.0)"}, 2),
+        ({"framework": "HF Trainer (torch 2.1)"}, 1),
+        ({"framework": "HF Trainer (torch 2.0)", "optimizer": "SGD with momentum"}, 1),
+        ({"framework": "HF Trainer (torch 2.0)", "optimizer": "AdamW fused"}, 0),
+    ],
+)
+def test_torch_2_0_adds_epsilon_to_a_copy_of_all_that_is_trained(columns: dict[str, str], copies: int) -> None:
+    training = read(ROW, peft="Full", precision="pure bf16", micro_batch="1", seq_len="64", **columns)
+    causes = dict(estimate_foreign(training).by_cause)
+    assert causes.get("optimizer temporaries", 0) == copies * causes["gradients"]
+
+
+@pytest.mark.parametrize(
     ("columns", "bytes_of_a_logit"),
     [
         ({"framework": "HF Trainer"}, 12),
