@@ -31,7 +31,7 @@ def saved_bytes(training: Training) -> int:
     if training.megatron.keeps_gathered:  # before q, k and v, and before the feed-forward block
         per_token += 2 * training.width * shape.hidden * (cut - 1) // cut
     if shape.qk_norm:  # what goes in; without a fused kernel in fp32 as well
-        copy = 4 if training.low_precision and not training.kernels.fused else 0
+        copy = 4 if training.low_precision and not training.kernels.fuses_norms else 0
         per_token += (training.width + copy) * (shape.query + shape.key_value) // cut
     if training.kernels.joint_projection:
         per_token += _joint_bytes(training)
@@ -75,9 +75,10 @@ def _gated_bytes(training: Training) -> int:
     if shape.experts:  # what goes into experts and comes out again is cut only with the tokens
         profile -= 2 * width * shape.chosen * shape.hidden
     per_token = profile // cut + (0 if training.sequence_parallel else _norm_bytes(training) * (cut - 1) // cut)
-    if training.kernels.fused:
-        # one kernel keeps a norm's input and its result, without fp32 copies; and not what silu returns
+    if training.kernels.fuses_norms:
+        # one kernel keeps a norm's input, without an fp32 copy, and the product behind it its result
         per_token -= (_norm_bytes(training) - 4 * width * shape.hidden) // _whole(training)
+    if training.kernels.fused:
         per_token -= width * shape.busy_ffn // cut
     if training.kernels.fuses_adapters:
         per_token -= width * shape.busy_ffn // cut
@@ -140,7 +141,8 @@ def _joint_bytes(training: Training) -> int:
 def _adapted_bytes(training: Training) -> int:
     """Per token: what a layer keeps more, or less, than if all of it were trained (memory/hf_profiles.py, `_adapted`).
 
-    A frozen norm does not keep what its weight multiplies, nor a frozen projection its input. Adapters of one input
+    A frozen norm does not keep what its weight multiplies, as none does that is one kernel, nor a frozen projection its
+    input. Adapters of one input
     share it, but fp32 ones cast what is not fp32, each for itself, and dropout makes a copy with a mask of one byte.
     Attention keeps its own result.
     """
@@ -148,7 +150,7 @@ def _adapted_bytes(training: Training) -> int:
     adapted = adapted_projections(training)
     times = {name: copies(training, name)[1] for name in shape.projections}
     kept = width * training.adapters.rank * sum(times[name] for name in adapted)
-    if shape.gated:
+    if shape.gated and not training.kernels.fuses_norms:
         kept -= 2 * training.stream * shape.hidden
     if (
         shape.experts and not training.adapters.keeps_quantised_inputs

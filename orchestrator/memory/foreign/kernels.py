@@ -32,8 +32,10 @@ FLASHES = re.compile(r"\bfa[234]\b|flash|\batorch\b")
 # fast_lora.py, axolotl's lora_mlp_kernel; Liger's, but where a row names its loss or its norms alone.
 FUSES_ADAPTERS = re.compile(r"unsloth|fused lora|lora[ _](?:mlp|qkv|o)[ _]kernel|lora kernels")
 # nemo_automodel/_transformers/auto_model.py of NVIDIA-NeMo/Automodel has Liger's by default, but for its loss.
-LIGER = re.compile(r"liger|automodel")
-IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|automodel|liger(?![ _-](?:fused|flce|cross|loss|rms))")
+LIGER = r"automodel|liger(?![ _-](?:fused|flce|cross|loss{}))"
+IN_PLACE = re.compile(rf"{FUSES_ADAPTERS.pattern}|{LIGER.format('|rms')}")
+# A norm as one kernel: liger_kernel/ops/rms_norm.py, unsloth/kernels/rms_layernorm.py.
+FUSES_NORMS = re.compile(rf"unsloth|fused[^;]* rms-?norm|{LIGER.format('')}")
 # hidden_act is gelu_new in their config.json; microsoft/phi-*, Salesforce/codegen-* and karpathy/minGPT likewise.
 COMPOSES_GELU = re.compile(r"(?:[\w-]+/)?(?:distil-?)?(?:gpt-?2|gpt-?neo-|gpt-?j|codegen-|phi-?[12]\b|min-?gpt)", re.I)
 # Their code multiplies queries and keys in fp32: modeling_gpt_neo.py, modeling_gptj.py and modeling_codegen.py cast
@@ -50,7 +52,8 @@ class Kernels:
     """Which operations are one kernel, or several."""
 
     flash: bool = True
-    fused: bool = False  # torch.compile, Liger or Transformer Engine: elementwise intermediates are not kept
+    fused: bool = False  # torch.compile, Liger or Transformer Engine: what an activation returns is not kept
+    fuses_norms: bool = False  # of a norm its input alone is kept
     in_place: bool = False  # the gradients of what an activation takes in are written over it
     fuses_adapters: bool = False  # adapters share their input with the base, and the feed-forward product is made again
     joint_projection: bool = False  # q, k and v are cut out of one product
@@ -63,12 +66,14 @@ def kernels_of(row: Row, shape: Architecture, framework: Framework, *, is_old: b
     """The kernels that a row names, or that its trainer has."""
     compiled = "compile" in row.other.replace("compile=false", "")
     megatron = framework.is_megatron and "nanotron" not in row.said
-    fused = compiled or LIGER.search(row.said) is not None or megatron
+    in_place = IN_PLACE.search(row.said) is not None
+    fused = compiled or in_place or megatron
     flash = _is_flash(row, shape, framework, is_old=is_old)
     return Kernels(
         flash=flash,
         fused=fused,
-        in_place=IN_PLACE.search(row.said) is not None,
+        fuses_norms=compiled or megatron or FUSES_NORMS.search(row.said) is not None,
+        in_place=in_place,
         fuses_adapters=FUSES_ADAPTERS.search(row.said) is not None,
         joint_projection=row.has_litgpt_model,
         wide_queries=not flash and _widens_queries(row),

@@ -27,7 +27,7 @@ MEGATRON = replace(
     optimizer=Optimizer(masters=True),
     zero_stage=1,
     dp=8,
-    kernels=Kernels(fused=True),
+    kernels=Kernels(fused=True, fuses_norms=True),
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from orchestrator.memory.foreign.activations import KEPT, boundary_bytes, head_bytes, hidden_bytes
+from orchestrator.memory.foreign.activations import KEPT, boundary_bytes, head_bytes, hidden_bytes, saved_bytes
 from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Training
@@ -113,3 +113,32 @@ def test_inputs_that_checkpointing_does_not_free_are_those_of_every_quantised_pr
     assert dict(estimate_foreign(hidden).by_cause)[KEPT] == dict(estimate_foreign(freed).by_cause)[KEPT]
     assert read(framework="ms-swift 2.x", peft="LoRA r8, int4 (gptq)").adapters.hides_quantised_inputs is False
     assert read(framework="ms-swift 2.x").adapters.hides_quantised_inputs is True
+
+
+@pytest.mark.parametrize(
+    ("words", "fused", "fuses_norms"),
+    [
+        ("", False, False),
+        ("liger fused linear cross-entropy", False, False),
+        ("fused RMSNorm, liger fused linear cross-entropy", False, True),
+        ("fused kernels (cross-entropy, RMSNorm, RoPE)", False, True),
+        ("fused LoRA kernels, liger RMSNorm", True, True),
+        ("liger", True, True),
+        ("unsloth", True, True),
+        ("torch.compile", True, True),
+    ],
+)
+def test_a_kernel_for_the_loss_is_none_for_norms_and_activations(words: str, fused: bool, fuses_norms: bool) -> None:
+    kernels = read(compile_or_other=words).kernels
+    assert (kernels.fused, kernels.fuses_norms) == (fused, fuses_norms)
+
+
+def test_a_norm_that_is_one_kernel_keeps_its_input_though_it_is_frozen() -> None:
+    whole = read(peft="LoRA r16 q k v o")
+    one = but(whole, "kernels", fuses_norms=True)
+    h = whole.shape.hidden
+    # fp32 copies of both inputs, 8h, against these themselves, 4h; what the weights multiply is kept in neither
+    assert saved_bytes(whole) - saved_bytes(one) == 4 * h * whole.tokens
+    full = read(peft="Full", precision="pure bf16")
+    kept = saved_bytes(full) - saved_bytes(but(full, "kernels", fuses_norms=True))
+    assert kept == 8 * h * full.tokens
