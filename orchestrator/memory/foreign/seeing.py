@@ -67,11 +67,21 @@ SEEING: dict[str, Seeing] = {
     "qwen2.5-vl-32b": Seeing(decoder="qwen2.5-32b", tower=688_841_984),
     "qwen2.5-vl-72b": Seeing(decoder="qwen2.5-72b", tower=704_573_696),
 }
+# What transformers makes of these for texts has the tower too, which no gradient reaches (models/auto/modeling_auto.py,
+# MODEL_FOR_CAUSAL_LM_MAPPING_NAMES). SigLIP of 27 layers at 896 pixels, and the projector: google/gemma-3-* config.json
+WITH_TEXT = {
+    f"gemma-3-{size}": Seeing(decoder=f"gemma-3-{size}", tower=416_866_032 + 1152 * (hidden + 1))
+    for size, hidden in (("4b", 2560), ("12b", 3840), ("27b", 5376))
+}
+LOADS_WITH_TEXT = re.compile(r"\bhf\b|transformers|\bpeft\b|\btrl\b|axolotl|llama-?factory|swift|unsloth")
 
 
 def seeing(row: Row) -> Seeing | None:
     """What reads images for the row's model, by its name; None for other models, and where it may be trained."""
-    name = re.sub(r"^[\w-]+/|-(?:instruct|chat|hf)\b", "", row["model"].strip().lower().replace(" ", "-"))
+    name = re.sub(r"^[\w-]+/|-(?:instruct|chat|hf|it|pt)\b", "", row["model"].strip().lower().replace(" ", "-"))
+    if name in WITH_TEXT and LOADS_WITH_TEXT.search(row.said):
+        row.infer("what reads images is there and not trained")
+        return WITH_TEXT[name]
     found = SEEING.get(re.sub(r"^llava-v(?=1\.5)|^llava-v1-", "llava-", name))
     if found is None or not FREEZES.search(row.said.replace(row["model"].lower(), "", 1)):
         return None

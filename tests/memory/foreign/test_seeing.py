@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, CLIPVisionModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.public_models import known
 from orchestrator.memory.foreign.published import described_row
-from orchestrator.memory.foreign.seeing import SEEING
+from orchestrator.memory.foreign.seeing import SEEING, WITH_TEXT
 from orchestrator.memory.foreign.training import Held, Training, ends_held
 from orchestrator.specs.errors import SpecError
 
@@ -111,3 +111,18 @@ def test_qwen_vl_takes_the_loss_of_low_logits() -> None:
     """modeling_qwen.py of Qwen/Qwen-VL gives CrossEntropyLoss what its head returned."""
     deepspeed = {"framework": "Qwen finetune.py (HF Trainer + DeepSpeed)", "peft": "LoRA", "precision": "fp16"}
     assert read(model="Qwen-VL-Chat", **deepspeed).loss is Loss.LOW
+
+
+def test_gemma_3_has_its_tower_there_whatever_it_is_trained_on() -> None:
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    image = {"patch_size": 14, "image_size": 896, "vision_use_head": False}
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config={"hidden_size": 2560, "num_hidden_layers": 1}, vision_config=vision | image)
+        )
+    tower = sum(each.numel() for name, each in model.named_parameters() if "vision" in name or "projector" in name)
+    assert WITH_TEXT["gemma-3-4b"].tower == tower
+    row = {"model": "google/gemma-3-4b-it", "peft": "LoRA r16 all linear"}
+    assert read(**row, framework="axolotl").shape.frozen_beside == tower
+    assert read(**row, framework="torchtune").shape.frozen_beside == 0
+    assert read(model="gemma-3-1b-it", framework="axolotl").shape.frozen_beside == 0
