@@ -35,7 +35,7 @@ def saved_bytes(training: Training) -> int:
         per_token += (training.width + copy) * (shape.query + shape.key_value) // cut
     if training.kernels.joint_projection:
         per_token += _joint_bytes(training)
-    elif not training.kernels.flash and not training.framework.is_megatron:
+    elif training.kernels.copies_groups or not (training.kernels.flash or training.framework.is_megatron):
         # keys and values of groups, copied for every head (transformers' repeat_kv)
         per_token += 2 * training.width * (shape.query - shape.key_value) // cut
     if training.adapters.rank:

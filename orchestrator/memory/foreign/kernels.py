@@ -52,6 +52,7 @@ class Kernels:
     """Which operations are one kernel, or several."""
 
     flash: bool = True
+    copies_groups: bool = False  # keys and values of groups are copied for every head, though scores are not held
     fused: bool = False  # torch.compile, Liger or Transformer Engine: what an activation returns is not kept
     fuses_norms: bool = False  # of a norm its input alone is kept
     in_place: bool = False  # the gradients of what an activation takes in are written over it
@@ -71,6 +72,8 @@ def kernels_of(row: Row, shape: Architecture, framework: Framework, *, is_old: b
     flash = _is_flash(row, shape, framework, is_old=is_old)
     return Kernels(
         flash=flash,
+        # unsloth/utils/attention_dispatch.py, where flash attention is not to be had: before Ampere
+        copies_groups="unsloth" in row.said and re.search(r"\b(?:T4|V100)\b", row["gpu"]) is not None,
         fused=fused,
         fuses_norms=compiled or megatron or FUSES_NORMS.search(row.said) is not None,
         in_place=in_place,

@@ -142,3 +142,11 @@ def test_a_norm_that_is_one_kernel_keeps_its_input_though_it_is_frozen() -> None
     full = read(peft="Full", precision="pure bf16")
     kept = saved_bytes(full) - saved_bytes(but(full, "kernels", fuses_norms=True))
     assert kept == 8 * h * full.tokens
+
+
+def test_unsloth_copies_keys_and_values_for_every_head_before_ampere() -> None:
+    row = {"model": "Llama-3.2-3B", "framework": "unsloth", "act_ckpt": "False"}
+    old, new = read(**row, gpu="T4 16GB"), read(**row, gpu="A100 80GB")
+    assert old.kernels.flash
+    more = 2 * 2 * (new.shape.query - new.shape.key_value) * new.tokens
+    assert saved_bytes(old) - saved_bytes(new) == more > 0
