@@ -169,7 +169,8 @@ def _adapted(
     normed = sequence_length * (width if low and not autocast else 4) * h
     base_inputs = sequence_length * (10 * h + 2 * f if autocast else width * (2 * h + f))
     inputs = sequence_length * _inputs_bytes(adapted, lora, shape, width=width, autocast=autocast, cuda=cuda)
-    forward = sequence_length * _forward_bytes(adapted, shape) if autocast else 0
+    forward = sequence_length * _forward_bytes(adapted, lora, shape, width=width, autocast=autocast)
+    backward = sequence_length * _backward_bytes(adapted, lora, shape, width=width, autocast=autocast, cuda=cuda)
     frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
     own_table = 0 if shape.tie_word_embeddings else table
     head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
@@ -193,11 +194,10 @@ def _adapted(
             frozen_bytes=frozen_layer,
             waiting_gradients=0,
             saved_bytes=layer.saved_bytes + between + inputs - base_inputs - 2 * normed,
+            transient_bytes=backward,
             forward_transient_bytes=forward,
             selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
-            selective_transient_bytes=max(
-                layer.selective_transient_bytes, forward + layer.checkpointed_bytes + sequence_length * width * h
-            ),
+            selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes) + sequence_length * width * h,
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
             tensors=tuple(lora.rank * width for inputs, outputs in reversed(sizes) for width in (outputs, inputs)),
@@ -228,26 +228,60 @@ def _inputs_bytes(
     """What adapters of a layer keep of their inputs, per token.
 
     Projections of one input share it; attention keeps its own output. Autocast casts the input of every adapter for
-    itself, and dropout makes another: both are kept in the compute type. Its mask has the type of the adapters on CPU,
-    one byte on CUDA (training/cuda_autocast.py).
+    itself, and dropout makes another: both are kept in the compute type, and the mask beside it.
     """
-    each = sum(inputs for inputs, _ in adapted.values())
-    masks = each * (1 if cuda else 4 if autocast else width) if lora.dropout else 0
     if autocast or lora.dropout:
-        return width * each + masks
+        kept = width + (_mask_bytes(width, autocast=autocast, cuda=cuda) if lora.dropout else 0)
+        return kept * sum(inputs for inputs, _ in adapted.values())
     shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
     return width * sum(_projections(shape)[names[0]][0] for names in shared if any(name in adapted for name in names))
 
 
-def _forward_bytes(adapted: Mapping[str, tuple[int, int]], shape: DecoderShape) -> int:
-    """What autocast has live of a feed-forward part while its last projection runs, beside what it keeps, per token.
+def _mask_bytes(width: int, *, autocast: bool, cuda: bool) -> int:
+    """Of an element of dropout before adapters: of their type on CPU, one byte on CUDA (training/cuda_autocast.py)."""
+    return 1 if cuda else 4 if autocast else width
 
-    Its fp32 input, which only casts of are kept; the gated product, since a frozen matrix does not keep its input; its
-    copy in the type of the adapters, fp32 (`_cast_input_dtype` in peft/tuners/tuners_utils.py, peft 0.19); and what the
-    base projection returned.
+
+def _forward_bytes(
+    adapted: Mapping[str, tuple[int, int]], lora: LoraSpec, shape: DecoderShape, *, width: int, autocast: bool
+) -> int:
+    """What is live of a layer while its last projection runs, beside what it keeps, per token.
+
+    That are the feed-forward part's input and the gated product, where no adapter keeps just these, and what the base
+    projection returned. Under autocast only casts of both are kept: the input is fp32, and the product is copied in the
+    type of the adapters, fp32 (`_cast_input_dtype` in peft/tuners/tuners_utils.py, peft 0.19), in which dropout returns
+    another. Where the weights are cast, norms keep fp32 copies of what the layer and its second half were given.
     """
-    copied = 4 * shape.intermediate_size if "down_proj" in adapted else 0
-    return 4 * shape.hidden_size + 2 * shape.intermediate_size + copied + 2 * shape.hidden_size
+    h, f, down = shape.hidden_size, shape.intermediate_size, "down_proj" in adapted
+    if autocast:
+        copies = (8 if lora.dropout else 4) if down else 0
+        return 6 * h + (2 + copies) * f
+    gated = 0 if down and not lora.dropout else f
+    given = 0 if {"gate_proj", "up_proj"} & set(adapted) and not lora.dropout else h
+    streams = 2 * h if width == 2 else 0
+    return width * (gated + given + h + streams)
+
+
+def _backward_bytes(
+    adapted: Mapping[str, tuple[int, int]],
+    lora: LoraSpec,
+    shape: DecoderShape,
+    *,
+    width: int,
+    autocast: bool,
+    cuda: bool,
+) -> int:
+    """What is live of a layer while its gated product goes backward, beside what it kept, per token.
+
+    The gradients of the product and of both its factors, without what an adapter had kept of it; where the weights are
+    cast, what the layer was given as well, of which the norm kept a copy.
+    """
+    gone = 0
+    if "down_proj" in adapted:
+        masked = lora.dropout and not autocast  # under autocast the forward pass has more
+        gone = width + (_mask_bytes(width, autocast=autocast, cuda=cuda) if masked else 0)
+    given = 2 * shape.hidden_size if width == 2 and not autocast else 0
+    return (3 * width - gone) * shape.intermediate_size + given
 
 
 def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:

@@ -13,7 +13,7 @@ from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
 from orchestrator.memory.pipeline import layers_of
 from orchestrator.memory.profiles import CHUNK_TOKENS
 from orchestrator.planning.frontier import MARGIN
-from orchestrator.specs.model import ModelSpec
+from orchestrator.specs.model import LoraSpec, ModelSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
 from orchestrator.training import cross_entropy
 from orchestrator.training import deepspeed_settings as engine
@@ -79,8 +79,8 @@ def _once(engine: Engine, stage: int, mode: ActivationCheckpointing, precision: 
     return dataclasses.replace(said, gradient_accumulation_steps=1)
 
 
-def _turns(mode: ActivationCheckpointing) -> Plan:
-    return plan(Engine.TORCH, 0, 4, layout={"dp": 1}, activation_checkpointing=mode, precision=Precision.BF16)
+def _turns(mode: ActivationCheckpointing, precision: Precision = Precision.BF16) -> Plan:
+    return plan(Engine.TORCH, 0, 4, layout={"dp": 1}, activation_checkpointing=mode, precision=precision)
 
 
 def _several(engine: Engine, stage: int, mode: ActivationCheckpointing, precision: Precision) -> Plan:
@@ -88,6 +88,8 @@ def _several(engine: Engine, stage: int, mode: ActivationCheckpointing, precisio
 
 
 FEW_WORDS = dataclasses.replace(ADAPTED, hf={**ADAPTED.hf, "vocab_size": 256})  # its layers need more than its loss
+DROPPED = dataclasses.replace(FEW_WORDS, lora=LoraSpec(rank=8, dropout=0.1))
+ATTENDING = dataclasses.replace(FEW_WORDS, lora=LoraSpec(rank=8, target_modules=("q_proj", "v_proj")))
 PAIRS: dict[str, Any] = {  # its loss needs more than its layers
     **T5,
     "vocab_size": 3072,
@@ -117,6 +119,13 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "the root's reduction without its weights": [(WIDER, _once(Engine.TORCH, 3, FULL, Precision.FP32, 2))],
     "one rank without flat buffers": [(WIDER, _once(Engine.TORCH, stage, FULL, Precision.FP32, 1)) for stage in (2, 3)],
     "casts of what adapters are given": [(FEW_WORDS, _turns(mode)) for mode in ActivationCheckpointing],
+    **{
+        what: [(model, _turns(mode, each)) for mode in (SELECTIVE, FULL) for each in (Precision.FP32, Precision.BF16)]
+        for what, model in {
+            "what dropout before adapters returns": DROPPED,
+            "a gated product that no adapter keeps": ATTENDING,
+        }.items()
+    },
     "gradients of all experts at once": [
         (MIXED, _once(Engine.TORCH, stage, mode, precision, 2))
         for stage, mode, precision in ((0, NONE, Precision.BF16), (3, FULL, Precision.BF16), (3, NONE, Precision.FP32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from orchestrator.memory import experts
+from orchestrator.memory.estimate import estimate
 from orchestrator.memory.hf_profiles import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
-from orchestrator.specs.plan import Precision
+from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.cuda_autocast import as_on_cuda
 from orchestrator.training.hf_adapters import adapt
 from orchestrator.training.hf_model import read_config
+from orchestrator.training.tracing import Arithmetic, Request, profiles
 from orchestrator.training.virtual_device import VirtualDevice
+from tests.memory.matrix import DEVICE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -175,6 +179,36 @@ def test_dropout_before_adapters_keeps_a_byte_of_each_element_on_cuda(precision:
     assert there / LENGTHS[0] == pytest.approx(measured, rel=1e-3)
     elements = LENGTHS[0] * (2 * SIZES["hidden_size"] + SIZES["intermediate_size"])
     assert here - there == elements * ((2 if precision == "cast" else 4) - 1)
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "lora"),
+    [
+        (Arithmetic(precision=Precision.FP32, autocast=False, cuda=True), LoraSpec(rank=4, dropout=0.1)),
+        (Arithmetic(precision=Precision.BF16, autocast=True, cuda=True), LoraSpec(rank=4, dropout=0.1)),
+        (Arithmetic(precision=Precision.BF16, autocast=False), LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))),
+    ],
+    ids=["dropout", "dropout under autocast", "attention alone, cast"],
+)
+def test_a_recomputed_layer_with_adapters_peaks_where_its_trace_does(arithmetic: Arithmetic, lora: LoraSpec) -> None:
+    hf = {**CONFIGS["llama"], "hidden_size": 192, "intermediate_size": 512, "head_dim": 48}
+    model, length = ModelSpec(hf=hf, lora=lora), LENGTHS[1]
+    (traced,) = profiles(
+        Request(model=model, training=TrainingSpec(), family="job", sequence_length=length, arithmetics=(arithmetic,))
+    )
+    closed = profile(hf, lora, **dataclasses.asdict(arithmetic), sequence_length=length)
+    plan = Plan(
+        engine=Engine.TORCH,
+        layout=ParallelLayout(),
+        zero_stage=ZeroStage.NONE,
+        micro_batch_size=8,
+        gradient_accumulation_steps=1,
+        sequence_length=length,
+        precision=arithmetic.precision,
+        activation_checkpointing=ActivationCheckpointing.FULL,
+    )
+    found, expected = (estimate(one, plan, DEVICE).allocated_bytes for one in (closed, traced))
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "cast"])
