@@ -25,6 +25,9 @@ SHARDS_STATES = re.compile(
 )
 # Fabric and Accelerate add up gradients under FSDP's no_sync, Accelerate unless it is told sync_each_batch.
 UNSYNCED = re.compile(r"lit-?gpt|fabric|accelerate|hf trainer|transformers")
+# Models of transformers in a loop of its own, without no_sync, under checkpointing that is not reentrant: meta-llama/
+# llama-cookbook, src/llama_recipes/utils/train_utils.py, policies/activation_checkpointing_functions.py.
+LLAMA_RECIPES = re.compile(r"llama-(?:recipes|cookbook)")
 # A trainer whose FSDP has no mixed-precision policy under autocast: atorch/auto/opt_lib of
 # intelligent-machine-learning/atorch, amp_optimization.py.
 AUTOCAST_ALONE = re.compile(r"\batorch\b")
@@ -128,7 +131,8 @@ def framework_of(row: Row) -> Framework:
 
 def is_hf_fsdp(row: Row, framework: Framework) -> bool:
     """transformers' Trainer: torch.optim steps over FSDP's shards, reentrant checkpointing wraps FSDP's units."""
-    return framework is Framework.FSDP1 and re.search("hf trainer|transformers", row.said) is not None
+    trains = re.search("hf trainer|transformers", row.said) is not None and not LLAMA_RECIPES.search(row.said)
+    return framework is Framework.FSDP1 and trains
 
 
 def zero_stage_of(row: Row, framework: Framework) -> int:
@@ -193,10 +197,11 @@ def _adds_in_fp32(row: Row, framework: Framework, precision: str) -> bool:
 
 def fsdp_of(row: Row, framework: Framework, *, autocasts: bool, adapts: bool, checkpoints: bool) -> Fsdp:
     """What a row says of FSDP; `adapts`: all but adapters is frozen."""
+    syncs = "own loop" in row.said or LLAMA_RECIPES.search(row.said) is not None
     return Fsdp(
         reduces_fp32=REDUCES_FP32.search(row.said) is not None,
         gathers_fp32=autocasts and AUTOCAST_ALONE.search(row.said) is not None,
-        unsynced=UNSYNCED.search(row.said) is not None and "own loop" not in row.said,
+        unsynced=UNSYNCED.search(row.said) is not None and not syncs,
         ends_apart="torchtune" in row.said,
         frozen_gradients=adapts and framework is Framework.FSDP1 and row.is_litgpt,
         holds_boundaries=adapts and checkpoints and is_hf_fsdp(row, framework) and "non-reentrant" not in row.said,

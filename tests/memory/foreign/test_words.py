@@ -449,6 +449,16 @@ def test_a_trainer_holds_gradients_back_and_a_loop_of_ones_own_does_not() -> Non
     assert not read(row, framework="somebody's trainer (own loop, HF transformers)").fsdp.unsynced
 
 
+def test_llama_recipes_trains_models_of_transformers_in_a_loop_of_its_own() -> None:
+    row = ROW | {"sharding": "FULL_SHARD", "n_gpus": "2", "grad_accum": "4", "peft": "LoRA r8", "act_ckpt": "True"}
+    theirs = read(row, framework="llama-recipes FSDP1 (HF transformers)").fsdp
+    assert not theirs.unsynced
+    assert not theirs.holds_boundaries
+    trainer = read(row, framework="HF Trainer FSDP1").fsdp
+    assert trainer.unsynced
+    assert trainer.holds_boundaries
+
+
 def test_swift_cuts_what_the_optimizer_keeps_unless_it_is_told_otherwise() -> None:
     assert read(ROW, framework="ms-swift Megatron-LM", n_gpus="4").zero_stage == 1
     assert read(ROW, framework="Megatron-LM", n_gpus="4").zero_stage == 0
