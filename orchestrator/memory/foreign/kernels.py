@@ -107,14 +107,16 @@ def _is_flash(row: Row, shape: Architecture, framework: Framework, *, is_old: bo
 def _holds_scores_in_transformers(row: Row) -> bool:
     """Whether a model of transformers runs whose code had no attention but its own, as far as the row says.
 
-    Where no version is stated, torch or Lightning of 2023 is beside one from before 4.36 of that December.
+    Where no version is stated, torch or Lightning of 2023 is beside one from before 4.36 of that December, but not in
+    a run that is dated later.
     """
     if not THEIRS.search(row.said):
         return False
     since = next((minor for names, minor in SDPA_SINCE if names.match(row["model"].split("/")[-1])), 36)
     if found := re.search(r"transformers v?4\.(\d+)", row.said):
         return int(found[1]) < since
-    return since > LAST_MINOR or re.search(r"(?:torch|lightning|fabric) 2\.[01]\b", row.said) is not None
+    early = re.search(r"(?:torch|lightning|fabric) 2\.[01]\b", row.said) and not re.search(r"\b202[4-9]\b", row.said)
+    return since > LAST_MINOR or bool(early)
 
 
 def _own_score_bytes(row: Row) -> int:

@@ -30,9 +30,16 @@ def test_each_model_of_transformers_got_torchs_attention_in_a_version_of_its_own
 
 @pytest.mark.parametrize(
     ("framework", "flash"),
-    [("HF Trainer (torch 2.1)", False), ("HF Trainer (torch 2.2)", True), ("Lit-GPT (torch 2.1)", True)],
+    [
+        ("HF Trainer (torch 2.1)", False),
+        ("HF Trainer (torch 2.2)", True),
+        ("Lit-GPT (torch 2.1)", True),
+        ("HF Trainer (2023-11, torch 2.1)", False),
+        ("HF Trainer (2024-04, torch 2.1)", True),
+        ("HF Trainer (2024-04, transformers 4.35, torch 2.1)", False),
+    ],
 )
-def test_torch_of_2023_is_beside_transformers_of_2023(framework: str, flash: bool) -> None:
+def test_torch_of_2023_is_beside_transformers_of_2023_but_in_a_later_run(framework: str, flash: bool) -> None:
     assert described_row({**ROW, "model": "Llama-2-7b", "framework": framework}).training.kernels.flash is flash
 
 
