@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.frameworks import Framework
@@ -32,7 +33,9 @@ def fsdp_moments(training: Training) -> Iterator[Live]:
     width = trained_width(training)
     device = 0 if training.offload_parameters else 1
     compute = 2 if training.low_precision and not training.fsdp.gathers_fp32 else 4
-    a_layer, root = (compute * unit.trained + unit.frozen_bytes for unit in (layer, ends))
+    cast = training if training.fsdp.gathers_fp32 else replace(training, autocasts=False)  # as a policy has it
+    frozen = (layer_held(cast).frozen_bytes, ends_held(cast).frozen_bytes)
+    a_layer, root = (compute * unit.trained + beside for unit, beside in zip((layer, ends), frozen, strict=True))
     root = root // 2 if training.fsdp.ends_apart else root
     ahead = layers if training.zero_stage == 2 else 1  # of the layers, those that are there as the backward pass starts
     units = (ahead if training.zero_stage == 2 else 2) * a_layer

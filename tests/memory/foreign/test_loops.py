@@ -312,6 +312,15 @@ def test_fsdp_gathers_what_autocast_would_cast_but_without_a_policy_of_its_own()
     assert working_bytes(alone) > working_bytes(policy) + 2 * layer_held(policy).trained
 
 
+def test_what_is_frozen_is_gathered_in_the_type_of_the_policy_too() -> None:
+    said = {"peft": "LoRA r8 q v", "act_ckpt": "True", "sharding": "FULL_SHARD", "framework": "PyTorch FSDP"}
+    wide, low = read(**said, precision="bf16 mixed (fp32 parameters)"), read(**said, precision="bf16-true")
+    assert (wide.weight_bytes, low.weight_bytes) == (4, 2)
+    for moment in ("backward of head", "backward of last layer"):
+        assert live(wide, moment)["gathered parameters"] == live(low, moment)["gathered parameters"]
+    assert live(wide, moment)["parameters"] == pytest.approx(2 * live(low, moment)["parameters"], rel=1e-2)
+
+
 def test_while_layers_go_backward_fsdp_has_the_gradient_of_the_head_alone() -> None:
     training = read(sharding="FULL_SHARD", framework="PyTorch FSDP")
     whole = live(training, "backward of last layer")["whole gradients"]
