@@ -377,6 +377,8 @@ def head_bytes(training: Training) -> int:
     logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored; where logits are returned
     beside the loss, backward is given zeros for them (torch.compile of torch 2.13 on CPU, 2026-11). Listed
     (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all.
+    Spread (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward): log-softmax, zeros with -1
+    at labels, their sum with its exponential, the product with what came back: 16 bytes (torch 2.13, CPU, 2026-11).
     Summed: logits and their gradient. A head in 4 bits is dequantised to fp16, then cast. Of a frozen head in fp32,
     what autocast makes of it stays for the way back.
     """
@@ -412,6 +414,7 @@ def logit_blocks(training: Training) -> list[int]:
         Loss.LOW: (3, False),
         Loss.SUMMED: (2, False),
         Loss.SHIFTED: (2, True),
+        Loss.SPREAD: (4, True),
         Loss.LISTED: (2, True),
         Loss.COMPILED: (2, False),
         Loss.CHUNKED: (1, False),

@@ -35,6 +35,7 @@ class Loss(StrEnum):
     CHUNKED = "chunked"  # low-precision logits of all tokens, fp32 of a chunk
     SHIFTED = "shifted"  # fp32 logits, and their copy without the last token, whose gradient takes its place
     COMPILED = "compiled"  # low-precision logits and gradients of all tokens
+    SPREAD = "spread"  # of logits that tensor parallelism cuts, in torch's own operations
     LISTED = "listed"  # fp32 logits and log-softmax of all tokens, gradients of a chunk
     FUSED = "fused"  # logits of a chunk
     LABELS = "labels"  # the plain one, but that labels are shifted instead of logits
@@ -55,6 +56,8 @@ def loss_of(row: Row, shape: Architecture, framework: Framework, *, autocasts: b
     takes_as_they_come = CASTS_NO_LOGITS.match(row["model"].lower()) is not None
     if loss is Loss.UPCAST and (takes_as_they_come or shape.crossed):
         loss = Loss.PLAIN
+    if loss is Loss.PLAIN and "titan" in row.said and row.number("tp", 1) > 1:
+        return Loss.SPREAD  # pytorch/torchtitan, parallelism.disable_loss_parallel is off
     if loss is Loss.PLAIN and (shape.crossed or MASKED.search(row.said)):
         loss = Loss.LABELS  # labels stand where they are predicted (modeling_t5.py, modeling_bert.py)
     if loss not in (Loss.PLAIN, Loss.UPCAST, Loss.LABELS):

@@ -33,6 +33,8 @@ ROW = {
     "optimizer": "AdamW fused",
 }
 
+COMPILED = {"framework": "torchtitan FSDP2 (2025-09)", "compile_or_other": "compile"}
+
 MOMENTS = ("backward of last layer", "gradient reduction of last layer")
 
 
@@ -75,6 +77,14 @@ def test_logits_that_a_loop_holds_are_beside_their_gradients(
     beside = head_bytes(training) - bytes_of_a_logit * logits
     assert head_bytes(held) - held_bytes * logits == beside
     assert 0 < beside < logits
+
+
+def test_torchtitans_loss_over_cut_logits_is_of_elementary_operations() -> None:
+    said = {"framework": "torchtitan FSDP2", "sharding": "FULL_SHARD"}
+    whole, cut, compiled = (read(**said | more) for more in ({}, {"tp": "2"}, {"tp": "2"} | COMPILED))
+    assert (whole.loss, cut.loss, compiled.loss) == (Loss.PLAIN, Loss.SPREAD, Loss.COMPILED)
+    logits = cut.target_tokens * cut.shape.vocab // 2
+    assert head_bytes(cut) - head_bytes(replace(cut, loss=Loss.PLAIN)) == 4 * logits
 
 
 @pytest.mark.parametrize("framework", ["nanoGPT train.py", "PyTorch 2.8 (own loop, after nanoGPT)"])
