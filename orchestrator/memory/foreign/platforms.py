@@ -20,7 +20,9 @@ SMALL_WORKSPACE_BYTES = (8320 + 1024) * 2**10
 
 # The tables of the detection libraries are of torch 1.3 to 1.8 (facebookresearch/detectron2 MODEL_ZOO.md,
 # open-mmlab/mmdetection docs/model_zoo.md).
-_EARLY = re.compile(r"torch ?1\.\d|lightning 1\.\d|\b202[0-2]\b|detectron2|\bmm(?:det|seg)\b")
+_EARLY = re.compile(r"torch ?1\.\d|lightning 1\.\d|\b20(?:19|2[0-2])\b|detectron2|\bmm(?:det|seg)\b")
+
+_BEFORE_2023 = re.compile(r"\b20(?:19|2[0-2])")
 
 # Until 1.11 of March 2022 softmax saved its input as well as its result: pytorch/pytorch, pull request 66018.
 _BEFORE_1_11 = re.compile(r"torch ?1\.(?:\d|10)\b|lightning 1\.[0-5]\b|\b20(?:19|20|21)\b")
@@ -59,7 +61,7 @@ def platform_of(row: Row, framework: Framework) -> Platform:
     return Platform(
         on_volta=volta,
         on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
-        is_old="2022" in row.said or "2021" in row.said or volta or bloom,
+        is_old=_BEFORE_2023.search(row.said) is not None or volta or bloom,
         # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
         keeps_gradients=_EARLY.search(row.said) is not None,
         before_torch_1_11=_BEFORE_1_11.search(row.said) is not None,

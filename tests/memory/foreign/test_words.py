@@ -369,6 +369,12 @@ def test_a_run_of_2022_has_the_context_of_its_device_and_an_optimizer_that_takes
     assert ampere - volta == 503_000_000  # 1.78 GiB of an A100, 1,343 MiB of a V100
 
 
+@pytest.mark.parametrize("year", range(2019, 2025))
+def test_a_year_before_2023_is_of_another_software(year: int) -> None:
+    platform = read(ROW, framework=f"HF Trainer ({year}-07)").platform
+    assert (platform.is_old, platform.keeps_gradients) == (year < 2023, year < 2023)
+
+
 @pytest.mark.parametrize(
     ("columns", "copies"),
     [
