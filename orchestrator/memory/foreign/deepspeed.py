@@ -20,9 +20,10 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
 
     Its bucket has its full size however little is trained (stage_1_and_2.py, `setup_buckets`; stage3.py,
     `_setup_for_real_optimizer`). Stage 3 steps over one sub-group after the other, whose gradients it puts together and
-    casts (stage3.py, `_prepare_fp32_grad_for_sub_group`). ColossalAI's stages 1 and 2 (colossalai/zero/low_level/
-    low_level_optim.py) have the same states and the same fp32 gradients at the step, in buckets of
-    reduce_bucket_size_in_m = 12.
+    casts (stage3.py, `_prepare_fp32_grad_for_sub_group`). Stages 1 and 2 let go of the gradients of others, put theirs
+    together, which are there twice beside their cast, and let go of both before they step (stage_1_and_2.py, `step`).
+    ColossalAI's stages 1 and 2 (colossalai/zero/low_level/low_level_optim.py) have the same states and the same fp32
+    gradients at the step, in buckets of reduce_bucket_size_in_m = 12.
     """
     stage, shards = training.zero_stage, training.dp if training.zero_stage else 1
     layer, ends = layer_held(training), ends_held(training)
@@ -50,6 +51,9 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     yield ("backward of last layer", (*fixed, (KEPT, kept), (WORKING, working_bytes(training))))
     at_once = min(SUB_GROUP_ELEMENTS, trained // shards) if stage == 3 else trained // shards
     temporaries = (4 + (width if stage == 3 else 0) + 4 * training.optimizer.temporaries) * at_once
+    if stage in (1, 2) and not training.deepspeed.holds_gradients:
+        together = (2 * width + (4 if width < 4 else 0)) * at_once
+        temporaries = max(gradients, together, temporaries) - gradients
     yield ("optimizer step", (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else temporaries)))
 
 

@@ -273,6 +273,17 @@ def test_lightnings_deepspeed_reduces_200_million_elements_while_it_fills_as_man
     assert told.deepspeed.bucket_elements == 10**8
 
 
+@pytest.mark.parametrize(("stage", "of_share"), [(1, 16), (2, 8)])
+def test_gradients_of_a_share_are_twice_there_before_they_are_cast_and_gone_as_it_is_stepped(
+    stage: int, of_share: int
+) -> None:
+    for framework in ("DeepSpeed", "HF Trainer + DeepSpeed"):  # with and without the temporaries of torch's step
+        training = read(framework=framework, sharding=f"ZeRO-{stage}", precision="bf16", optimizer="AdamW")
+        step = live(training, "optimizer step")
+        share = training.shape.parameters // 8
+        assert step["gradients"] + step["optimizer temporaries"] == pytest.approx(of_share * share, rel=1e-3)
+
+
 def test_deepspeed_without_zero_cuts_nothing() -> None:
     alone, eight = (read(framework="DeepSpeed", sharding="ZeRO-0", precision="fp16", n_gpus=n) for n in ("1", "8"))
     parameters = alone.shape.parameters
