@@ -39,6 +39,12 @@ LIGHTNING = re.compile(r"lightning(?!-)|\bfabric\b")
 LIGHTNING_BUCKET_ELEMENTS = 200_000_000
 AUTO_BUCKETS = re.compile(r"\bhf\b(?! accelerate)|swift|llama-?factory|axolotl|zero-3 \(old branch\)")
 
+# Up to stage 2 configurations that trainers come with say more: examples/deepspeed/ds_z2_config.json of
+# hiyouga/LLaMA-Factory (overlap_comm in 2024, not in 2025), swift/config/zero2.json of modelscope/ms-swift (the same,
+# until 2025-03), deepspeed_configs/zero1.json and zero2.json of axolotl-ai-cloud/axolotl (overlap_comm alone).
+STATED_BUCKETS = ((re.compile("llama-?factory|axolotl"), BUCKET_ELEMENTS), (re.compile("swift"), 200_000_000))
+OVERLAPS = re.compile(r"overlap_comm|axolotl|llama-?factory v?0\.[0-8]\b|swift v?2\.")
+
 
 class Framework(StrEnum):
     """What cuts, gathers and reduces."""
@@ -212,14 +218,15 @@ def fsdp_of(row: Row, framework: Framework, *, autocasts: bool, adapts: bool, ch
 
 def deepspeed_of(row: Row, hidden: int) -> DeepSpeed:
     """What a row says of ZeRO's buffers, of a model of that width."""
+    stage = ZERO_STAGE.search(f"{row['sharding']} {row['framework']}".lower())
     return DeepSpeed(
-        bucket_elements=_bucket_elements_of(row.said, hidden),
-        overlaps="overlap_comm" in row.said or LIGHTNING.search(row.said) is not None,
+        bucket_elements=_bucket_elements_of(row.said, hidden, cuts_parameters=stage is not None and stage[1] == "3"),
+        overlaps=OVERLAPS.search(row.said) is not None or LIGHTNING.search(row.said) is not None,
         holds_gradients="colossalai" in row.said,
     )
 
 
-def _bucket_elements_of(said: str, hidden: int) -> int:
+def _bucket_elements_of(said: str, hidden: int, *, cuts_parameters: bool) -> int:
     """Elements that ZeRO reduces at a time: the square of the width where configurations say "auto".
 
     So in transformers/integrations/deepspeed.py, whose integration the others use, and in the scripts of bigscience's
@@ -231,4 +238,7 @@ def _bucket_elements_of(said: str, hidden: int) -> int:
         return 12 * 2**20  # LowLevelZeroPlugin, reduce_bucket_size_in_m
     if LIGHTNING.search(said):
         return LIGHTNING_BUCKET_ELEMENTS
+    stated = next((size for names, size in STATED_BUCKETS if names.search(said)), None)
+    if stated and not cuts_parameters:
+        return stated
     return hidden * hidden if AUTO_BUCKETS.search(said) else BUCKET_ELEMENTS

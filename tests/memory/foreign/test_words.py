@@ -170,6 +170,24 @@ def test_buckets_are_as_large_as_the_trainer_makes_them() -> None:
     assert read(SHARDED, **said).deepspeed.bucket_elements == 50_000_000
 
 
+@pytest.mark.parametrize(
+    ("framework", "elements", "overlaps"),
+    [
+        ("LLaMA-Factory 0.7.1 + DeepSpeed", 500_000_000, True),
+        ("LLaMA-Factory + DeepSpeed", 500_000_000, False),
+        ("axolotl (HF Trainer, DeepSpeed)", 500_000_000, True),
+        ("ms-swift 2.3 DeepSpeed", 200_000_000, True),
+        ("ms-swift DeepSpeed", 200_000_000, False),
+    ],
+)
+def test_configurations_of_trainers_state_their_buckets_up_to_stage_2(
+    framework: str, elements: int, overlaps: bool
+) -> None:
+    low, high = (read(SHARDED, framework=framework, sharding=f"ZeRO-{stage}").deepspeed for stage in (2, 3))
+    assert (low.bucket_elements, low.overlaps) == (elements, overlaps)
+    assert high.bucket_elements == 4096**2
+
+
 def test_deepspeed_makes_its_whole_bucket_however_little_is_trained() -> None:
     settings = {"framework": "DeepSpeed", "sharding": "ZeRO-2", "peft": "LoRA r8"}
     alone, twice = read(SHARDED, **settings), read(SHARDED, **settings, compile_or_other="overlap_comm")
