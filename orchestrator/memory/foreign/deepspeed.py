@@ -19,9 +19,10 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     Stage 0 cuts nothing (runtime/fp16/fused_optimizer.py).
 
     Its bucket has its full size however little is trained (stage_1_and_2.py, `setup_buckets`; stage3.py,
-    `_setup_for_real_optimizer`). Stage 3 steps over one sub-group after the other, whose gradients it puts together and
-    casts (stage3.py, `_prepare_fp32_grad_for_sub_group`). Stages 1 and 2 let go of the gradients of others, put theirs
-    together, which are there twice beside their cast, and let go of both before they step (stage_1_and_2.py, `step`).
+    `_setup_for_real_optimizer`), below stage 3 until gradients are reduced (`_release_ipg_buffers`). Stage 3 steps over
+    one sub-group after the other, whose gradients it puts together and casts (stage3.py,
+    `_prepare_fp32_grad_for_sub_group`). Stages 1 and 2 let go of the gradients of others, put theirs together, which
+    are there twice beside their cast, and let go of both before they step (stage_1_and_2.py, `step`).
     ColossalAI's stages 1 and 2 (colossalai/zero/low_level/low_level_optim.py) have the same states and the same fp32
     gradients at the step, in buckets of reduce_bucket_size_in_m = 12.
     """
@@ -54,6 +55,7 @@ def deepspeed_moments(training: Training) -> Iterator[Live]:
     if stage in (1, 2) and not training.deepspeed.holds_gradients:
         together = (2 * width + (4 if width < 4 else 0)) * at_once
         temporaries = max(gradients, together, temporaries) - gradients
+        fixed = tuple(cause for cause in fixed if cause[0] != "buckets")
     yield ("optimizer step", (*fixed, ("optimizer temporaries", 0 if training.offload_optimizer else temporaries)))
 
 

@@ -81,7 +81,10 @@ def _all_moments(training: Training) -> Iterator[tuple[str, Causes, int]]:
         most = max(gradients for *_, gradients in reduced)
         yield from ((name, causes, most - gradients) for name, causes, gradients in reduced)
     elif training.framework is Framework.DEEPSPEED:
-        yield from ((*moment, 0) for moment in deepspeed_moments(training))
+        # The segment of a bucket that was let go of is too small for what the step asks for next.
+        bucketed = [(name, causes, dict(causes).get("buckets", 0)) for name, causes in deepspeed_moments(training)]
+        most = max(buckets for *_, buckets in bucketed)
+        yield from ((name, causes, most - buckets) for name, causes, buckets in bucketed)
     else:
         moments = list((plain_moments if training.shape.repeats else walked_moments)(training))
         # The first step makes states of what the backward pass left, so that the next one's activations lie elsewhere.

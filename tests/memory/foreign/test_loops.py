@@ -267,8 +267,8 @@ def test_lightnings_deepspeed_reduces_200_million_elements_while_it_fills_as_man
     bare, lightning = (
         read(framework=f"DeepSpeed{more}", sharding="ZeRO-2", precision="fp16") for more in ("", " (Lightning)")
     )
-    assert live(bare, "optimizer step")["buckets"] == 2 * 500_000_000
-    assert live(lightning, "optimizer step")["buckets"] == 2 * 2 * 200_000_000
+    assert live(bare, MOMENTS[0])["buckets"] == 2 * 500_000_000
+    assert live(lightning, MOMENTS[0])["buckets"] == 2 * 2 * 200_000_000
     told = read(framework="DeepSpeed (Lightning Fabric)", sharding="ZeRO-2", compile_or_other="bucket size 1e8")
     assert told.deepspeed.bucket_elements == 10**8
 
@@ -282,6 +282,24 @@ def test_gradients_of_a_share_are_twice_there_before_they_are_cast_and_gone_as_i
         step = live(training, "optimizer step")
         share = training.shape.parameters // 8
         assert step["gradients"] + step["optimizer temporaries"] == pytest.approx(of_share * share, rel=1e-3)
+
+
+@pytest.mark.parametrize(("stage", "released"), [(1, 10**9), (2, 10**9), (3, 0)])
+def test_below_stage_3_buckets_are_gone_as_the_optimizer_steps_but_for_their_segment(stage: int, released: int) -> None:
+    training = read(framework="DeepSpeed", sharding=f"ZeRO-{stage}", precision="bf16")
+    assert live(training, MOMENTS[0])["buckets"] == 10**9
+    assert live(training, "optimizer step").get("buckets", 0) == 10**9 - released
+    assert {name: pooled for name, _, pooled in _all_moments(training)}["optimizer step"] == released
+
+
+def test_deepspeed_puts_the_gradients_of_a_share_together_and_asks_for_their_cast() -> None:
+    # hiyouga/LLaMA-Factory, issue 1158: Baichuan2-13B on four A800, 77.65 GiB allocated, 12.94 GiB asked for
+    row = {"framework": "LLaMA-Factory + DeepSpeed", "model": "Baichuan2-13B", "n_gpus": "4", "sharding": "ZeRO-2"}
+    training = read(**row, precision="bf16", seq_len="1536", optimizer="AdamW fused")
+    cast = 4 * training.shape.parameters // 4
+    assert cast / 2**30 == pytest.approx(12.94, abs=0.01)
+    step = live(training, "optimizer step")
+    assert (sum(step.values()) - cast) / 2**30 == pytest.approx(77.65, abs=0.01)
 
 
 def test_deepspeed_without_zero_cuts_nothing() -> None:
