@@ -30,7 +30,7 @@ def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> M
     allocated, name, causes, _ = max(found)
     workspace_bytes = training.platform.workspace_bytes
     reserved = max(
-        reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), pooled)
+        reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), dict(causes).get(KEPT, 0), pooled)
         for total, _, causes, pooled in found
     )
     around = training.platform.context_bytes + _communicators(training)

@@ -37,6 +37,7 @@ class Platform:
     is_old: bool = False  # from before 2023: CUDA loads all modules at start, Megatron keeps fp32 copies of gradients
     keeps_gradients: bool = False  # from one step to the next: zero_grad filled them with zeros until torch 2.0
     before_torch_1_11: bool = False  # of March 2022
+    apex_unfused: bool = False  # DeepSpeed steps tensor by tensor, as it knew no optimizer of apex's
     expandable_segments: bool = False
 
     @property
@@ -58,12 +59,15 @@ def platform_of(row: Row, framework: Framework) -> Platform:
     """Device and years, as far as a row says them."""
     volta = "V100" in row["gpu"]
     bloom = framework is Framework.MEGATRON_DEEPSPEED and "bloom" in row.said
+    is_old = _BEFORE_2023.search(row.said) is not None or volta or bloom
     return Platform(
         on_volta=volta,
         on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
-        is_old=_BEFORE_2023.search(row.said) is not None or volta or bloom,
+        is_old=is_old,
         # torch/optim/optimizer.py and torch/nn/modules/module.py, zero_grad: set_to_none since 2.0
         keeps_gradients=_EARLY.search(row.said) is not None,
         before_torch_1_11=_BEFORE_1_11.search(row.said) is not None,
+        # deepspeed/runtime/engine.py, _configure_fp16_optimizer, until 0.5.1 of August 2021
+        apex_unfused=volta and "2022" not in row.said,
         expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
     )
