@@ -29,13 +29,14 @@ def estimate_foreign(training: Training, capacity_bytes: int | None = None) -> M
     ]
     allocated, name, causes, _ = max(found)
     workspace_bytes = training.platform.workspace_bytes
+    held_bytes = max(workspace_bytes, WORKSPACE_BYTES)
     reserved = max(
-        reserved_of(training, total + WORKSPACE_BYTES, _activation_bytes(causes), dict(causes).get(KEPT, 0), pooled)
+        reserved_of(training, total + held_bytes, _activation_bytes(causes), dict(causes).get(KEPT, 0), pooled)
         for total, _, causes, pooled in found
     )
     around = training.platform.context_bytes + _communicators(training)
     if capacity_bytes is not None:
-        least = round((allocated + WORKSPACE_BYTES) * FRAGMENTATION)
+        least = round((allocated + held_bytes) * FRAGMENTATION)
         reserved = min(reserved, max(least, capacity_bytes - around))
     return MemoryEstimate(
         moment=name,

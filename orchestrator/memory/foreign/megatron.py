@@ -36,6 +36,7 @@ def megatron_moments(training: Training, stage: int) -> Iterator[tuple[str, Caus
         ("parameters", (trained_width(training) * trained + held.frozen_bytes) // whole),
         ("gathered parameters", trained_width(training) * unit.trained + unit.frozen_bytes),
         ("optimizer states", round(states * _sharing(training, trained, layers) / shards)),
+        ("buffers", _buffer_bytes(training)),
     )
     width = trained_width(training)
     in_flight, virtual = _in_flight(training, stage), training.megatron.virtual_stages
@@ -109,6 +110,14 @@ def _in_flight(training: Training, stage: int) -> int:
         # first of them goes backward
         return min(2 * (training.pp - stage - 1) + (virtual - 1) * training.pp + 1, steps * virtual)
     return min(max(1, steps - 1), training.pp - stage)  # while gradients are whole: from the second backward pass on
+
+
+def _buffer_bytes(training: Training) -> int:
+    """Megatron-LM's own attention keeps the place of its scores: core/transformer/dot_product_attention.py."""
+    platform, megatron = training.platform, training.framework is Framework.MEGATRON
+    if not megatron or training.kernels.flash or platform.is_old or platform.transformer_engine:
+        return 0
+    return training.width * training.tokens * training.sequence_length * training.shape.heads // training.tp
 
 
 def _dropped_bytes(training: Training) -> int:

@@ -17,6 +17,9 @@ EAGER_CONTEXT_VOLTA_BYTES = 1_408_000_000
 # What cuBLAS works in before Hopper, 8,320 KiB, and cublasLt, 1 MiB: aten/src/ATen/cuda/CublasHandlePool.cpp.
 SMALL_WORKSPACE_BYTES = (8320 + 1024) * 2**10
 
+# Transformer Engine has one of its own, by whether the device is Hopper or later: transformer_engine/pytorch/module/
+# base.py, get_cublas_workspace_size_bytes.
+ENGINE_WORKSPACE_BYTES = {False: 4 * 2**20, True: 32 * 2**20}
 
 # The tables of the detection libraries are of torch 1.3 to 1.8 (facebookresearch/detectron2 MODEL_ZOO.md,
 # open-mmlab/mmdetection docs/model_zoo.md).
@@ -38,6 +41,7 @@ class Platform:
     keeps_gradients: bool = False  # from one step to the next: zero_grad filled them with zeros until torch 2.0
     before_torch_1_11: bool = False  # of March 2022
     apex_unfused: bool = False  # DeepSpeed steps tensor by tensor, as it knew no optimizer of apex's
+    transformer_engine: bool = False
     expandable_segments: bool = False
 
     @property
@@ -49,10 +53,11 @@ class Platform:
 
     @property
     def workspace_bytes(self) -> int:
-        """What torch allocates for cuBLAS to work in; until 1.12 of 2022 cuBLAS did so itself."""
+        """What is allocated through torch for cuBLAS to work in; until 1.12 of 2022 cuBLAS did so itself."""
         if self.is_old:
             return 0
-        return WORKSPACE_BYTES if self.on_hopper else SMALL_WORKSPACE_BYTES
+        own = WORKSPACE_BYTES if self.on_hopper else SMALL_WORKSPACE_BYTES
+        return own + (ENGINE_WORKSPACE_BYTES[self.on_hopper] if self.transformer_engine else 0)
 
 
 def platform_of(row: Row, framework: Framework) -> Platform:
@@ -69,5 +74,9 @@ def platform_of(row: Row, framework: Framework) -> Platform:
         before_torch_1_11=_BEFORE_1_11.search(row.said) is not None,
         # deepspeed/runtime/engine.py, _configure_fp16_optimizer, until 0.5.1 of August 2021
         apex_unfused=volta and "2022" not in row.said,
+        transformer_engine=not is_old
+        and framework is Framework.MEGATRON
+        and re.search(r"nanotron|picotron", row.said) is None
+        and re.search(r"\blocal\b", row.other) is None,
         expandable_segments=re.search("expandable|titan", row.said) is not None or row.is_bridge,
     )

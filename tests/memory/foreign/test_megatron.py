@@ -105,6 +105,32 @@ def test_zero_1_lets_go_of_the_gradients_of_others_before_it_steps() -> None:
     assert dict(step)["gradients"] == 0
 
 
+def test_transformer_engine_has_a_workspace_of_its_own() -> None:
+    row = {
+        "framework": "Megatron-LM",
+        "arch": "L12 h512 a8 ffn4x V50304",
+        "n_gpus": "8",
+        "precision": "bf16",
+        "peft": "",
+    }
+    for gpu, size in (("H100 80GB", 32 * MIB), ("A100 80GB", 4 * MIB)):
+        theirs, own = (read(**row, gpu=gpu, compile_or_other=other).platform for other in ("", "local"))
+        assert theirs.workspace_bytes - own.workspace_bytes == size
+
+
+def test_megatrons_own_attention_keeps_the_place_of_its_scores() -> None:
+    row = {
+        "framework": "Megatron-LM",
+        "arch": "L12 h512 a8 ffn4x V50304",
+        "n_gpus": "8",
+        "precision": "bf16",
+        "peft": "",
+    }
+    local = read(**row, micro_batch="4", seq_len="1024", compile_or_other="local")
+    assert backward_of(local, 0)["buffers"] == 64 * MIB
+    assert "buffers" not in {cause for cause, count in backward_of(read(**row), 0).items() if count}
+
+
 def stage_ratio(hidden: int, ffn: int, layers: int, tp: int, pp: int) -> float:
     """Reserved over live bytes of a first stage that is checkpointed, after three steps of four times pp samples."""
     allocator, tokens = Allocator(), 2048

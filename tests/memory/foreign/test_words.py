@@ -261,7 +261,8 @@ def test_megatron_fsdp_cuts_parameters_and_gradients_too() -> None:
 def test_torch_allocates_what_cublas_works_in_but_for_2022() -> None:
     kinds = ("H100 80GB", "A100 80GB", "V100 32GB")
     found = [dict(estimate_foreign(read(MEGATRON, gpu=gpu)).by_cause).get("workspaces", 0) for gpu in kinds]
-    assert found == [64 * 2**20, 9344 * 2**10, 0]
+    engines = (32 * 2**20, 4 * 2**20, 0)  # what Transformer Engine has beside
+    assert [one - more for one, more in zip(found, engines, strict=True)] == [64 * 2**20, 9344 * 2**10, 0]
 
 
 def test_products_in_8_bits_keep_their_input_so_and_attention_its_result_beside() -> None:
