@@ -31,6 +31,9 @@ WIDTH = 150  # of the tables, also where they are piped
 # tables, which divide their logs' figure by 1024 (open-mmlab/mmdetection .dev_scripts/gather_models.py).
 TORCH_UNITS = {"GiB": GIB, "MiB": 2**20, "GB": 10**9, "MB": 2**20, "bytes": 1}
 DRIVER_UNITS = TORCH_UNITS | {"GB": GIB}
+# Where the driver's count is what came on top while the training ran, its context taken off: experiments/evaluation.py
+# of Stone-ResearchLife/xMem, get_ground_value_from_nvml. All its figures are whole segments, multiples of 2 MiB.
+ABOVE_START = frozenset({"Stone-ResearchLife/xMem"})
 
 
 # Columns that say how a model is trained, and on what, but not which.
@@ -122,7 +125,7 @@ def compared_rows(rows: list[dict[str, str]]) -> tuple[list[Compared], Counter[t
     for row in rows:
         if not row["mem"]:
             continue
-        kind, described = kind_of(row["mem_kind"]), _described(row)
+        kind, described = _kind(row), _described(row)
         if isinstance(described, str):
             excluded[row["source_repo"], described] += 1
         elif described.is_lower_bound:
@@ -143,6 +146,10 @@ def _described(row: Mapping[str, str]) -> Described | str:
         return described_row(row)
     except SpecError as error:
         return error.what
+
+
+def _kind(row: Mapping[str, str]) -> Kind | None:
+    return RESERVED if row["source_repo"] in ABOVE_START else kind_of(row["mem_kind"])
 
 
 def kind_of(said: str) -> Kind | None:

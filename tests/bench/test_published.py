@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from orchestrator.memory.foreign.row import COLUMNS
-from tests.bench.published import COLLECTED, SETTINGS, beside_what_ran, compared_rows
+from tests.bench.published import COLLECTED, RESERVED, SETTINGS, beside_what_ran, compared_rows
 
 
 def row(name: str, layers: int, fits: str, used: str = "", **more: str) -> dict[str, str]:
@@ -56,3 +56,13 @@ def test_rows_that_were_explained_stay_explained(source: str, percent: float) ->
     errors = [abs(one.error) for one in compared_rows(rows)[0]]
     assert len(errors) > 10
     assert 100 * statistics.mean(errors) < percent
+
+
+def test_what_came_on_top_while_a_training_ran_is_compared_with_what_the_allocator_holds() -> None:
+    with COLLECTED.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["source_repo"] == "Stone-ResearchLife/xMem"]
+    found = compared_rows(rows)[0]
+    assert found
+    assert all(one.kind is RESERVED for one in found)
+    assert all(one.measured_bytes % (2 * 2**20) == 0 for one in found)  # whole segments
+    assert 100 * statistics.mean(abs(one.error) for one in found) < 8
