@@ -1,4 +1,4 @@
-"""What layers and heads of somebody else's training keep and work with, in bytes.
+"""What layers of somebody else's training keep and work with, in bytes.
 
 They are counted here once for all foreign engines (Korthikanti et al. 2022, arXiv:2205.05198, section 4, for the GPT
 kind; the counts of memory/profiles.py for the Llama kind, whose storages were measured one by one); how an engine cuts
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from orchestrator.memory.foreign.crossed import t5_layer_bytes
 from orchestrator.memory.foreign.frameworks import Framework
-from orchestrator.memory.foreign.losses import Loss
+from orchestrator.memory.foreign.heads import held_bytes
 from orchestrator.memory.foreign.mixtures import mixture_layer
 from orchestrator.memory.foreign.training import Training, adapted_projections, copies, layer_held, layer_matrices
 from orchestrator.memory.hf_profiles import DecoderShape
@@ -356,81 +356,3 @@ def cast_elements(training: Training) -> int:
     """Elements of one layer that autocast makes copies of."""
     held = layer_held(training).trained
     return held + layer_matrices(training) if training.adapters.rank else held
-
-
-def head_bytes(training: Training) -> int:
-    """Norm, logits and loss at their peak, of one micro-batch.
-
-    Plain: fp32 logits, the copy without the last token, and its log-softmax; on the way back the latter, its gradient
-    and that of the logits: 12 bytes. Labels (transformers/loss/loss_utils.py since 4.49, ForCausalLMLoss): the same on
-    the way back, of all tokens. Upcast (the same from 4.46 to 4.48): at the log-softmax the function has all that the
-    plain one has, and its caller the logits. Low: the plain one without wide ones (Qwen/Qwen-7B, modeling_qwen.py): 6
-    bytes. Where the loop holds what the model returned, the logits are beside (torch 2.13's profiler counted 12, 12 and
-    6 bytes a logit, and 14, 16 and 8 with them held, on CPU, 2026-11). In place (flash_attn/losses/cross_entropy.py,
-    inplace_backward): the logits alone.
-    Megatron (core/tensor_parallel/cross_entropy.py): logits and their fp32 copy, whose exponential takes its place and
-    becomes the gradient; from September 2022 to June 2024 (commits 55817ec9, a8abc4f7), and where it is compiled
-    (core/fusions/fused_cross_entropy.py), it stands beside.
-    Fused (liger_kernel/ops/fused_linear_cross_entropy.py): logits of a chunk, as wide as the hidden states. Chunked
-    (torchtune/modules/loss/ce_chunked_output_loss.py): all logits in low precision, and of one chunk what the plain
-    loss has but the fp32 logits. Shifted: the plain one with a kernel that works in place; transformers 4.48 copies the
-    logits to shift them. Compiled (torchtitan/components/loss.py): nothing wide is stored; where logits are returned
-    beside the loss, backward is given zeros for them (torch.compile of torch 2.13 on CPU, 2026-11). Listed
-    (litgpt/utils.py, chunked_cross_entropy, over outputs that Fabric casts to fp32): logits and log-softmax of all.
-    Spread (torch/distributed/tensor/parallel/loss.py, _nll_loss_and_log_softmax_backward): log-softmax, zeros with -1
-    at labels, their sum with its exponential, the product with what came back: 16 bytes (torch 2.13, CPU, 2026-11).
-    Summed: logits and their gradient. A head in 4 bits is dequantised to fp16, then cast. Of a frozen head in fp32,
-    what autocast makes of it stays for the way back.
-    """
-    shape, t, width, loss = training.shape, training.target_tokens, training.width, training.loss
-    states = t * (training.stream + 4) * shape.hidden
-    if not shape.causal:
-        return states
-    if training.adapters.quantises_head and training.adapters.base_bytes is not None:
-        states += 4 * shape.table
-    if training.adapters.ends_fp32 and training.low_precision:
-        states += width * shape.table
-    logits = t * shape.vocab // training.tp
-    if training.framework.is_megatron:
-        early = training.platform.is_old or training.framework is Framework.MEGATRON_DEEPSPEED
-        beside = (early and not training.platform.before_torch_1_11) or loss is Loss.SHIFTED
-        return states + (width + (8 if beside else 4)) * logits
-    if loss is Loss.FUSED:
-        chunk = max(1, t * shape.hidden // max(1, shape.vocab))  # tokens (liger_kernel/ops/fused_linear_cross_entropy)
-        return states + 4 * min(chunk, t) * shape.vocab
-    of_chunk = {Loss.LISTED: 8, Loss.CHUNKED: 8 + width}.get(loss, 0)
-    of_all = sum(logit_blocks(training)) + held_bytes(training)
-    return states + of_all + of_chunk * logits // training.loss_chunks
-
-
-def logit_blocks(training: Training) -> list[int]:
-    """Bytes of each copy or gradient of all logits that is there at the loss's peak, beside those that a loop holds."""
-    if not training.shape.causal:
-        return []
-    count, is_wide = {
-        Loss.PLAIN: (3, True),
-        Loss.UPCAST: (3, True),
-        Loss.LABELS: (3, True),
-        Loss.LOW: (3, False),
-        Loss.SUMMED: (2, False),
-        Loss.SHIFTED: (2, True),
-        Loss.SPREAD: (4, True),
-        Loss.LISTED: (2, True),
-        Loss.COMPILED: (2, False),
-        Loss.CHUNKED: (1, False),
-        Loss.IN_PLACE: (1, False),
-        Loss.FUSED: (0, False),
-    }[training.loss]
-    logits = training.target_tokens * training.shape.vocab // training.tp
-    beside = training.loss is Loss.UPCAST and training.low_precision and not training.holds_outputs
-    low = [training.width * logits] * (beside + (training.shape.capped and count > 0))
-    return count * [(4 if is_wide else training.width) * logits] + low
-
-
-def held_bytes(training: Training) -> int:
-    """Logits that the loop holds until the backward pass is over."""
-    made = training.loss in (Loss.PLAIN, Loss.UPCAST, Loss.LABELS, Loss.LOW, Loss.COMPILED) and training.shape.causal
-    if not training.holds_outputs or not made or training.framework.is_megatron:
-        return 0
-    width = 4 if training.loss is Loss.PLAIN else training.width
-    return width * training.target_tokens * training.shape.vocab // training.tp

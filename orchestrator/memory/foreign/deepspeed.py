@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.foreign.activations import KEPT, WORKING, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.activations import KEPT, WORKING, kept_bytes, working_bytes
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.training import Live, Training, ends_held, layer_held
 from orchestrator.memory.moments import Causes
 

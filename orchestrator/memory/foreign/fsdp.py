@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.training import Held, Live, Training, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 

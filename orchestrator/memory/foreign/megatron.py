@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, head_bytes, kept_bytes, working_bytes
+from orchestrator.memory.foreign.activations import KEPT, WORKING, boundary_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.frameworks import BUCKET_ELEMENTS, Framework
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.training import Training, ends_held, layer_held, routed_matrices, trained_width
 from orchestrator.memory.moments import Causes
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.foreign.activations import (
-    KEPT,
-    WORKING,
-    cast_bytes,
-    head_bytes,
-    hidden_bytes,
-    kept_bytes,
-    working_bytes,
-)
+from orchestrator.memory.foreign.activations import KEPT, WORKING, cast_bytes, hidden_bytes, kept_bytes, working_bytes
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.training import Live, Training, copies, ends_held, layer_held, trained_width
 from orchestrator.memory.moments import Causes
 

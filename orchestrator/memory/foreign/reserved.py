@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from orchestrator.memory.foreign.activations import held_bytes, is_t5, logit_blocks
+from orchestrator.memory.foreign.activations import is_t5
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.heads import held_bytes, logit_blocks
 from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.training import Training
 from orchestrator.specs.plan import ActivationCheckpointing

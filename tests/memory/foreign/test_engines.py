@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.foreign.activations import head_bytes, kept_bytes, saved_bytes
+from orchestrator.memory.foreign.activations import kept_bytes, saved_bytes
 from orchestrator.memory.foreign.adapters import Adapters
 from orchestrator.memory.foreign.architectures import described
 from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.kernels import Kernels
 from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.megatron import megatron_moments

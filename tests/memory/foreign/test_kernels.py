@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.foreign.activations import head_bytes, score_bytes
+from orchestrator.memory.foreign.activations import score_bytes
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.published import described_row
 
 ROW = {"id": "x", "gpu": "A100", "n_gpus": "1", "micro_batch": "4", "seq_len": "512", "precision": "bf16"}

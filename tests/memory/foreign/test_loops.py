@@ -8,7 +8,6 @@ import pytest
 
 from orchestrator.memory.foreign.activations import (
     _working_score,
-    head_bytes,
     kept_bytes,
     saved_bytes,
     transient_bytes,
@@ -16,6 +15,7 @@ from orchestrator.memory.foreign.activations import (
 )
 from orchestrator.memory.foreign.engines import _all_moments
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.losses import Loss
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Training, layer_held

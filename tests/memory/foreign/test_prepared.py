@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from orchestrator.memory.foreign.activations import KEPT, boundary_bytes, head_bytes, hidden_bytes, saved_bytes
+from orchestrator.memory.foreign.activations import KEPT, boundary_bytes, hidden_bytes, saved_bytes
 from orchestrator.memory.foreign.engines import estimate_foreign
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.plain import plain_moments
 from orchestrator.memory.foreign.published import described_row
 from orchestrator.memory.foreign.training import Training

@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.foreign.activations import (
-    head_bytes,
-    kept_bytes,
-    saved_bytes,
-    score_bytes,
-    working_bytes,
-)
+from orchestrator.memory.foreign.activations import kept_bytes, saved_bytes, score_bytes, working_bytes
 from orchestrator.memory.foreign.architectures import described
 from orchestrator.memory.foreign.engines import estimate_foreign
 from orchestrator.memory.foreign.frameworks import Framework
+from orchestrator.memory.foreign.heads import head_bytes
 from orchestrator.memory.foreign.optimizers import Rule, rule_of
 from orchestrator.memory.foreign.public_models import KNOWN, known
 from orchestrator.memory.foreign.published import described_row
