@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,10 @@ class Gang:
             for node in self.launchers
             if node not in self.lost and self.statuses.get(node, {}).get("state") != "ended"
         ]
+
+    def unending(self) -> list[str]:
+        """Of these, the ones whose launchers have not set their ranks an end themselves."""
+        return [node for node in self.open() if not self.statuses.get(node, {}).get("ending")]
 
 
 class AttemptWatch:
@@ -243,16 +247,17 @@ class AttemptWatch:
                 pace = progress.pace(known_step_s, self._world.clock())
                 if pace is not None:
                     known_step_s = pace.step_s
-                    told = Paced(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
-                    self._emit(told)
+                    self._emit(Paced(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s))
             if grace_s is not None and not aborted:
                 aborted, give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
-                self._tell(known, "abort", grace_s)
+                # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
+                told = known.open() if hung_for_s is not None else known.unending()
+                self._tell(known, told, "abort", grace_s)
             if self._attempt.probe and self._stop_grace_s is None and progress.is_probed():
                 self._stop_grace_s = PROBE_GRACE_S
             if self._stop_grace_s is not None and not stopped:
                 stopped, give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
-                self._tell(known, "stop", self._stop_grace_s)
+                self._tell(known, known.open(), "stop", self._stop_grace_s)
             if time.monotonic() > give_up_at_s:
                 known.lost.update(known.open())
         return self._judge(known, stopped, hung_for_s, progress.counts)
@@ -287,8 +292,8 @@ class AttemptWatch:
         failing = any(status["ending"] or status["error"] for status in known.statuses.values())
         return GRACE_AFTER_FAILURE_S if failing or known.lost else None
 
-    def _tell(self, known: Gang, verb: str, grace_s: float) -> None:
-        for node in known.open():
+    def _tell(self, known: Gang, nodes: Iterable[str], verb: str, grace_s: float) -> None:
+        for node in nodes:
             getattr(known.launchers[node], verb).remote(grace_s)
 
     def _judge(self, known: Gang, stopped: bool, hung_for_s: float | None, counts: tuple[int, int] | None) -> Ending:

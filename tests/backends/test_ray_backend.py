@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from orchestrator.backends import gang, ray_cluster
-from orchestrator.backends.launcher import write_durably
+from orchestrator.backends.launcher import GRACE_AFTER_FAILURE_S, write_durably
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import Finished, Launch, NodesSeen, Released, Started, Stop
@@ -109,6 +109,15 @@ def test_a_guarded_script_leaves_its_own_account(reader: Reader, tmp_path: Path)
     assert [beat.rank for beat in evidence.heartbeats] == [0]
     assert [end.exit_code for end in evidence.ranks] == [1]
     assert "no such column" in evidence.ranks[0].log_tail
+
+
+def test_a_script_that_said_why_it_fails_may_take_its_time_to_end(reader: Reader, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    slow = 3 * GRACE_AFTER_FAILURE_S
+    program.write_text(f"import atexit, time\natexit.register(time.sleep, {slow})\nraise KeyError('no such column')\n")
+    launch = launch_of("slow-to-end", script().model_copy(update={"command": ("python", str(program))}))
+    reader.backend.launch(launch)
+    assert [end.exit_code for end in reader.finished(launch).evidence.ranks] == [1]
 
 
 def test_a_killed_launcher_is_a_lost_node_without_orphans(reader: Reader, embedded: Embedded) -> None:
