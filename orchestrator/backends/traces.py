@@ -212,9 +212,11 @@ FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], It
 def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
 
-    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where all are.
+    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where none is left.
     """
     live = sorted((job for job in jobs if not job.status.ended), key=lambda one: one.order)
+    if not live:
+        raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
     known = [job for job in live if job.spec.optimizer_steps is not None]
     unknown = tuple(job.id for job in live if job.spec.optimizer_steps is None)
     if unknown and not known:

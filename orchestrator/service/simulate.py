@@ -186,7 +186,7 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
 def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now: what they wait for, their hours and deadlines count from now as well.
 
-    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where all are.
+    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where none is left.
     """
     trace, unknown = queued(state.jobs.values(), state.at_s)
     live = [job for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]

@@ -19,6 +19,7 @@ from orchestrator.service.gantt import figure, picture
 from orchestrator.service.simulate import Outcome, Simulated, Trouble, from_queue, quantile, simulate
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
+from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import NodesSeen, State, Submitted
 from tests.bench import peers
@@ -254,3 +255,8 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
     assert evening.started_at_s == 8 * 3600
     assert due.deadline_s == 1800
     assert due.in_time
+
+
+def test_a_queue_with_nothing_in_it_is_not_played_but_told_as_empty() -> None:
+    with pytest.raises(SpecError, match="queue: no job runs or waits"):
+        from_queue(State())
