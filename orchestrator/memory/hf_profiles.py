@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.memory import experts as mixtures
+from orchestrator.memory.adapters import PROJECTIONS, AdaptedLayer
 from orchestrator.memory.experts import Experts
 from orchestrator.specs.model import LoraSpec, ModelSpec
 from orchestrator.specs.plan import Precision
@@ -28,7 +29,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # Activations that keep their input and nothing else, and the widest heads that a CPU's attention takes without scores.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 HEAD_DIM_MAX = 256
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Families with experts whose layers are otherwise those of another.
 ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
@@ -130,9 +130,8 @@ def as_transformers(
     if model.lora is None:
         layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
     else:
-        embedding, layer, head = _adapted(
-            (embedding, layer, head), model.lora, shape, sequence_length, low=low, autocast=autocast, cuda=cuda
-        )
+        beside = _adapted_layer(model.lora, shape, low=low, autocast=autocast, cuda=cuda)
+        embedding, layer, head = _with_adapters((embedding, layer, head), model.lora, shape, beside, sequence_length)
         profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
     profile = replace(profile, segments=(embedding, layer, head))
     if shape.experts is None:
@@ -140,15 +139,8 @@ def as_transformers(
     return mixtures.with_experts(profile, shape.experts, shape.hidden_size, sequence_length, autocast=autocast)
 
 
-def _adapted(
-    segments: tuple[Segment, Segment, Segment],
-    lora: LoraSpec,
-    shape: DecoderShape,
-    sequence_length: int,
-    *,
-    low: bool,
-    autocast: bool,
-    cuda: bool,
+def _with_adapters(
+    segments: tuple[Segment, Segment, Segment], lora: LoraSpec, shape: DecoderShape, beside: AdaptedLayer, tokens: int
 ) -> tuple[Segment, Segment, Segment]:
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
@@ -158,20 +150,18 @@ def _adapted(
     weight is frozen does not keep what the weight is multiplied with.
     """
     embedding, layer, head = segments
-    adapted = _adapted_projections(lora, shape)
-    sizes, h, f = list(adapted.values()), shape.hidden_size, shape.intermediate_size
+    sizes, h, f, width = list(beside.adapted.values()), shape.hidden_size, shape.intermediate_size, beside.width
+    low, autocast = width == 2, beside.autocast
     trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
-    table, width = shape.vocab_size * h, 2 if low else 4
-    matrices = sum(inputs * outputs for inputs, outputs in _projections(shape).values())
+    table = shape.vocab_size * h
     held = NF4_BYTES if lora.quantise_base else width
-    between = sequence_length * width * lora.rank * len(sizes)
-    returned = sequence_length * width * sum(outputs for _, outputs in sizes)
-    normed = sequence_length * (width if low and not autocast else 4) * h
-    base_inputs = sequence_length * (10 * h + 2 * f if autocast else width * (2 * h + f))
-    inputs = sequence_length * _inputs_bytes(adapted, lora, shape, width=width, autocast=autocast, cuda=cuda)
-    forward = sequence_length * _forward_bytes(adapted, lora, shape, width=width, autocast=autocast)
-    backward = sequence_length * _backward_bytes(adapted, lora, shape, width=width, autocast=autocast, cuda=cuda)
-    frozen_layer = round(held * matrices) + 4 * (layer.parameters - matrices)
+    between = tokens * width * lora.rank * len(sizes)
+    returned = tokens * width * sum(outputs for _, outputs in sizes)
+    normed = tokens * (width if low and not autocast else 4) * h
+    base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
+    inputs, forward = tokens * beside.inputs_bytes, tokens * beside.forward_bytes
+    backward = tokens * beside.backward_bytes
+    frozen_layer = round(held * beside.matrices) + 4 * (layer.parameters - beside.matrices)
     own_table = 0 if shape.tie_word_embeddings else table
     head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
     cast_head = 2 * table if autocast and head_width == 4 else 0
@@ -197,10 +187,10 @@ def _adapted(
             transient_bytes=backward,
             forward_transient_bytes=forward,
             selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
-            selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes) + sequence_length * width * h,
+            selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes) + tokens * width * h,
             cast_bytes=2 * trained if low and autocast else 0,
             factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
-            tensors=tuple(lora.rank * width for inputs, outputs in reversed(sizes) for width in (outputs, inputs)),
+            tensors=tuple(lora.rank * size for inputs, outputs in reversed(sizes) for size in (outputs, inputs)),
             arrivals=(),
         ),
         replace(
@@ -216,91 +206,21 @@ def _adapted(
     )
 
 
-def _inputs_bytes(
-    adapted: Mapping[str, tuple[int, int]],
-    lora: LoraSpec,
-    shape: DecoderShape,
-    *,
-    width: int,
-    autocast: bool,
-    cuda: bool,
-) -> int:
-    """What adapters of a layer keep of their inputs, per token.
-
-    Projections of one input share it; attention keeps its own output. Autocast casts the input of every adapter for
-    itself, and dropout makes another: both are kept in the compute type, and the mask beside it.
-    """
-    if autocast or lora.dropout:
-        kept = width + (_mask_bytes(width, autocast=autocast, cuda=cuda) if lora.dropout else 0)
-        return kept * sum(inputs for inputs, _ in adapted.values())
-    shared = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",))
-    return width * sum(_projections(shape)[names[0]][0] for names in shared if any(name in adapted for name in names))
-
-
-def _mask_bytes(width: int, *, autocast: bool, cuda: bool) -> int:
-    """Of an element of dropout before adapters: of their type on CPU, one byte on CUDA (training/cuda_autocast.py)."""
-    return 1 if cuda else 4 if autocast else width
-
-
-def _forward_bytes(
-    adapted: Mapping[str, tuple[int, int]], lora: LoraSpec, shape: DecoderShape, *, width: int, autocast: bool
-) -> int:
-    """What is live of a layer while its last projection runs, beside what it keeps, per token.
-
-    That are the feed-forward part's input and the gated product, where no adapter keeps just these, and what the base
-    projection returned. Under autocast only casts of both are kept: the input is fp32, and the product is copied in the
-    type of the adapters, fp32 (`_cast_input_dtype` in peft/tuners/tuners_utils.py, peft 0.19), in which dropout returns
-    another. Where the weights are cast, norms keep fp32 copies of what the layer and its second half were given.
-    """
-    h, f, down = shape.hidden_size, shape.intermediate_size, "down_proj" in adapted
-    if autocast:
-        copies = (8 if lora.dropout else 4) if down else 0
-        return 6 * h + (2 + copies) * f
-    gated = 0 if down and not lora.dropout else f
-    given = 0 if {"gate_proj", "up_proj"} & set(adapted) and not lora.dropout else h
-    streams = 2 * h if width == 2 else 0
-    return width * (gated + given + h + streams)
-
-
-def _backward_bytes(
-    adapted: Mapping[str, tuple[int, int]],
-    lora: LoraSpec,
-    shape: DecoderShape,
-    *,
-    width: int,
-    autocast: bool,
-    cuda: bool,
-) -> int:
-    """What is live of a layer while its gated product goes backward, beside what it kept, per token.
-
-    The gradients of the product and of both its factors, without what an adapter had kept of it; where the weights are
-    cast, what the layer was given as well, of which the norm kept a copy.
-    """
-    gone = 0
-    if "down_proj" in adapted:
-        masked = lora.dropout and not autocast  # under autocast the forward pass has more
-        gone = width + (_mask_bytes(width, autocast=autocast, cuda=cuda) if masked else 0)
-    given = 2 * shape.hidden_size if width == 2 and not autocast else 0
-    return (3 * width - gone) * shape.intermediate_size + given
-
-
 def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
     """A loss whose weight has no gradient: logits, and a copy of the weight where autocast makes one."""
     per_token_bytes, _ = chunks.peaks[0]
     return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
 
 
-def _projections(shape: DecoderShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a layer's matrices, by name."""
+def _adapted_layer(lora: LoraSpec, shape: DecoderShape, *, low: bool, autocast: bool, cuda: bool) -> AdaptedLayer:
     h, f = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = (h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)
-    return dict(zip(PROJECTIONS, sizes, strict=True))
-
-
-def _adapted_projections(lora: LoraSpec, shape: DecoderShape) -> dict[str, tuple[int, int]]:
-    return {
-        name: size
-        for name, size in _projections(shape).items()
-        if not lora.target_modules or name in lora.target_modules
-    }
+    return AdaptedLayer(
+        projections=dict(zip(PROJECTIONS, sizes, strict=True)),
+        targets=lora.target_modules,
+        dropout=lora.dropout > 0,
+        width=2 if low else 4,
+        autocast=autocast,
+        cuda=cuda,
+    )

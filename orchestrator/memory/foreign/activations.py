@@ -139,12 +139,11 @@ def _joint_bytes(training: Training) -> int:
 
 
 def _adapted_bytes(training: Training) -> int:
-    """Per token: what a layer keeps more, or less, than if all of it were trained (memory/hf_profiles.py, `_adapted`).
+    """Per token: what a layer keeps more, or less, than if all of it were trained (memory/adapters.py).
 
     A frozen norm does not keep what its weight multiplies, as none does that is one kernel, nor a frozen projection its
-    input. Adapters of one input
-    share it, but fp32 ones cast what is not fp32, each for itself, and dropout makes a copy with a mask of one byte.
-    Attention keeps its own result.
+    input. Adapters of one input share it, but fp32 ones cast what is not fp32, each for itself, and dropout makes a
+    copy with a mask of one byte. Attention keeps its own result.
     """
     shape, width = training.shape, training.width
     adapted = adapted_projections(training)
