@@ -65,8 +65,8 @@ def plain_moments(training: Training) -> Iterator[Live]:
         "backward of first layer",
         (*fixed, ("gradients", gradients), (KEPT, kept_bytes(training)), (WORKING, working_bytes(training))),
     )
-    copies = 0 if training.optimizer.step_in_backward else training.optimizer.temporaries
-    temporaries = copies * everything // shards or projecting
+    times = 0 if training.optimizer.step_in_backward else training.optimizer.temporaries
+    temporaries = times * everything // shards or projecting
     yield ("optimizer step", (*fixed, ("gradients", gradients), ("optimizer temporaries", temporaries)))
 
 

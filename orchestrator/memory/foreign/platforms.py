@@ -73,7 +73,7 @@ def platform_of(row: Row, framework: Framework) -> Platform:
         keeps_gradients=_EARLY.search(row.said) is not None,
         before_torch_1_11=_BEFORE_1_11.search(row.said) is not None,
         # deepspeed/runtime/engine.py, _configure_fp16_optimizer, until 0.5.1 of August 2021
-        apex_unfused=volta and "2022" not in row.said,
+        apex_unfused=volta and re.search(r"\b202[2-9]", row.said) is None,
         transformer_engine=not is_old
         and framework is Framework.MEGATRON
         and re.search(r"nanotron|picotron", row.said) is None
