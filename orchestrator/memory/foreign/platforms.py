@@ -26,6 +26,7 @@ ENGINE_WORKSPACE_BYTES = {False: 4 * 2**20, True: 32 * 2**20}
 _EARLY = re.compile(r"torch ?1\.\d|lightning 1\.\d|\b20(?:19|2[0-2])\b|detectron2|\bmm(?:det|seg)\b")
 
 _BEFORE_2023 = re.compile(r"\b20(?:19|2[0-2])")
+_SINCE_2023 = re.compile(r"\b202[3-9]")
 
 # Until 1.11 of March 2022 softmax saved its input as well as its result: pytorch/pytorch, pull request 66018.
 _BEFORE_1_11 = re.compile(r"torch ?1\.(?:\d|10)\b|lightning 1\.[0-5]\b|\b20(?:19|20|21)\b")
@@ -64,7 +65,7 @@ def platform_of(row: Row, framework: Framework) -> Platform:
     """Device and years, as far as a row says them."""
     volta = "V100" in row["gpu"]
     bloom = framework is Framework.MEGATRON_DEEPSPEED and "bloom" in row.said
-    is_old = _BEFORE_2023.search(row.said) is not None or volta or bloom
+    is_old = _BEFORE_2023.search(row.said) is not None or (volta and not _SINCE_2023.search(row.said)) or bloom
     return Platform(
         on_volta=volta,
         on_hopper=re.search(r"\bG?[HB][12]00|\bH20\b|\bG?B300", row["gpu"]) is not None,
@@ -73,7 +74,7 @@ def platform_of(row: Row, framework: Framework) -> Platform:
         keeps_gradients=_EARLY.search(row.said) is not None,
         before_torch_1_11=_BEFORE_1_11.search(row.said) is not None,
         # deepspeed/runtime/engine.py, _configure_fp16_optimizer, until 0.5.1 of August 2021
-        apex_unfused=volta and re.search(r"\b202[2-9]", row.said) is None,
+        apex_unfused=volta and is_old and "2022" not in row.said,
         transformer_engine=not is_old
         and framework is Framework.MEGATRON
         and re.search(r"nanotron|picotron", row.said) is None

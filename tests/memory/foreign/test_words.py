@@ -389,6 +389,11 @@ def test_a_year_before_2023_is_of_another_software(year: int) -> None:
     assert (platform.is_old, platform.keeps_gradients) == (year < 2023, year < 2023)
 
 
+def test_a_v100_is_of_the_years_before_2023_unless_a_later_one_is_said() -> None:
+    old = [read(ROW, gpu="V100", framework=f"HF Trainer{when}").platform.is_old for when in ("", " (2022)", " (2023)")]
+    assert old == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("columns", "copies"),
     [
