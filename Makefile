@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-# Tests that compute and start nothing: one core's work, beside those that mostly wait for processes.
+# Tests that compute and start nothing, those that train or trace in processes of their own, and those of the service
+# and its world, which mostly wait: two kinds at a time.
 PURE := $(addprefix tests/,specs memory/foreign planning scheduling)
+TRAINED := $(addprefix tests/,audio gpu memory training)
+PYTEST := $(BIN)/python -m pytest -m "not long"
 
-.PHONY: demo demo-audio test test-pure test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,13 +24,19 @@ demo-audio: $(READY)
 	$(BIN)/python -m jobs.audio.run
 
 test: $(READY) lint
-	$(MAKE) --no-print-directory --jobs=2 test-pure test-world
-
-test-pure:  # tells everything at its end, so that the dots of the other do not mix with its own
-	@said=$$($(BIN)/python -m pytest -m "not long" $(PURE) 2>&1); code=$$?; echo "$$said"; exit $$code
+	$(MAKE) --no-print-directory --jobs=2 test-world test-trained test-pure
 
 test-world:
-	$(BIN)/python -m pytest -m "not long" --durations=25 $(addprefix --ignore=,$(PURE)) tests
+	$(PYTEST) --durations=15 $(addprefix --ignore=,$(PURE) $(TRAINED)) tests
+
+test-trained:
+	$(call told_at_its_end,$(PYTEST) --durations=15 --ignore=tests/memory/foreign $(TRAINED))
+
+test-pure:
+	$(call told_at_its_end,$(PYTEST) $(PURE))
+
+# so that the dots of two do not mix
+told_at_its_end = @said=$$($(1) 2>&1); code=$$?; echo "$$said"; exit $$code
 
 test-long: $(READY)
 	$(BIN)/python -m pytest -m long
