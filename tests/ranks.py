@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 IMPORTED = (
     "deepspeed",
@@ -20,7 +21,13 @@ IMPORTED = (
     "orchestrator.training.loop",
     "orchestrator.training.hf_adapters",
 )
-OF_ALL = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+OF_ALL = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "MASTER_ADDR": "127.0.0.1",
+    # as launchers have it: another ninja than the one that compiled an extension would compile it again
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+}
 
 
 class Rank:
