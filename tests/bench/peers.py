@@ -23,7 +23,9 @@ from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.state import Finished, Job, Launch, Released, Stop
 
 BACKFILL_DEPTH = 100  # jobs that are tried behind one that waits (Slurm, bf_max_job_test)
-DEMOTED_S = 3600.0  # device-seconds after which Tiresias' second queue begins: an hour of one device
+DEMOTED_S = (
+    3600.0 * 16
+)  # device-seconds after which Tiresias' second queue begins, as its own simulator has it: 16 GPU-hours
 ROUND_S = 60.0  # between looks of a preemptive queue (Sia, SOSP'23: the best of those tried)
 FOREVER_S = 1e9
 

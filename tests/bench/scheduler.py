@@ -23,6 +23,7 @@ from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.bench import peers
 from tests.bench.decisions import decision_figures
 from tests.bench.figure import Figure, at_least, at_most, informs, say
+from tests.bench.reproduced import Published, reproduced
 from tests.bench.side_by_side import Measured, SideBySide, measured, ranged
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
@@ -50,8 +51,13 @@ BOUND = "bound of any queue"
 
 def figures() -> list[Figure]:
     """Everything that a simulation can show; needs the published traces, except for the time of decisions."""
-    began_s, shown = time.monotonic(), SideBySide()
-    found = [informs(f"this machine: a loop of {YARDSTICK:,} additions of squares", yardstick_s(), "s")]
+    began_s = time.monotonic()
+    rows, unmet = reproduced(PEERS, published_of_peers(), TRACES)
+    shown = SideBySide(unmet)
+    found = [
+        *rows,
+        informs(f"this machine: a loop of {YARDSTICK:,} additions of squares", yardstick_s(), "s"),
+    ]
     found += decision_figures(cluster_of(256, 30.0), PENDING, DECISIONS)
     if TRACES.exists():
         found += plans_figures(SHAKES, shown) + deadline_figures(DEADLINES, SHAKES, shown)
@@ -76,6 +82,29 @@ def cluster_of(nodes: int, launch_s: float, devices: int = 8) -> ClusterSpec:
         nodes=(NodeSpec(name="node", count=nodes, devices=devices, device="a800-80gb", host_memory="1TiB"),),
         launch_cost=f"{launch_s}s",
     )
+
+
+def published_of_peers() -> list[Published]:
+    """Of Tiresias, as petuum/adaptdl (osdi21-artifact) ran it, and as pkusys/ElasticFlow did for its figure 8a.
+
+    Seconds of a launch on 16 x 4 T4 are those of ElasticFlow's simulator.
+    """
+    cluster = cluster_of(16, ELASTICFLOW_LAUNCH_S, 4)
+    return [
+        Published(
+            peer=peers.LAS,
+            source=source,
+            measure=measure,
+            value=value,
+            unit=unit,
+            cluster=cluster,
+            path=path,
+        )
+        for source, measure, value, unit, path in (
+            ("Pollux's workload 6", "mean completion", 3469.69375, "s", None),
+            ("ElasticFlow's 195 jobs", "deadlines met", 0.2872, "", ELASTICFLOW),
+        )
+    ]
 
 
 def published(*parts: str) -> Trace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 
 from rich.table import Table
@@ -40,14 +40,16 @@ def measured(run: Simulated) -> Measured:
 
 
 class SideBySide:
-    """One row for each queue on each cluster."""
+    """One row for each queue on each cluster; those of `unmet` are said not to reach what they published."""
 
-    def __init__(self) -> None:
+    def __init__(self, unmet: Collection[str] = ()) -> None:
+        self._unmet = unmet
         self._rows: list[tuple[str, str, Sequence[Measured]]] = []
 
     def add(self, where: str, queue: str, runs: Sequence[Measured]) -> None:
         """A queue's runs on the shaken inputs."""
-        self._rows.append((where, queue, runs))
+        name = f"{queue}, not reproduced" if queue in self._unmet else queue
+        self._rows.append((where, name, runs))
 
     def figures(self) -> list[Figure]:
         """Every cell: the mean, with the range in its name."""

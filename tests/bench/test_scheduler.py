@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from orchestrator.backends.traces import Arrival, Trace, told
 from tests.bench import decisions, peers, scheduler
 from tests.bench.__main__ import table
 from tests.bench.figure import at_most, informs
+from tests.bench.reproduced import Published, reproduced
 from tests.bench.side_by_side import UNITS, SideBySide
 
 ONE_NODE = scheduler.cluster_of(1, 10.0)
@@ -71,6 +73,30 @@ def test_side_by_side_has_every_measure_of_every_queue() -> None:
     assert found["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
     assert len(found) == 2 * len(UNITS)
     assert shown.table().row_count == 2
+
+
+def test_a_peer_counts_once_it_reaches_its_published_figure_within_two_percent(tmp_path: Path) -> None:
+    """100 steps of a second on each of two devices, and ten to launch: a makespan of 110 s."""
+    columns = "job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration"
+    (tmp_path / "night.csv").write_text(f"{columns}\n1,0,100,bert,150,8,1,100\n2,0,100,bert,100,8,1,100\n")
+
+    def published(value: float, path: tuple[str, ...] | None) -> Published:
+        said = {"source": "a night", "measure": "makespan", "unit": "s", "cluster": ONE_NODE}
+        return Published(peer=peers.LAS, value=value, path=path, **said)
+
+    for value, path, verdict, meets in (
+        (112.0, ("night.csv",), "reproduced: a night", True),
+        (113.0, ("night.csv",), "not reproduced: a night", False),
+        (110.0, None, "its input is not in shared/traces", False),
+        (110.0, ("away.csv",), "its input is not in shared/traces", False),
+    ):
+        (textbook, row), unmet = reproduced((peers.FIFO, peers.LAS), [published(value, path)], tmp_path)
+        assert textbook["figure"].startswith(peers.FIFO.name)
+        assert f": {verdict}" in row["figure"] or row["figure"].endswith(verdict)
+        assert unmet == (set() if meets else {peers.LAS.name})
+    shown = SideBySide(unmet)
+    shown.add("one node", peers.LAS.name, [{"makespan": 110.0}])
+    assert shown.figures()[0]["figure"] == f"one node, {peers.LAS.name}, not reproduced: makespan"
 
 
 def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:
