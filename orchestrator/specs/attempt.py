@@ -117,6 +117,7 @@ class Heartbeat:
     torch_version: str = ""  # "" before the program has imported it
     reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
     allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,15 +22,13 @@ import os
 import runpy
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.specs.attempt import OomReport
-    from orchestrator.training.monitor import Monitor
+    from orchestrator.training.guarded import Guarded
     from orchestrator.training.virtual_device import VirtualDevice
 
 USAGE = "usage: guard.py GUARD_JSON -- script.py args... | guard.py GUARD_JSON -- -m package.module args..."
@@ -48,26 +46,27 @@ def main(argv: list[str]) -> None:
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
     from orchestrator.specs.run import AttemptFolder, GuardSettings
+    from orchestrator.training.guarded import Guarded
     from orchestrator.training.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
-    device = _virtual_device(settings.virtual_capacity_bytes)
-    if device:
+    monitor = Monitor(settings, int(os.environ.get("RANK", "0")))
+    guarded = Guarded(monitor, AttemptFolder(settings.attempt_folder))
+    _withdraw_inherited()
+    _when_imported("torch", functools.partial(_attach, guarded))
+    if settings.virtual_capacity_bytes is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher between us and the ranks may have named some
-    monitor = Monitor(settings, int(os.environ.get("RANK", "0")), device)
-    guarded = _Guarded(monitor, AttemptFolder(settings.attempt_folder))
-    if device:
-        device.on_out_of_memory = guarded.note
-    _when_imported("torch", monitor.attach)
+        with contextlib.suppress(Exception):  # the script will see it too, or knows where torch is (python -S)
+            importlib.import_module("torch")  # by this thread, which is the one that the device counts
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     monitor.beat()
     try:
-        with device or contextlib.nullcontext():
-            _run_target(target)
+        _run_target(target)
     except SystemExit as end:
         if os.getpid() != guarded.pid:  # a child that the script forked
+            guarded.ends_with(end)
             raise
         guarded.exited(end)
         _leave(end.code)
@@ -76,16 +75,20 @@ def main(argv: list[str]) -> None:
         raise
     except BaseException as error:
         if os.getpid() != guarded.pid:  # a child that the script forked
+            guarded.ends_with(error)
             raise
         guarded.failed(error)
-    monitor.beat()
+        _leave(1)
+        sys.exit(1)
+    if os.getpid() == guarded.pid or monitor.is_rank:
+        monitor.beat()
     _leave(None)
 
 
 def inherit(settings_path: str) -> None:
     """Guard this process from when it imports torch; it is a rank as soon as it trains, and until then writes nothing.
 
-    For scripts that start their ranks themselves: all of their Python processes come here (inherited/sitecustomize.py).
+    For every Python process that is not wrapped (inherited/sitecustomize.py): ranks that a script starts itself.
     """
     _when_imported("torch", functools.partial(_guard_from_now, settings_path))
 
@@ -93,20 +96,27 @@ def inherit(settings_path: str) -> None:
 def _guard_from_now(settings_path: str, torch: Any) -> None:
     _bring_package()
     from orchestrator.specs.run import AttemptFolder, GuardSettings
+    from orchestrator.training.guarded import Guarded
     from orchestrator.training.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(settings_path).read_text()))
-    device = _virtual_device(settings.virtual_capacity_bytes)
-    monitor = Monitor(settings, None, device)
-    guarded = _Guarded(monitor, AttemptFolder(settings.attempt_folder))
-    monitor.attach(torch)
+    monitor = Monitor(settings, None)
+    guarded = Guarded(monitor, AttemptFolder(settings.attempt_folder))
+    _attach(guarded, torch)
+    guarded.watch_end()
+
+
+def _attach(guarded: Guarded, torch: Any) -> None:
+    """Watch what this process does with torch, on its virtual device where it has one."""
+    guarded.monitor.attach(torch)
+    guarded.watch_children()
+    device = guarded.monitor.device
     if device:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that choose devices themselves have set it
         device.on_out_of_memory = guarded.note
         device.__enter__()
         _keep_out_loader_workers(device)
         _take_in_forked_ranks(device)
-    guarded.watch_end()
 
 
 def _keep_out_loader_workers(device: VirtualDevice) -> None:
@@ -170,152 +180,6 @@ def _run_target(target: Sequence[str]) -> None:
     exec(code, module.__dict__)
 
 
-class _Guarded:
-    """The files of this rank, and the last out-of-memory error that the virtual device raised."""
-
-    def __init__(self, monitor: Monitor, folder: Any) -> None:
-        self.monitor, self.folder, self.pid = monitor, folder, os.getpid()
-        self._noted: tuple[OomReport, int] | None = None
-
-    def note(self, error: BaseException, requested_bytes: int) -> None:
-        """Keep the account of an error as it is raised: the script may catch it, free memory, and end all the same."""
-        from orchestrator.training.monitor import write_durably
-
-        report = self._oom_report(error, requested_bytes)
-        self._noted = (report, self.monitor.steps_done)
-        write_durably(self.folder.caught(self.monitor.rank), report)
-
-    def exited(self, end: SystemExit) -> None:
-        """The script chose its exit code: report the out-of-memory error it gave up on, if it did."""
-        if end.code not in (None, 0):
-            self._report_oom(end)
-        self.monitor.beat()
-
-    def failed(self, error: BaseException) -> NoReturn:
-        """Report the exception, print it as python would, and end the process."""
-        from orchestrator.specs.run import OOM_EXIT_CODE
-
-        out_of_memory = self._report_oom(error)
-        error.__traceback__ = _user_frames(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        if not out_of_memory:
-            self._report_error(error)
-        self.monitor.beat()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if out_of_memory:
-            os._exit(OOM_EXIT_CODE)  # no destructor may wait for ranks that wait for this one
-        _leave(1)
-        sys.exit(1)
-
-    def watch_end(self) -> None:
-        """Report how this process ends where it is a rank that nobody wraps: spawned, or the script's own."""
-        process = importlib.import_module("multiprocessing.process").BaseProcess
-        run, hook = process.run, sys.excepthook
-
-        def watched(child: Any) -> None:
-            try:
-                run(child)
-            except BaseException as error:
-                self._ends_with(error)
-                raise
-            if self.monitor.is_rank:
-                self.monitor.beat()
-
-        def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-            self._ends_with(error)
-            hook(kind, error, trace)
-
-        process.run, sys.excepthook = watched, excepthook
-        atexit.register(self._gives_up)
-
-    def _ends_with(self, error: BaseException) -> None:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            return
-        if not self._report_oom(error) and self.monitor.is_rank and isinstance(error, Exception):
-            self._report_error(error)
-        if self.monitor.is_rank:
-            self.monitor.beat()
-
-    def _gives_up(self) -> None:
-        """A framework that handles every exception itself (hydra, under dora) leaves by an exit code."""
-        if os.getpid() != self.pid:
-            return
-        self._report_oom(SystemExit())
-        if self.monitor.is_rank:
-            self.monitor.beat()
-
-    def _report_error(self, error: BaseException) -> None:
-        from orchestrator.specs.attempt import ErrorReport
-        from orchestrator.training.monitor import write_durably
-
-        report = ErrorReport(
-            rank=self.monitor.rank,
-            step=self.monitor.step,
-            phase=self.monitor.phase,
-            type=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
-            traceback="".join(traceback.format_exception(error)),
-        )
-        write_durably(self.folder.error(self.monitor.rank), report)
-
-    def _report_oom(self, error: BaseException) -> bool:
-        from orchestrator.training.monitor import write_durably
-        from orchestrator.training.oom_report import out_of_memory
-
-        cause = out_of_memory(error)
-        if self._noted and self._noted[1] == self.monitor.steps_done:
-            report = self._noted[0]
-        elif cause is not None:
-            report = self._oom_report(cause, None)
-        else:
-            return False
-        write_durably(self.folder.oom(self.monitor.rank), report)
-        return True
-
-    def _oom_report(self, error: BaseException, requested_bytes: int | None) -> OomReport:
-        from orchestrator.specs.attempt import OomReport
-        from orchestrator.training import oom_report
-
-        message, monitor = str(error), self.monitor
-        live_bytes, capacity_bytes = _device_memory(monitor.device)
-        return OomReport(
-            rank=monitor.rank,
-            step=monitor.step,
-            phase=monitor.phase,
-            requested_bytes=requested_bytes or oom_report.requested_bytes(message),
-            live_bytes=live_bytes,
-            capacity_bytes=capacity_bytes if monitor.device else oom_report.capacity_bytes(message) or capacity_bytes,
-            foreign_bytes=0 if monitor.device else oom_report.foreign_bytes(message),
-            injected=monitor.injected,
-            message=message,
-        )
-
-
-def _device_memory(device: VirtualDevice | None) -> tuple[int, int]:
-    """Bytes live and bytes in all on this rank's device; zeros where none is in use."""
-    if device:
-        return device.live_bytes, device.capacity_bytes
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0, 0
-    return torch.cuda.memory_allocated(), torch.cuda.get_device_properties().total_memory
-
-
-def _virtual_device(capacity_bytes: int | None) -> VirtualDevice | None:
-    if capacity_bytes is None:
-        return None
-    from orchestrator.training.virtual_device import VirtualDevice
-
-    return VirtualDevice(capacity_bytes)
-
-
-def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the first frame that is the target's own."""
-    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-        trace = trace.tb_next
-    return trace
-
-
 def _bring_package() -> None:
     """Make `import orchestrator` mean this one; a folder on `sys.path` would bring our neighbours along."""
     if "orchestrator" in sys.modules:
@@ -330,6 +194,11 @@ def _bring_package() -> None:
     spec.loader.exec_module(sys.modules["orchestrator"])
 
 
+def _withdraw_inherited() -> None:
+    """Take back what `inherit` has prepared in this process, under another name of this module."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _ImportHook.__name__]
+
+
 def _when_imported(name: str, then: Callable[[Any], None]) -> None:
     """Call `then(module)` once the module is imported; at once where it is."""
     if name in sys.modules:
@@ -339,25 +208,40 @@ def _when_imported(name: str, then: Callable[[Any], None]) -> None:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Runs the ordinary import of one module, then a function of ours. Used once."""
+    """Calls a function of ours once a module has been executed, however often it was looked up before.
+
+    Others look a module up without importing it (`importlib.util.find_spec`), import it late (LazyLoader), or fail to
+    and try again. So the loader of every spec calls it, and the hook stays until one has.
+    """
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self._name, self._then = name, then
 
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec and spec.loader:
-            run = spec.loader.exec_module
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._tell_end_of(spec)
+                return spec
+        return None
 
-            def run_then(module: types.ModuleType) -> None:
-                run(module)
+    def _tell_end_of(self, spec: importlib.machinery.ModuleSpec) -> None:
+        loader = spec.loader
+        if loader is None:
+            return
+        run = loader.exec_module
+
+        def run_then(module: types.ModuleType) -> None:
+            run(module)
+            if module.__name__ == self._name and self in sys.meta_path:
+                sys.meta_path.remove(self)
                 self._then(module)
 
-            spec.loader.exec_module = run_then  # type: ignore[method-assign]
-        return spec
+        loader.exec_module = run_then  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

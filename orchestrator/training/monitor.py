@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import os
 import statistics
 import sys
@@ -31,8 +32,10 @@ class Monitor:
     optimizers that take turns count once. A loop that reports its own step (`training.progress`) is believed instead.
     """
 
-    def __init__(self, settings: GuardSettings, rank: int | None, device: VirtualDevice | None) -> None:
-        self._rank, self.device, self.phase = rank, device, "startup"
+    def __init__(self, settings: GuardSettings, rank: int | None) -> None:
+        self._rank, self.is_rank, self.phase = rank, rank is not None, "startup"
+        self.device: VirtualDevice | None = None
+        self._capacity_bytes = settings.virtual_capacity_bytes
         self.step, self.steps_done = 0, 0
         self.injected = False
         self._folder = AttemptFolder(settings.attempt_folder)
@@ -49,24 +52,24 @@ class Monitor:
         self._allocator_room_bytes: int | None = None
 
     @property
-    def is_rank(self) -> bool:
-        """Whether it is known which rank this process is: it was told, or it has begun to train."""
-        return self._rank is not None
-
-    @property
     def rank(self) -> int:
-        """That of the process group where there is one; of the environment, or 0, where not."""
-        if self._rank is None:
-            distributed = sys.modules.get("torch.distributed")
-            if distributed is not None and distributed.is_available() and distributed.is_initialized():
-                self._rank = int(distributed.get_rank())
-            else:
-                self._rank = int(os.environ.get("RANK", "0"))
-        return self._rank
+        """As told; else that of the process group where there is one; of the environment, or 0, where not."""
+        if self._rank is not None:
+            return self._rank
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            self._rank = int(distributed.get_rank())
+            return self._rank
+        return int(os.environ.get("RANK", "0"))
 
     def attach(self, torch: Any) -> None:
-        """Start listening; `torch` is the imported module."""
+        """Start listening, with the virtual device made if there is one; `torch` is the imported module."""
         self._torch_version = str(torch.__version__)
+        os.register_at_fork(after_in_child=self._forked)
+        if self._capacity_bytes is not None:
+            self.device = importlib.import_module("orchestrator.training.virtual_device").VirtualDevice(
+                self._capacity_bytes
+            )
         optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim does not keep the name
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
@@ -83,7 +86,11 @@ class Monitor:
         torch.autograd.backward = watched
 
     def beat(self) -> None:
-        """Write the heartbeat now; end the process where a newer attempt of the job exists."""
+        """Write the heartbeat now; end the process where a newer attempt of the job exists.
+
+        Several processes may have the number of one rank: the one that has trained most speaks for it.
+        """
+        self.is_rank = True
         beat = Heartbeat(
             rank=self.rank,
             step=self.step,
@@ -96,10 +103,13 @@ class Monitor:
             torch_version=self._torch_version,
             reserved_bytes=self.reserved_bytes(),
             allocator_room_bytes=self.allocator_room_bytes(),
+            pid=os.getpid(),
         )
         self._end_if_stale()
-        with contextlib.suppress(OSError):  # a full disk must not end the training
-            write_json(self._folder.heartbeat(self.rank), beat)
+        path = self._folder.heartbeat(beat.rank)
+        if not _has_trained_more(path, beat):
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                write_json(path, beat)
         self._next_beat_s = time.monotonic() + self._interval_s
 
     def peak_bytes(self) -> int:
@@ -133,8 +143,16 @@ class Monitor:
         torch = sys.modules.get("torch")
         return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
 
+    def _forked(self) -> None:
+        """A child that the script forks is a rank once it trains, and counts from there."""
+        self._rank, self.is_rank, self._next_beat_s = None, False, 0.0
+        self.step, self.steps_done, self._last_step_s = 0, 0, None
+        self._durations.clear()
+
     def _enter(self, phase: str) -> None:
         self.phase = phase
+        if self.device is not None and self.device.has_left:
+            self.device.rejoin()
         if time.monotonic() >= self._next_beat_s:
             self.beat()
 
@@ -186,6 +204,15 @@ class Monitor:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(STALE_EXIT_CODE)
+
+
+def _has_trained_more(path: Path, beat: Heartbeat) -> bool:
+    """Whether the heartbeat there is another process's that has more steps to tell of."""
+    try:
+        other = json.loads(path.read_text())
+        return bool(other["pid"] != beat.pid and other["steps_done"] > beat.steps_done)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def write_durably(path: Path, report: Any) -> None:

@@ -101,7 +101,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resize = resize
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees and refills by resizing
         self._registration = register_module_parameter_registration_hook(self._count_parameter)
-        os.register_at_fork(after_in_child=self.leave)
+        os.register_at_fork(after_in_child=self._forked)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -109,6 +109,11 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._registration.remove()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def _forked(self) -> None:
+        """A child of a process that uses its device has none, as under CUDA; one of a process that never did, may."""
+        if self.peak_bytes:
+            self.leave()
 
     def leave(self) -> None:
         """In a child, which is a host process, as workers of data loaders are, until it rejoins."""
