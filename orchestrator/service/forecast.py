@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypedDict, TypeVar
 
 from orchestrator.memory.calibration import Calibration, calibration
-from orchestrator.memory.correction import is_known
+from orchestrator.memory.correction import corrected_bytes, is_known
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes, why_rejected
+from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
 from orchestrator.planning.search import frontier, profile_for
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.probe import measured_spec, probe_of
 from orchestrator.service.views import EstimateView, estimate_view
-from orchestrator.specs.cluster import Node
+from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import Override, together
@@ -90,8 +91,9 @@ class Forecast(TypedDict):
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
     """The job on the first kind of device that can hold it, or may; else on the kind with the fastest devices.
 
-    `free_bytes` of the nodes is what a job could have there. Raises SpecError where there are too few devices,
-    or no kind can run the job.
+    `free_bytes` of the nodes is what a job could have there. A plan that only may run is chosen where no plan fits any
+    kind even when it is empty; else the job waits for memory, as the scheduler decides. Raises SpecError where there
+    are too few devices, or no kind can run the job.
     """
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
@@ -111,15 +113,41 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
             refused.append(error)
     if not found:
         raise refused[0]
-    may_run = [one for one in found if one["chosen"] is not None]
-    return next((one for one in may_run if one["nothing_fits"] is None), next(iter(may_run), found[0]))
+    if not any(one.fits_empty for one in found):
+        found = [replace(one, told=_or_likeliest(one)) for one in found]
+    told = [one.told for one in found]
+    return next((one for one in told if one["chosen"] is not None), told[0])
 
 
 def _origin(profile: ModelProfile) -> str:
     return f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
 
 
-def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> Forecast:
+@dataclass(frozen=True, slots=True)
+class _OnKind:
+    """The forecast on one kind of device, which chooses only what fits its free memory."""
+
+    told: Forecast
+    device: DeviceSpec
+    candidates: Sequence[Candidate]  # of the frontier, in its order
+    calibrated: Calibration
+
+    @property
+    def fits_empty(self) -> bool:
+        return any(fits(one, self.device.memory, self.calibrated) for one in self.candidates)
+
+
+def _or_likeliest(found: _OnKind) -> Forecast:
+    """The same with the plan that most probably runs on an empty device, where its free memory holds it."""
+    one = likeliest(((one, found.device.memory) for one in found.candidates), found.calibrated)
+    if one is None:
+        return found.told
+    chosen = found.candidates.index(one)
+    least_bytes = corrected_bytes(one.estimate, found.calibrated.correction_of(one.plan, one.estimate))
+    return {**found.told, "chosen": chosen if least_bytes <= found.told["frontier"][chosen]["capacity_bytes"] else None}
+
+
+def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> _OnKind:
     hardware = group.hardware
     free_bytes = _free_bytes(group.nodes)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
@@ -129,13 +157,10 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
     chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
     nothing = None
     if chosen is None:
-        nothing = why_nothing_fits(spec, hardware, free_bytes[0], calibrated)
-        rooms = [(one, view["capacity_bytes"]) for one, view in zip(candidates, views, strict=True)]
-        one = likeliest(rooms, calibrated)
-        chosen = None if one is None else candidates.index(one)
+        nothing = why_nothing_fits(spec, hardware, free_bytes[spec.gpus.min - 1], calibrated)
     job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
     probe = probe_of(job, hardware.device, calibrated, candidates)
-    return Forecast(
+    told = Forecast(
         job=spec.name,
         device=hardware.device.name,
         devices=len(free_bytes),
@@ -146,6 +171,7 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
         frontier=views,
         nothing_fits=nothing,
     )
+    return _OnKind(told, hardware.device, candidates, calibrated)
 
 
 def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:
