@@ -8,7 +8,7 @@ READY := $(VENV)/.installed
 # and its world, which mostly wait: two kinds at a time.
 PURE := $(addprefix tests/,specs memory/foreign planning scheduling)
 TRAINED := $(addprefix tests/,audio gpu memory training)
-PYTEST := $(BIN)/python -m pytest -m "not long"
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long"
 
 .PHONY: demo demo-audio test test-pure test-trained test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler clean
 
@@ -38,8 +38,12 @@ test-pure:
 # so that the dots of two do not mix
 told_at_its_end = @said=$$($(1) 2>&1); code=$$?; echo "$$said"; exit $$code
 
+# Longer matrices, and new cases of every property; `make test-long SEED=...` with the printed seed draws them again.
+SEED = $(eval SEED := $(shell date +%s))$(SEED)
 test-long: $(READY)
-	$(BIN)/python -m pytest -m long
+	PYTHONHASHSEED=$(SEED) $(BIN)/python -m pytest -m "long or hypothesis" \
+		--hypothesis-profile=new --hypothesis-seed=$(SEED) \
+		|| { echo "the same cases again: make test-long SEED=$(SEED)"; exit 1; }
 
 lint: $(READY)
 	$(BIN)/ruff check .

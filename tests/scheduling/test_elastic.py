@@ -18,7 +18,7 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import DrainRequested, Event, Finished, JobStatus, Launch, Released, State, Woke
 from tests.scheduling.factories import node
-from tests.scheduling.test_properties import SEEDS, SLOW_IS_FINE
+from tests.scheduling.test_properties import SEEDS, UNSHRUNK
 from tests.scheduling.test_properties import played as violations_of
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 from tests.scheduling.world import MemoryJournal, random_rush, random_tide
@@ -242,13 +242,13 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
     assert all(later - earlier >= (1 + REST) * LAUNCH_S for earlier, later in pairwise(starts))
 
 
-@settings(SLOW_IS_FINE, max_examples=12)
+@settings(UNSHRUNK, max_examples=12)
 @given(SEEDS)
 def test_every_law_holds_while_jobs_with_deadlines_are_moved(seed: int) -> None:
     assert violations_of(random_rush(random.Random(seed)), MemoryJournal()) == []
 
 
-@settings(SLOW_IS_FINE, max_examples=12)
+@settings(UNSHRUNK, max_examples=12)
 @given(SEEDS)
 def test_every_law_holds_while_jobs_are_moved(seed: int) -> None:
     assert violations_of(random_tide(random.Random(seed)), MemoryJournal()) == []

@@ -58,7 +58,7 @@ from tests.scheduling.world import (
 )
 
 SEEDS = st.integers(0, 2**32)  # a failing one is all that is needed to play its night again
-SLOW_IS_FINE = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+UNSHRUNK = settings(phases=(Phase.explicit, Phase.generate))
 
 
 def played(scenario: Scenario, journal: MemoryJournal) -> list[str]:
@@ -71,14 +71,14 @@ def played(scenario: Scenario, journal: MemoryJournal) -> list[str]:
     return violations(transitions, backend.processes, complete=True)
 
 
-@settings(SLOW_IS_FINE, max_examples=60)
+@settings(UNSHRUNK, max_examples=60)
 @given(SEEDS)
 def test_every_law_holds_in_every_world(seed: int) -> None:
     draw = random.Random(seed)
     assert played(random_scenario(draw, jobs=draw.randint(1, 12)), MemoryJournal()) == []
 
 
-@settings(SLOW_IS_FINE, max_examples=25)
+@settings(UNSHRUNK, max_examples=25)
 @given(SEEDS)
 def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
     """And an event told twice changes nothing the second time: whose turn it is follows from the time alone."""
@@ -91,7 +91,7 @@ def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
 
 
 @pytest.mark.long
-@settings(SLOW_IS_FINE, derandomize=False, max_examples=500)
+@settings(UNSHRUNK, max_examples=500)
 @given(SEEDS)
 def test_every_law_holds_in_new_worlds(seed: int) -> None:
     """Other nights on every run, each with a service that dies now and then."""
@@ -100,7 +100,7 @@ def test_every_law_holds_in_new_worlds(seed: int) -> None:
     assert played(random_scenario(draw, jobs=draw.randint(1, 12)), journal) == []
 
 
-@settings(SLOW_IS_FINE, max_examples=40)
+@settings(UNSHRUNK, max_examples=40)
 @given(SEEDS)
 def test_every_law_holds_however_often_the_service_dies(seed: int) -> None:
     draw = random.Random(seed)
@@ -268,7 +268,7 @@ def random_event(draw: random.Random, state: State) -> Event:
     return kind(job_id=job_id, number=number, at_s=at_s)
 
 
-@settings(SLOW_IS_FINE, max_examples=200)
+@settings(UNSHRUNK, max_examples=200)
 @given(SEEDS)
 def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
     """Late, early, repeated, unknown and contradictory events included."""
@@ -280,7 +280,7 @@ def test_any_sequence_of_events_keeps_the_laws(seed: int) -> None:
     assert violations(history(events)) == []
 
 
-@settings(SLOW_IS_FINE, max_examples=30)
+@settings(UNSHRUNK, max_examples=30)
 @given(SEEDS)
 @example(883791)
 def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:

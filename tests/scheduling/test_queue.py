@@ -32,7 +32,7 @@ from orchestrator.specs.state import (
 )
 from tests.scheduling.factories import node
 from tests.scheduling.invariants import violations
-from tests.scheduling.test_properties import SLOW_IS_FINE, random_event
+from tests.scheduling.test_properties import UNSHRUNK, random_event
 from tests.scheduling.transition import history
 
 SUCCESS = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
@@ -72,7 +72,7 @@ def played(*events: Event) -> tuple[State, dict[str, Attempt]]:
     return transitions[-1].after, {launch.job.id: launch.attempt for launch in launches}
 
 
-@SLOW_IS_FINE
+@UNSHRUNK
 @given(SEEDS)
 def test_a_desk_says_what_its_state_says(seed: int) -> None:
     """Carried along or made anew for each event: the same states and the same actions."""

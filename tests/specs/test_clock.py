@@ -37,7 +37,7 @@ WINDOWS = st.builds(
     st.sets(st.integers(0, 6), min_size=1),
     st.sampled_from(ZONES),
 )
-QUICK = settings(deadline=None, derandomize=True, max_examples=300)
+QUICK = settings(max_examples=300)
 
 
 def shows(window: Window, at_s: float) -> bool:

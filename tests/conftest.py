@@ -1,0 +1,29 @@
+"""What every test starts from: the same seeds, and the same cases of every property on every machine."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SEED = 0
+
+# `make test` draws the same cases everywhere; `make test-long` draws new ones (--hypothesis-profile=new) and prints
+# what repeats a failing one. No case fails because the machine is slow.
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "new", deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Random numbers that a test draws without a generator of its own do not depend on the tests before it."""
+    random.seed(SEED)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
