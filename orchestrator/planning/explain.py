@@ -13,10 +13,12 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import Degrade, GpuRange, JobSpec
 from orchestrator.specs.plan import Degradation, Plan, in_short
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
+from orchestrator.specs.trainer import Knob
 from orchestrator.specs.units import format_bytes, format_probability
 
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
 MOMENTS_SHOWN = 8
+BATCH_KNOBS = ("micro_batch_size", "gradient_accumulation_steps")
 SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
 
 
@@ -66,7 +68,33 @@ def why_nothing_fits(
         f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
     ]
     lines += [f"would fit: {sentence}" for sentence in what_would_fit(spec, hardware, capacity_bytes, calibrated)]
+    lines += _missing_knobs(spec, hardware, capacity_bytes, calibrated, refuted)
     return "\n".join(lines)
+
+
+def _missing_knobs(
+    spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan]
+) -> Iterator[str]:
+    """What to write of a batch knob that the job leaves out, where a plan that turns it would fit."""
+    knobs = spec.knobs
+    if not spec.is_script or (knobs.micro_batch_size is not None and knobs.gradient_accumulation_steps is not None):
+        return
+    derived = knobs.model_copy(
+        update={"micro_batch_size": knobs.micro_batch_size or Knob(flag="--"), "gradient_accumulation_steps": "derived"}
+    )
+    best = _first_fit(_with(spec, knobs=derived), hardware, capacity_bytes, calibrated, refuted)
+    if best is None:
+        return
+    own = {one.plan.micro_batch_size for one in frontier(spec, hardware).candidates}
+    missing = [f"knobs.{name}" for name in BATCH_KNOBS if getattr(knobs, name) is None]
+    said = "is not given" if len(missing) == 1 else "are not given"
+    cut = f"no plan may cut the micro-batch of {min(own)} ({in_short(best.plan)} fits)"
+    yield f"{' and '.join(missing)} {said}, so {cut}"
+    if knobs.micro_batch_size is None:
+        yield "  to do:   knobs.micro_batch_size: {flag: --FLAG, default: N}, its own flag for samples per rank"
+    if knobs.gradient_accumulation_steps is None:
+        yield "  to do:   knobs.gradient_accumulation_steps: {flag: --FLAG}, its own flag for accumulation steps;"
+        yield "           or `derived`, where the script itself divides its global batch by the micro-batch"
 
 
 def why_taken(fit_probability: float | None) -> str:
@@ -125,12 +153,16 @@ def _shorter_samples(spec: JobSpec, hardware: Hardware, capacity_bytes: int, cal
             return
 
 
-def _first_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Candidate | None:
+def _first_fit(
+    spec: JobSpec,
+    hardware: Hardware,
+    capacity_bytes: int,
+    calibrated: Calibration,
+    refuted: frozenset[Plan] = frozenset(),
+) -> Candidate | None:
     try:
-        return next(
-            fitting(frontier(spec, hardware, calibrated.correction, calibrated.overhead), capacity_bytes, calibrated),
-            None,
-        )
+        found = frontier(spec, hardware, calibrated.correction, calibrated.overhead)
+        return next(fitting(found, capacity_bytes, calibrated, refuted), None)
     except SpecError:  # this many devices cannot share the global batch
         return None
 

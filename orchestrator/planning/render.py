@@ -122,11 +122,13 @@ def script_command(
     """
     assert spec.command is not None, "only a script has a command"
     knobs, arguments, env, keys = spec.knobs, list(spec.command), dict[str, str](), dict[str, str]()
+    accumulation = knobs.gradient_accumulation_steps
     if spec.config is not None and spec.config.flag is not None and config_path is not None:
         arguments += [spec.config.flag, config_path]
     told: tuple[tuple[Knob | None, str | None], ...] = (
         *((one, _batch(one, plan, len(devices))) for one in _parts(knobs.micro_batch_size)),
-        *_same(knobs.gradient_accumulation_steps, str(plan.gradient_accumulation_steps)),
+        *_same(None if accumulation == "derived" else accumulation, str(plan.gradient_accumulation_steps)),
+        *_same(knobs.global_batch_size, str(spec.global_batch_size)),
         *_same(knobs.activation_checkpointing, plan.activation_checkpointing.value),
         *_same(knobs.precision, plan.precision.value),
         *_same(knobs.sequence_length, None if plan.sequence_length is None else str(plan.sequence_length)),

@@ -95,7 +95,9 @@ class Knobs(Noun):
     """The settings that the user's script really has; a plan that would turn a missing one is never made."""
 
     micro_batch_size: Knob | None = None
-    gradient_accumulation_steps: Knob | None = None
+    # derived: the script divides its global batch itself, by the micro-batch that it is told (litgpt, Megatron, NeMo)
+    gradient_accumulation_steps: Knob | Literal["derived"] | None = None
+    global_batch_size: Knob | None = None  # takes the job's global batch
     activation_checkpointing: Knob | None = None
     precision: Knob | None = None
     sequence_length: Knob | None = None
@@ -110,8 +112,8 @@ class Knobs(Noun):
     def each(self) -> Iterator[tuple[str, Knob]]:
         """Every declared setting with its knob, and with those that go with it."""
         for name in type(self).model_fields:
-            knob: Knob | None = getattr(self, name)
-            for index, one in enumerate(knob.all if knob is not None else ()):
+            knob = getattr(self, name)
+            for index, one in enumerate(knob.all if isinstance(knob, Knob) else ()):
                 yield (name if index == 0 else f"{name}.also[{index - 1}]"), one
 
     @model_validator(mode="after")
@@ -129,9 +131,18 @@ class Knobs(Noun):
                 raise SpecError("only a batch size has phases, and is multiplied by ranks", path=name)
             if knob.per != "rank" and setting not in ("micro_batch_size", "ranks"):
                 raise SpecError("only batch sizes and `ranks` are per node or global", path=f"{name}.per", got=knob.per)
+        if self.derives_accumulation and self.micro_batch_size is None:
+            what = "accumulation is derived from a micro-batch, which the script cannot be told"
+            hint = "say knobs.micro_batch_size: {flag: ...}, or leave this knob out"
+            raise SpecError(what, path="gradient_accumulation_steps", got="derived", hint=hint)
         if self.zero_stage is not None and self.deepspeed_config is not None:
             raise ValueError("a script is sharded in one way: `zero_stage` or `deepspeed_config`")
         return self
+
+    @property
+    def derives_accumulation(self) -> bool:
+        """Whether the script itself divides the global batch by its ranks and the micro-batch."""
+        return self.gradient_accumulation_steps == "derived"
 
     @property
     def is_sharded_by_fsdp(self) -> bool:

@@ -100,6 +100,40 @@ def test_only_declared_knobs_are_turned() -> None:
     assert {plan.zero_stage for plan in found} == {ZeroStage.NONE}
 
 
+def test_a_script_that_derives_accumulation_is_cut_and_told_only_its_micro_batch() -> None:
+    """As litgpt is: it divides its global batch by ranks and micro-batch."""
+    knobs = {
+        "micro_batch_size": {"flag": "--train.micro_batch_size", "default": 16},
+        "global_batch_size": {"flag": "--train.global_batch_size"},
+        "gradient_accumulation_steps": "derived",
+    }
+    spec = script(knobs=knobs)
+    cut = {(plan.micro_batch_size, plan.gradient_accumulation_steps) for plan in plans(spec, machine())}
+    assert cut == {(one, 16 // one) for one in (1, 2, 4, 8, 16)}
+    four = next(plan for plan in plans(spec, machine()) if plan.micro_batch_size == 4 and plan.world_size == 2)
+    told = script_command(spec, four, output_dir="/out", resume_from=None, deepspeed_config_path=None)
+    assert told.arguments[4:] == ("--train.micro_batch_size", "4", "--train.global_batch_size", "32")
+    assert told.env == {}
+
+
+def test_accumulation_is_derived_from_a_micro_batch_that_the_script_can_be_told() -> None:
+    with pytest.raises(ValueError, match="cannot be told"):
+        script(knobs={"gradient_accumulation_steps": "derived"})
+
+
+@pytest.mark.parametrize("left_out", [["gradient_accumulation_steps"], ["micro_batch_size"], [*KNOBS]])
+def test_a_refusal_names_the_batch_knobs_that_are_missing_and_what_to_write(left_out: list[str]) -> None:
+    profile = {"parameters": 1_000_000, "layers": 4, "activations_per_sample": "16MiB"}
+    knobs = {name: knob for name, knob in KNOBS.items() if name not in left_out}
+    spec = script(knobs=knobs, profile=profile, gpus=1)
+    why = why_nothing_fits(spec, machine(), machine().device.memory, UNMEASURED)
+    for name in ("micro_batch_size", "gradient_accumulation_steps"):
+        assert (f"knobs.{name}: {{flag: --FLAG" in why) == (name in left_out), why
+    assert "not given, so no plan may cut the micro-batch of 32" in why
+    whole = script(profile=profile | {"activations_per_sample": "1GiB"}, gpus=1)
+    assert "knobs." not in why_nothing_fits(whole, machine(), machine().device.memory, UNMEASURED)
+
+
 def test_a_deepspeed_knob_opens_the_zero_stages_of_a_declared_script() -> None:
     profile = {"parameters": 10_000_000, "layers": 4, "activations_per_sample": "4MiB"}
     sharded = script(knobs=KNOBS | {"deepspeed_config": {"flag": "--deepspeed"}}, profile=profile)
