@@ -242,7 +242,8 @@ class AttemptWatch:
             self._poll(known)
             grace_s = self._failure_grace_s(known)
             if not aborted and hung_for_s is None and not stopped:
-                hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices))
+                cpu_s = sum(status["cpu_s"] for status in known.statuses.values())
+                hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices), cpu_s)
                 grace_s = 0.0 if hung_for_s is not None else grace_s
                 pace = progress.pace(known_step_s, self._world.clock())
                 if pace is not None:

@@ -34,6 +34,7 @@ CHUNK_BYTES = 2**20
 WORKERS_MAX = 1024  # logs of dora's ranks that are read
 WORKER_DIED = re.compile(r"Executor: Worker (\d+) died")
 LINE_BYTES_MAX = 16 * 1024  # of a line that are read: no cause stands further from its beginning
+UNWATCHED_MAX = 4  # processes that are named
 REPORT_BYTES_MAX = 4 * 2**20  # written inside the user's process: never trusted with our memory
 
 Report = TypeVar("Report")
@@ -97,7 +98,17 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         lost=tuple(lost(spec, _resumed_from(folder), ending.counts, _reached(jobs, attempt))),
         checkpoint_step=None if attempt.probe else saved_step(spec, jobs),
         free_before_bytes=ending.free_before_bytes,
+        unwatched=_unwatched(folder, beats, ending) if began else (),
+        virtual=(_read_json(folder.guard) or {}).get("virtual_capacity_bytes") is not None,
     )
+
+
+def _unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
+    """Which processes trained without the guard, and why. A program that only counts aloud trains as well."""
+    told = tuple(log_tail(folder.unwatched).splitlines()[:UNWATCHED_MAX])
+    if told or ending.counts is None or any(beat.torch_version for beat in beats):
+        return told
+    return ("its log counts steps, and none of its processes has imported PyTorch under the guard",)
 
 
 def _end_of(spec: JobSpec, attempt: Attempt, jobs: JobFolder, rank: int, beats: tuple[Heartbeat, ...]) -> RankEnd:

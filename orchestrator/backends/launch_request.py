@@ -23,7 +23,6 @@ from orchestrator.specs.state import Job
 from orchestrator.specs.trainer import is_python
 
 GUARD = Path(__file__).resolve().parents[1] / "training" / "guard.py"
-INHERITED = GUARD.parent / "inherited"  # on PYTHONPATH it guards every Python process that trains
 FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python interpreter, when written apart
 
 
@@ -96,6 +95,7 @@ def launch_request(
     }
     files = attempt_files(job, attempt, folder, nodes)
     if spec.is_script:
+        common["ORC_GUARD"] = str(paths.guard)  # guards what no wrapped process is: see inherited/sitecustomize.py
         files = (*files, (str(paths.resume), json.dumps({"checkpoint": resume_from})))
     if spec.config is not None:
         text = rewritten(config_text, told.keys, is_json=spec.config.file.endswith(".json"))
@@ -243,6 +243,21 @@ def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[st
     return (*interpreter, str(GUARD), guard_settings, "--", *program)
 
 
+def _self_started(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+    """A program that starts its ranks itself: each inherits the guard by its environment.
+
+    A Python that was told to ignore that (-I, -E, -S) is given the guard by its path; so far as it passes its flags on,
+    its children stay unwatched, and the record says so.
+    """
+    if not is_python(argv[0]):
+        return argv
+    interpreter, program = _interpreter(argv, python)
+    flags = "".join(word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--"))
+    if not program or program[0] in ("-c", "-") or not {"I", "E", "S"} & set(flags):
+        return (*interpreter, *program)
+    return (*interpreter, str(GUARD), guard_settings, "--", *program)
+
+
 def _interpreter(argv: tuple[str, ...], python: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The interpreter with its flags, and the program with its own."""
     start = 1
@@ -261,22 +276,17 @@ def _launchers(
     master_port: int,
     python: str,
 ) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
-    """One process per node, which starts the ranks of that node. They are guarded as its own script, or inherit it."""
+    """One process per node, which starts the ranks of that node. Its script is wrapped, or inherits the guard."""
     gang = _gang(attempt, nodes, master_port)
-    inherited = {"ORC_GUARD": str(paths.guard), "PYTHONPATH": str(INHERITED)}
-    if "PYTHONPATH" in common:
-        inherited["PYTHONPATH"] += os.pathsep + common["PYTHONPATH"]
     firsts = started_ranks(spec, attempt.placement)
     for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
         node = nodes[part.node]
         env = {**_defaults(node), **common, **gang, **_device_env(node, part.devices)}
         if spec.launch == "self":
-            program = (*sum(_interpreter(argv, python), ()),) if is_python(argv[0]) else argv
-            env |= inherited
+            program = _self_started(argv, str(paths.guard), python)
         elif spec.launch == "dora":
             workers = ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
             program = (*argv[:2], *workers, *argv[2:])
-            env |= inherited
         else:
             interpreter, script = _interpreter(argv, python)
             own = _launcher_words(spec, attempt, index, gang, paths)

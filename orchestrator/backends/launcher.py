@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.backends.process_census import MARK, Census, marked_processes
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 POLL_S = 0.05
@@ -32,7 +33,8 @@ BEFORE_TIMEOUT_S = 900.0
 FENCE_EVERY_S = 0.5
 PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
-MARK = "ORC_LAUNCHER"  # in the environment of every process that a launcher answers for
+CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
+INHERITED = Path(__file__).resolve().parents[1] / "training" / "inherited"  # guards every Python process that trains
 HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
 
 
@@ -61,6 +63,7 @@ class Launcher:
         self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
         self._kills_before = oom_kills()
         self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
+        self._census = Census(mark, self._folder.guard, self._folder.unwatched)
 
     def free_port(self) -> int:
         """A TCP port of this node that nobody listens on."""
@@ -88,7 +91,7 @@ class Launcher:
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                env={**_base_env(), **env, MARK: self._mark},
+                env={**_base_env(), **env, "ORC_GUARD": "", MARK: self._mark},  # no rank: a process of the host
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -141,6 +144,7 @@ class Launcher:
             "oom": any(self._any(self._folder.oom, number) for number in self._ranks),
             "first_ended": self._first_ended,
             "host_oom_kills": max(0, oom_kills() - self._kills_before),
+            "cpu_s": self._census.cpu_s,
             "stale": self._stale,
             "error": self._error,
         }
@@ -157,7 +161,7 @@ class Launcher:
         with self._changed:
             self._state = "running" if self._ranks else "ended"
             self._touch()
-        next_fence_s = 0.0
+        next_fence_s = next_census_s = 0.0
         while any(rank.exit_code is None for rank in self._ranks.values()):  # ends: the watchdog stops hung ranks
             with self._changed:
                 self._changed.wait(POLL_S)
@@ -165,6 +169,9 @@ class Launcher:
                 next_fence_s = time.monotonic() + FENCE_EVERY_S
                 if self._superseded():
                     self._kill_within(0)
+            if time.monotonic() >= next_census_s:
+                self._census.take({rank.process.pid for rank in self._ranks.values()})
+                next_census_s = time.monotonic() + CENSUS_EVERY_S
             self._notice_failure()
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
@@ -183,7 +190,7 @@ class Launcher:
                 process = subprocess.Popen(
                     argv,
                     cwd=workdir,
-                    env={**base, **env, MARK: self._mark},
+                    env=_with_guard({**base, **env, MARK: self._mark}),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -246,6 +253,13 @@ def _base_env() -> dict[str, str]:
     return base
 
 
+def _with_guard(env: dict[str, str]) -> dict[str, str]:
+    """The variables with those by which Python processes find the guard, before what they name themselves."""
+    if not env.get("ORC_GUARD"):
+        return env
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")]))}
+
+
 def dies_with_parent() -> Callable[[], None]:
     """A hook for the child between fork and exec: SIGKILL once the forking thread is gone."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
@@ -275,15 +289,11 @@ def end_tree(mark: str, sessions: Sequence[int] = ()) -> int:
 
     Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
     """
-    carried, ended = f"{MARK}={mark}".encode(), 0
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            marked = carried in (entry / "environ").read_bytes().split(b"\0")
-            if marked or os.getsid(int(entry.name)) in sessions:
-                os.kill(int(entry.name), signal.SIGKILL)
-                ended += 1
+    ended = 0
+    for entry in marked_processes(mark, sessions):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            os.kill(int(entry.name), signal.SIGKILL)
+            ended += 1
     return ended
 
 

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.memory.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
+from orchestrator.scheduling.outcome import warnings
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import settings
@@ -126,6 +127,10 @@ def attempt_content(
         tags["probe"] = "true"
     if attempt.evidence is not None and attempt.evidence.lost:
         tags["not_resumed"] = hide(", ".join(attempt.evidence.lost))
+    if doubts := warnings(attempt):
+        tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
+    if attempt.evidence is not None and attempt.evidence.unwatched:
+        tags["unwatched"] = hide(attempt.evidence.unwatched[0])
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
     outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()

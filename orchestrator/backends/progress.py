@@ -19,6 +19,9 @@ PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up a
 ANOTHER_PACE = 1.1  # times as fast or as slow as known: told, so that ends are expected anew
 PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+# Of one core, over the limit, before a program of which nobody sees a step counts as at work. Training keeps a thread
+# busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child takes below 1 %.
+CPU_SHARE = 0.05
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class Progress:
         self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
         self._seen: tuple[object, ...] = ()
         self._beats: Sequence[Heartbeat] = ()
+        self._sign_cpu_s = 0.0  # processor time at the last sign of life
         self._began_s = self._since_s = time.monotonic()
 
     @property
@@ -88,30 +92,39 @@ class Progress:
         trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
 
-    def hung_for_s(self, devices_idle_s: float) -> float | None:
+    def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
         """Seconds without a training step or a checkpoint, where they are too many; None otherwise.
 
-        A step is one that the guard of some rank saw, or a number that the log counts. A program that gives neither
-        sign has but its log: then its growth is the progress, unless a device that computed has stood idle for as long
-        (`devices_idle_s`): a loop may swallow every exception and tell of each. That a device is busy tells nothing: a
-        rank that waits in a collective for one that is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its
-        kernels poll).
+        A step is one that the guard of some rank saw, or a number that the log counts; before the first, a backward
+        pass. Where nobody watches and nothing is counted, a log that grows is the progress, or processor time
+        (`cpu_s`), unless a device that computed has stood idle for as long (`devices_idle_s`): a loop may swallow every
+        exception and tell of each. That a device is busy tells nothing: a rank that waits in a collective for one that
+        is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its kernels poll). It keeps its processor busy, too: a
+        hang of that kind ends a watched program only, since one that trains unseen must never be taken for hung.
         """
         beats, counts = heartbeats(self._folder, self._world_size), self.counts
         self._beats = beats
         steps = sum(beat.steps_done for beat in beats)
-        only_talks = not beats and self._counter is None
-        if not only_talks:
-            seen, trains = (steps, counts), steps > 0 or counts is not None
+        is_watched = any(beat.torch_version for beat in beats) and not self._folder.unwatched.exists()
+        is_unseen = counts is None and not steps and not is_watched
+        seen: tuple[object, ...]
+        if not is_unseen:
+            seen, trains = (steps, counts, self._backwards()), steps > 0 or counts is not None
         else:
             size = sum(path.stat().st_size for path in self._logs if path.exists())
-            seen, trains = (size, None), size > 0
-        now_s = time.monotonic()
-        if seen != self._seen:
-            self._seen, self._since_s = seen, now_s
+            seen, trains = (size,), size > 0
         limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
-        still_s = max(now_s - self._since_s, devices_idle_s if only_talks else 0.0)
+        now_s, at_work = time.monotonic(), is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s
+        if seen != self._seen or at_work:
+            self._seen, self._since_s, self._sign_cpu_s = seen, now_s, cpu_s
+        still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
         if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
             saved_s = last_saved_s(self._spec, self._output)
             still_s = still_s if saved_s is None else min(still_s, max(0.0, time.time() - saved_s))
         return still_s if still_s > limit_s else None
+
+    def _backwards(self) -> int:
+        """Backward passes that were seen; 0 where one ran out of memory: a loop may try the same for ever."""
+        if any(self._folder.caught(rank).exists() for rank in range(self._world_size)):
+            return 0
+        return sum(beat.backwards for beat in self._beats)

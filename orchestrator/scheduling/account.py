@@ -21,7 +21,7 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.degrade import answering
 from orchestrator.scheduling.groups import Group, groups_of
 from orchestrator.scheduling.menu import learned, measured_peaks
-from orchestrator.scheduling.outcome import ran_out
+from orchestrator.scheduling.outcome import ran_out, warnings
 from orchestrator.scheduling.probe import measured_spec
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
@@ -45,7 +45,7 @@ def lessons(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
         said.append(_learned(state, attempt, seen))
     if ran_out(attempt) and attempt.number < len(job.attempts):
         said.append(_next(state, job, attempt, job.attempts[attempt.number]))
-    return tuple(said)
+    return (*said, *warnings(attempt))
 
 
 def observation_of(state: State, job: Job, attempt: Attempt) -> Observation | None:

@@ -24,6 +24,11 @@ from orchestrator.specs.state import Job
 from orchestrator.specs.units import format_bytes, format_seconds
 
 EXCERPT_CHARACTERS_MAX = 4000
+UNTOLD = (FailureKind.HOST_OOM, FailureKind.HUNG, FailureKind.PROBED)  # what a process past its cap may look like
+HOW_TO_BE_WATCHED = (
+    "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
+    "and none of its flags -I, -E and -S"
+)
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
 
@@ -33,6 +38,14 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
 
     `capacity_bytes` is the device's memory, where known: ambiguous texts count as out of memory only near it.
     """
+    failure = _judged(job, attempt, evidence, capacity_bytes)
+    if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):
+        reason = f"it ran past the cap of its virtual device: {evidence.unwatched[0]}; {HOW_TO_BE_WATCHED}"
+        return Failure(kind=FailureKind.GUARD_ABSENT, reason=reason, excerpt=_tail("\n".join(evidence.unwatched)))
+    return failure
+
+
+def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure | None:
     if evidence.launch_error is not None:
         return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
     if attempt.probe and evidence.stopped and not evidence.ooms and (not job.cancelling or _has_told(evidence)):

@@ -43,10 +43,11 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
 def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     """Allocated peak of the worst rank; where it ran out of memory, what it needed at least.
 
-    None where nothing was measured, or only what was made to fail, or where memory ran out outside training.
+    None where nothing was measured, or not by the guard alone, or only what was made to fail, or where memory ran out
+    outside training.
     """
     evidence, failure = attempt.evidence, attempt.failure
-    if evidence is None or any(report.injected for report in evidence.ooms):
+    if evidence is None or evidence.unwatched or any(report.injected for report in evidence.ooms):
         return None
     if failure is not None and ran_out(attempt) and failure.phase in OUTSIDE_TRAINING:
         return None
@@ -54,6 +55,14 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     if ran_out(attempt):
         peaks += [needed_bytes(report) for report in oom_reports(evidence)] or [_burst_bytes(attempt, capacity_bytes)]
     return max(peaks, default=None)
+
+
+def warnings(attempt: Attempt) -> tuple[str, ...]:
+    """What the record of an ended attempt does not vouch for, a sentence each."""
+    evidence = attempt.evidence
+    if evidence is None or not evidence.unwatched:
+        return ()
+    return (f"unwatched: {evidence.unwatched[0]}; nothing was learned from it",)
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:

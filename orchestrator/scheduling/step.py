@@ -16,7 +16,7 @@ from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.dispatch import empty_nodes, schedule
 from orchestrator.scheduling.drain import drain_requested, next_change_s
 from orchestrator.scheduling.fair import charged
-from orchestrator.scheduling.outcome import observe
+from orchestrator.scheduling.outcome import observe, warnings
 from orchestrator.scheduling.settle import settled, with_job
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
@@ -189,15 +189,16 @@ def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]
         attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence, failure=failure
     )
     job = _with_attempt(job, attempt)
-    job = _succeeded(job, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
+    job = _succeeded(job, attempt, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
     observed = observe(job, attempt, capacity_bytes)
     state = _with_observations(state, () if observed is None else (observed,))
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _succeeded(job: Job, evidence: Evidence) -> Job:
+def _succeeded(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
     lost = f"; its last start did not take up again {', '.join(evidence.lost)}" if evidence.lost else ""
-    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}")
+    doubts = "".join(f"; {warning}" for warning in warnings(attempt))
+    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}{doubts}")
 
 
 def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
@@ -210,7 +211,8 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
     if failure.kind in REFUTING:
         job = replace(job, refuted=job.refuted | {attempt.plan})
-    if attempt.probe:  # whatever it met costs nothing: a real attempt would meet it, too
+    if attempt.probe and failure.kind is not FailureKind.GUARD_ABSENT:
+        # whatever else it met costs nothing: a real attempt would meet it, too
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     budget = BUDGETS.get(failure.kind)
     if budget is None:

@@ -328,6 +328,7 @@ def _reasons(job: JobView) -> Group:
         why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
         factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
         lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
+        lines += [Text(f"     {warning}", style="yellow") for warning in attempt["warnings"]]
     return Group(*lines)
 
 

@@ -13,6 +13,7 @@ from orchestrator.memory.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.account import lessons, picture_of
+from orchestrator.scheduling.outcome import warnings
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
@@ -89,6 +90,7 @@ class AttemptView(TypedDict):
     launched_at_s: float
     ended_at_s: float | None
     failure: FailureView | None
+    warnings: list[str]  # what its record does not vouch for
 
 
 class JobView(TypedDict):
@@ -201,6 +203,7 @@ def attempt_view(attempt: Attempt) -> AttemptView:
         failure=FailureView(kind=failure.kind.value, reason=failure.reason, rank=failure.rank, excerpt=failure.excerpt)
         if failure
         else None,
+        warnings=list(warnings(attempt)),
     )
 
 

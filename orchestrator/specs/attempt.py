@@ -34,6 +34,7 @@ class FailureKind(StrEnum):
     MOVED = "moved"  # we asked them to: it goes on elsewhere, later or on other devices, at no cost to its budgets
     HUNG = "hung"  # no progress within the job's limits
     STARTUP = "startup"  # it could not be launched
+    GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device: what it needs, nobody knows
     DISK_FULL = "disk_full"  # no space for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong, or nothing else explains the end
     CANCELLED = "cancelled"  # the user asked for the end
@@ -118,6 +119,7 @@ class Heartbeat:
     reserved_bytes: int = 0  # that PyTorch's CUDA allocator held, highest so far; 0 without CUDA
     allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
     pid: int = 0
+    backwards: int = 0  # backward passes completed in this attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +170,8 @@ class Evidence:
     lost: tuple[str, ...] = ()  # what a restarted script did not take up again
     checkpoint_step: int | None = None  # newest complete checkpoint
     free_before_bytes: tuple[int, ...] = ()  # on the device of each rank, just before its launch; () where not told
+    unwatched: tuple[str, ...] = ()  # processes that trained without the guard, and why: its peaks and steps miss them
+    virtual: bool = False  # its devices are only as large as the guard holds them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +227,9 @@ class Attempt:
     @property
     def peak_bytes(self) -> int | None:
         """Measured allocated peak of the worst rank, where one was reported."""
-        peaks = [beat.peak_bytes for beat in self.evidence.heartbeats] if self.evidence else []
-        return max(peaks, default=None)
+        if self.evidence is None or self.evidence.unwatched:
+            return None
+        return max((beat.peak_bytes for beat in self.evidence.heartbeats), default=None)
 
     @property
     def reserved_bytes(self) -> int | None:

@@ -15,6 +15,7 @@ jobs/<job id>/attempts/<n>/rank<r>.heartbeat.json   Heartbeat, replaced as train
 jobs/<job id>/attempts/<n>/rank<r>.oom.json         OomReport
 jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one that was raised, whoever caught it
 jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
+jobs/<job id>/attempts/<n>/unwatched                 a line for each process that used PyTorch unguarded, and why
 jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}
 """
 
@@ -77,6 +78,7 @@ class AttemptFolder:
         self.resume = self.path / "resume.json"
         self.before = self.path / "before.log"
         self.output = self.path / "output"
+        self.unwatched = self.path / "unwatched"
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"

@@ -18,6 +18,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import mmap
 import os
 import runpy
 import sys
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> None:
     from orchestrator.training.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
+    _show(argv[0])
     monitor = Monitor(settings, int(os.environ.get("RANK", "0")))
     guarded = Guarded(monitor, AttemptFolder(settings.attempt_folder))
     _withdraw_inherited()
@@ -90,10 +92,18 @@ def inherit(settings_path: str) -> None:
 
     For every Python process that is not wrapped (inherited/sitecustomize.py): ranks that a script starts itself.
     """
+    _show(settings_path)
     _when_imported("torch", functools.partial(_guard_from_now, settings_path))
 
 
 def _guard_from_now(settings_path: str, torch: Any) -> None:
+    try:
+        _inherit_now(settings_path, torch)
+    except Exception as error:  # its interpreter or its torch is too old: the script goes on
+        _unwatched(settings_path, f"{type(error).__name__}: {error}")
+
+
+def _inherit_now(settings_path: str, torch: Any) -> None:
     _bring_package()
     from orchestrator.specs.run import AttemptFolder, GuardSettings
     from orchestrator.training.guarded import Guarded
@@ -192,6 +202,24 @@ def _bring_package() -> None:
     assert spec.loader is not None, folder
     sys.modules["orchestrator"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["orchestrator"])
+
+
+_shown: list[mmap.mmap] = []
+
+
+def _show(settings_path: str) -> None:
+    """Let the launcher see that the guard is in this process, and in those that it forks: it maps the settings."""
+    with open(settings_path, "rb") as settings:
+        _shown.append(mmap.mmap(settings.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _unwatched(settings_path: str, why: str) -> None:
+    """Say that this process trains without the guard."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    said = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"
+    print(f"guard: nobody watches {said}", file=sys.stderr)
+    with contextlib.suppress(OSError), open(Path(settings_path).with_name("unwatched"), "a") as file:
+        file.write(f"{said}\n".replace("\n", " ")[:1000] + "\n")
 
 
 def _withdraw_inherited() -> None:

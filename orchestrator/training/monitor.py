@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class Monitor:
         self._rank, self.is_rank, self.phase = rank, rank is not None, "startup"
         self.device: VirtualDevice | None = None
         self._capacity_bytes = settings.virtual_capacity_bytes
-        self.step, self.steps_done = 0, 0
+        self.step, self.steps_done, self._backwards = 0, 0, 0
         self.injected = False
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
@@ -74,16 +75,19 @@ class Monitor:
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
         progress.listen(self._step_told)
-        backward = torch.autograd.backward
+        torch.autograd.backward = self._watched(torch.autograd.backward)
+        torch.autograd.grad = self._watched(torch.autograd.grad)
 
+    def _watched(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._enter("backward")
             result = backward(*args, **kwargs)
+            self._backwards += 1
             self._enter("forward")
             return result
 
-        torch.autograd.backward = watched
+        return watched
 
     def beat(self) -> None:
         """Write the heartbeat now; end the process where a newer attempt of the job exists.
@@ -104,6 +108,7 @@ class Monitor:
             reserved_bytes=self.reserved_bytes(),
             allocator_room_bytes=self.allocator_room_bytes(),
             pid=os.getpid(),
+            backwards=self._backwards,
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
@@ -146,7 +151,7 @@ class Monitor:
     def _forked(self) -> None:
         """A child that the script forks is a rank once it trains, and counts from there."""
         self._rank, self.is_rank, self._next_beat_s = None, False, 0.0
-        self.step, self.steps_done, self._last_step_s = 0, 0, None
+        self.step, self.steps_done, self._backwards, self._last_step_s = 0, 0, 0, None
         self._durations.clear()
 
     def _enter(self, phase: str) -> None:

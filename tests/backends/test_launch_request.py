@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.launch_request import GUARD, INHERITED, LaunchNode, LaunchRequest, guarded, launch_request
+from orchestrator.backends.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.fault import Fault, FaultKind
@@ -213,9 +213,16 @@ def test_ranks_that_others_spawn_inherit_the_guard(launch: str, command: str, ar
     ((_, (start,)),) = made.ranks
     env = dict(start.env)
     assert start.argv == argv
-    assert env["PYTHONPATH"] == f"{INHERITED}:/repo", "the user's own comes along"
+    assert env["PYTHONPATH"] == "/repo", "the launcher puts the guard's before it"
     assert env["ORC_GUARD"] == str(HOME / "jobs/j/attempts/1/guard.json")
-    assert (INHERITED / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize("flags", ["-I", "-E -B", "-uS"])
+def test_a_python_that_ignores_its_environment_gets_the_guard_by_its_path(flags: str) -> None:
+    for launch, program in (("self", "train.py"), ("self", "-m train")):
+        ((_, (start,)),) = launched(launch, command=f"python {flags} {program}").ranks
+        guarded_by = (str(GUARD), str(HOME / "jobs/j/attempts/1/guard.json"), "--")
+        assert start.argv == (PYTHON, *flags.split(), *guarded_by, *program.split())
 
 
 def test_a_script_that_opens_its_config_itself_runs_in_a_folder_of_links() -> None:

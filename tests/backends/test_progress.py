@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from orchestrator.backends.outcome import lost, missing, newest_checkpoint
 from orchestrator.backends.progress import LogCounter, Progress
+from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.specs.run import AttemptFolder, JobFolder, write_json
+
+BEAT = Heartbeat(rank=0, step=0, steps_done=0, step_s=None, peak_bytes=0, phase="startup", at_s=1.0)
 
 
 def script(**changes: object) -> JobSpec:
@@ -38,27 +44,67 @@ def test_a_log_that_talks_without_counting_is_no_progress(tmp_path: Path) -> Non
     spec = script(progress=r"Steps: (\d+)", hang_timeout="0s", startup_timeout="1h")
     progress = Progress(spec, folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
-    assert progress.hung_for_s(0.0) is None, "it may still be starting"
+    assert progress.hung_for_s(0.0, 0.0) is None, "it may still be starting"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n")
-    assert progress.hung_for_s(0.0) is None, "a step"
+    assert progress.hung_for_s(0.0, 0.0) is None, "a step"
     folder.log(0).write_text("INFO - retry\nSteps: 1\n" + "INFO - retry\n" * 9)
-    assert progress.hung_for_s(0.0) is not None
+    assert progress.hung_for_s(0.0, 0.0) is not None
     silent = Progress(script(hang_timeout="0s"), folder, 1, (0,), tmp_path)
-    assert silent.hung_for_s(0.0) is None
+    assert silent.hung_for_s(0.0, 0.0) is None
     folder.log(0).write_text("x" * 1000)
-    assert silent.hung_for_s(0.0) is None, "without a counter, growth is all there is to see"
+    assert silent.hung_for_s(0.0, 0.0) is None, "without a counter, growth is all there is to see"
 
 
 def test_a_log_that_talks_beside_a_device_that_has_stopped_computing_is_no_progress(tmp_path: Path) -> None:
     folder = AttemptFolder(tmp_path)
     talking = Progress(script(hang_timeout="60s"), folder, 1, (0,), tmp_path)
     folder.log(0).write_text("INFO - retry\n")
-    assert talking.hung_for_s(59.0) is None
+    assert talking.hung_for_s(59.0, 0.0) is None
     folder.log(0).write_text("INFO - retry\n" * 2)
-    assert talking.hung_for_s(61.0) == 61.0
+    assert talking.hung_for_s(61.0, 0.0) == 61.0
     counted = Progress(script(progress=r"step (\d+)", hang_timeout="60s"), folder, 1, (0,), tmp_path)
     folder.log(0).write_text("step 1\n")
-    assert counted.hung_for_s(61.0) is None, "who counts may well leave the device to itself"
+    assert counted.hung_for_s(61.0, 0.0) is None, "who counts may well leave the device to itself"
+
+
+@pytest.mark.parametrize("torch_version", [None, "", "2.13.0"])
+def test_a_program_that_nobody_sees_train_is_at_work_while_it_takes_processor_time(
+    torch_version: str | None, tmp_path: Path
+) -> None:
+    """Where no guard reported torch: it may train. One that watches it and sees no step is believed."""
+    folder = AttemptFolder(tmp_path)
+    if torch_version is not None:
+        beat = Heartbeat(
+            rank=0,
+            step=0,
+            steps_done=0,
+            step_s=None,
+            peak_bytes=0,
+            phase="startup",
+            at_s=1.0,
+            torch_version=torch_version,
+        )
+        write_json(folder.heartbeat(0), beat)
+    progress = Progress(script(startup_timeout="100s"), folder, 1, (0,), tmp_path)
+    assert progress.hung_for_s(0.0, 0.0) is None
+    for cpu_s, works in ((20.0, True), (24.0, False), (30.0, True), (30.5, False)):
+        progress._since_s -= 200.0  # since when nothing else moved
+        hangs = progress.hung_for_s(0.0, cpu_s) is not None
+        assert hangs is (bool(torch_version) or not works), cpu_s
+    assert (progress.hung_for_s(150.0, 99.0) is not None) or torch_version, "a device that computed stands idle"
+
+
+def test_a_backward_pass_is_progress_unless_memory_runs_out_again_and_again(tmp_path: Path) -> None:
+    """A first step of many micro-batches, or an optimizer that is not PyTorch's."""
+    folder = AttemptFolder(tmp_path)
+    progress = Progress(script(startup_timeout="100s"), folder, 1, (0,), tmp_path)
+    rows = ((1, False, False), (2, False, False), (2, False, True), (3, True, False), (4, True, True))
+    for backwards, caught, hangs in rows:
+        write_json(folder.heartbeat(0), replace(BEAT, torch_version="2.13.0", backwards=backwards))
+        if caught:
+            folder.caught(0).touch()
+        assert (progress.hung_for_s(0.0, 0.0) is not None) is hangs
+        progress._since_s -= 200.0
 
 
 def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Path) -> None:
@@ -70,11 +116,11 @@ def test_a_checkpoint_that_grows_is_progress_and_an_old_one_is_not(tmp_path: Pat
     shard.touch()
     for age_s, hangs in ((10, False), (300, True)):
         progress = Progress(spec, AttemptFolder(tmp_path / "attempt"), 1, (0,), tmp_path)
+        assert progress.hung_for_s(0.0, 0.0) is None
         progress._since_s -= 200.0  # since when nothing moved
-        progress._seen = (0, None)
         for path in (checkpoint, shard):
             os.utime(path, (time.time() - age_s, time.time() - age_s))
-        assert (progress.hung_for_s(0.0) is not None) is hangs
+        assert (progress.hung_for_s(0.0, 0.0) is not None) is hangs
 
 
 def test_success_is_what_this_attempt_left(tmp_path: Path) -> None:

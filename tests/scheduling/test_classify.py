@@ -22,6 +22,7 @@ OOM = OomReport(
     message="torch.OutOfMemoryError: Tried to allocate 8.00 MiB",
 )
 BUG = ErrorReport(rank=0, step=2, phase="forward", type="KeyError", traceback="Traceback ...\nKeyError: 'labels'")
+UNSEEN = ("'python -I inner.py', process 7, loaded PyTorch without the guard",)
 BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0)
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43189"
 
@@ -33,6 +34,18 @@ def ends(*codes: int | None, logs: tuple[str, ...] = ()) -> tuple[RankEnd, ...]:
 
 
 ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
+    ("past its virtual device", FailureKind.GUARD_ABSENT, Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True)),
+    ("unwatched on a real device", None, Evidence(ranks=ends(0), unwatched=UNSEEN)),
+    (
+        "past its virtual device, and hung",
+        FailureKind.GUARD_ABSENT,
+        Evidence(ranks=ends(-9), unwatched=UNSEEN, virtual=True, hung_for_s=9.0),
+    ),
+    (
+        "a bug, past its virtual device",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(1), unwatched=UNSEEN, virtual=True),
+    ),
     ("every rank exits 0", None, Evidence(ranks=ends(0, 0))),
     ("launch failed", FailureKind.STARTUP, Evidence(launch_error="no placement")),
     ("guard reports memory", FailureKind.DEVICE_OOM, Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,))),
@@ -137,3 +150,10 @@ def test_out_of_memory_says_rank_step_phase_and_bytes() -> None:
     assert failure is not None
     for fact in ("rank 1", "step 3", "backward", "8.00 MiB", "250.00 MiB", "256.00 MiB"):
         assert fact in failure.reason
+
+
+def test_a_guard_that_was_not_there_names_the_process_and_what_to_do() -> None:
+    failure = classify(job(), attempt(), Evidence(ranks=ends(0), unwatched=UNSEEN, virtual=True))
+    assert failure is not None
+    for words in ("python -I inner.py", "PYTHONPATH and ORC_GUARD", "-I, -E and -S"):
+        assert words in failure.reason

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.outcome import measured_bytes, observe
+from orchestrator.scheduling.outcome import measured_bytes, observe, warnings
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -96,3 +96,15 @@ def test_a_script_that_went_on_is_no_proof_by_the_few_steps_it_had_left() -> Non
         seen = observe(asking, replace(attempt(number=2), ended_at_s=9.0, evidence=evidence), 256 * MIB)
         assert seen is not None
         assert seen.finished is is_proof
+
+
+def test_nothing_is_learned_from_an_attempt_that_nobody_watched_and_its_record_says_so() -> None:
+    watched = replace(ended(None), failure=None, evidence=Evidence(heartbeats=(BEAT,)))
+    seen = observe(job(script_spec()), watched, 256 * MIB)
+    assert seen is not None
+    assert (seen.finished, watched.peak_bytes, warnings(watched)) == (True, 90 * MIB, ())
+    unseen = replace(watched, evidence=Evidence(heartbeats=(BEAT,), unwatched=("'python -I inner.py' has no guard",)))
+    assert observe(job(script_spec()), unseen, 256 * MIB) is None
+    assert unseen.peak_bytes is None
+    (warning,) = warnings(unseen)
+    assert "unwatched: 'python -I inner.py' has no guard" in warning

@@ -78,7 +78,7 @@ def test_a_pace_is_told_once_it_differs(tmp_path: Path) -> None:
     for steps_done, step_s, expected in ((2, 9.0, None), (PACE_STEPS, 1.05, None), (PACE_STEPS, 1.5, 1.5)):
         beat(0, steps_done, 1.0)
         beat(1, steps_done, step_s)
-        progress.hung_for_s(0.0)
+        progress.hung_for_s(0.0, 0.0)
         pace = progress.pace(1.0, 77.0)
         assert (pace and pace.step_s) == expected
     assert progress.pace(1.5, 78.0) is None

@@ -202,6 +202,16 @@ def test_never_retries_a_bug() -> None:
     assert job.last.failure.excerpt == "KeyError: 'labels'"
 
 
+def test_past_its_virtual_device_a_job_has_failed_and_unwatched_on_a_real_one_it_ends_with_a_warning() -> None:
+    unseen = replace(SUCCESS, unwatched=("'python -I train.py' has no guard",))
+    for virtual, status in ((True, JobStatus.FAILED), (False, JobStatus.SUCCEEDED)):
+        state, actions = run(NODES, submitted(), finished(replace(unseen, virtual=virtual)), released())
+        assert launches(actions) == []
+        assert only_job(state).status is status
+        assert "'python -I train.py' has no guard" in only_job(state).reason
+        assert state.observations == ()
+
+
 def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
     state, actions = run(NODES, submitted())
     first = launches(actions)[0]

@@ -134,7 +134,7 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
             stopped = True
             launcher.stop(PROBE_GRACE_S)
         if hung_for_s is None:
-            hung_for_s = progress.hung_for_s(0.0)
+            hung_for_s = progress.hung_for_s(0.0, status["cpu_s"])
             if hung_for_s is not None:
                 launcher.abort(0)
     else:

@@ -1,7 +1,7 @@
-"""Found first by every Python process of a script that starts its ranks itself: guards those of them that train.
+"""Found first by every Python process of a script: guards those that train and are not wrapped by the guard.
 
 Python imports a module of this name at start-up (https://docs.python.org/3/library/site.html). The one that this file
-hides, if any, is run too.
+hides, if any, is run after it, under its name.
 """
 
 import importlib.machinery
@@ -12,13 +12,6 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _run_hidden() -> None:
-    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 def _guard(settings: str) -> None:
     spec = importlib.util.spec_from_file_location("_orchestrator_guard", os.path.join(HERE, os.pardir, "guard.py"))
     if spec is not None and spec.loader is not None:
@@ -27,6 +20,14 @@ def _guard(settings: str) -> None:
         guard.inherit(settings)
 
 
+def _run_hidden() -> None:
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["sitecustomize"])
+
+
+if os.environ.get("ORC_GUARD"):
+    _guard(os.environ["ORC_GUARD"])  # first: the other one may import torch
 _run_hidden()
-if "ORC_GUARD" in os.environ:
-    _guard(os.environ["ORC_GUARD"])

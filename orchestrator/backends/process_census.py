@@ -1,0 +1,86 @@
+"""What do the processes of an attempt do on this node? Processor time, and PyTorch without the guard. Linux only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "ORC_LAUNCHER"  # in the environment of every process that a launcher answers for
+TORCH = b"/libtorch_cpu.so"  # under every build of PyTorch, on every device
+NOT_TRAINING = ("torch_shm_manager",)  # a helper process of PyTorch's that loads it and runs no Python
+TOLD_MAX = 16  # processes without the guard that are written down
+PARTS = 4  # of the settings' path that name them: <job>/attempts/<number>/guard.json, wherever they are mounted
+
+
+def marked_processes(mark: str, sessions: Container[int]) -> Iterator[Path]:
+    """The /proc folders of this user's processes that carry the launcher's mark or live in one of its ranks' sessions.
+
+    Never the caller's own.
+    """
+    carried = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and _is_marked(entry, carried, sessions):
+            yield entry
+
+
+def _is_marked(entry: Path, carried: bytes, sessions: Container[int]) -> bool:
+    with suppress(OSError):  # gone meanwhile, or another user's
+        return os.getsid(int(entry.name)) in sessions or carried in (entry / "environ").read_bytes().split(b"\0")
+    return False
+
+
+class Census:
+    """Counts the processes of one attempt again and again."""
+
+    def __init__(self, mark: str, guard_settings: Path, told: Path) -> None:
+        self._carried, self._told_path = f"{MARK}={mark}".encode(), told
+        self._settings = b"/" + "/".join(guard_settings.parts[-PARTS:]).encode()
+        self._ticks = os.sysconf("SC_CLK_TCK")
+        self._foreign: set[int] = set()
+        self._cpu_s: dict[int, float] = {}  # of those that live
+        self._ended_cpu_s = 0.0
+        self._judged: dict[int, bytes] = {}  # command under which a process was seen with the guard, or told of
+        self._told = 0
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds that the attempt's processes have taken, as far as they were seen."""
+        return self._ended_cpu_s + sum(self._cpu_s.values())
+
+    def take(self, sessions: Container[int]) -> None:
+        """Look at every process of the attempt; write down each that has loaded PyTorch without the guard, once."""
+        here = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._foreign &= here
+        for pid in self._cpu_s.keys() - here:
+            self._ended_cpu_s += self._cpu_s.pop(pid)
+            self._judged.pop(pid, None)
+        for pid in here - self._foreign - {os.getpid()}:
+            entry = Path("/proc") / str(pid)
+            if pid not in self._cpu_s and not _is_marked(entry, self._carried, sessions):
+                self._foreign.add(pid)
+                continue
+            with suppress(OSError, ValueError):  # gone meanwhile
+                self._cpu_s[pid] = self._taken_s(entry)
+                command = (entry / "cmdline").read_bytes()  # another one after exec
+                if self._judged.get(pid) != command:
+                    self._judge(pid, entry, command)
+
+    def _taken_s(self, entry: Path) -> float:
+        fields = (entry / "stat").read_text().rpartition(")")[2].split()  # the name before it may hold anything
+        return (int(fields[11]) + int(fields[12])) / self._ticks  # utime and stime, proc(5)
+
+    def _judge(self, pid: int, entry: Path, command: bytes) -> None:
+        mapped = (entry / "maps").read_bytes()
+        if self._settings in mapped:
+            self._judged[pid] = command
+        elif TORCH in mapped and os.readlink(entry / "exe").rpartition("/")[2] not in NOT_TRAINING:
+            self._judged[pid] = command
+            self._tell(pid, command.replace(b"\0", b" ").decode(errors="replace").strip())
+
+    def _tell(self, pid: int, command: str) -> None:
+        self._told += 1
+        if self._told <= TOLD_MAX:
+            with suppress(OSError), self._told_path.open("a") as file:
+                file.write(f"{command[:900]!r}, process {pid}, loaded PyTorch without the guard\n")
