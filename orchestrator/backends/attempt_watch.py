@@ -311,6 +311,7 @@ class AttemptWatch:
             host_oom_kills=max((status["host_oom_kills"] for status in known.statuses.values()), default=0),
             hung_for_s=hung_for_s,
             launch_error=errors[0] if errors else None,
+            no_program=any(status["no_program"] for status in known.statuses.values() if status["error"] in errors[:1]),
             stopped=stopped,
             counts=counts,
             free_before_bytes=self._free_before_bytes,

@@ -49,6 +49,7 @@ class Ending:
     host_oom_kills: int = 0
     hung_for_s: float | None = None
     launch_error: str | None = None
+    no_program: bool = False
     stopped: bool = False
     counts: tuple[int, int] | None = None  # the first and the last number of the job's `progress` in its log
     free_before_bytes: tuple[int, ...] = ()
@@ -92,6 +93,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
         host_oom_kills=ending.host_oom_kills,
         hung_for_s=ending.hung_for_s,
         launch_error=ending.launch_error,
+        no_program=ending.no_program,
         stopped=ending.stopped,
         missing_artifacts=absent,
         finished=spec.success.log is not None and not absent and not attempt.probe,

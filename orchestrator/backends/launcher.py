@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.backends.process_census import MARK, Census, marked_processes
+from orchestrator.backends.program import EXEC_ERRORS, why_not_started
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 
 POLL_S = 0.05
@@ -36,6 +37,10 @@ PR_SET_PDEATHSIG = 1
 CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
 INHERITED = Path(__file__).resolve().parents[1] / "training" / "inherited"  # guards every Python process that trains
 HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
+
+
+class NoProgram(Exception):
+    """Exec failed as it would again: no such program or folder, or nothing that this machine can run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +64,7 @@ class Launcher:
         self._each = 1  # ranks that a process of ours stands for
         self._state = "idle"  # idle -> starting -> running -> ended
         self._error: str | None = None
+        self._no_program = False
         self._stale = False
         self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
         self._kills_before = oom_kills()
@@ -91,7 +97,7 @@ class Launcher:
             return subprocess.run(
                 argv,
                 cwd=workdir,
-                env={**_base_env(), **env, "ORC_GUARD": "", MARK: self._mark},  # no rank: a process of the host
+                env={**base_env(), **env, "ORC_GUARD": "", MARK: self._mark},  # no rank: a process of the host
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -147,6 +153,7 @@ class Launcher:
             "cpu_s": self._census.cpu_s,
             "stale": self._stale,
             "error": self._error,
+            "no_program": self._no_program,
         }
 
     def _look_after(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
@@ -155,8 +162,11 @@ class Launcher:
                 self._error = f"a newer attempt than {self._epoch} exists"
             else:
                 self._start_all(ranks, workdir)
-        except OSError as error:  # no such program, no such folder, no more processes
+        except OSError as error:  # no more processes, no room for a log
             self._error = f"{type(error).__name__}: {error}"
+            self._kill_within(0)
+        except NoProgram as error:
+            self._error, self._no_program = str(error), True
             self._kill_within(0)
         with self._changed:
             self._state = "running" if self._ranks else "ended"
@@ -183,22 +193,34 @@ class Launcher:
                 self._touch()
 
     def _start_all(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
-        base = _base_env()
+        base = base_env()
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
-            with self._folder.log(number).open("ab", buffering=0) as log:
-                process = subprocess.Popen(
+            process = self._started(number, argv, {**base, **env, MARK: self._mark}, workdir)
+            self._ranks[number] = rank = Rank(number=number, process=process)
+            threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+
+    def _started(
+        self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
+    ) -> subprocess.Popen[bytes]:
+        """A rank's process. Raises NoProgram where exec fails as it always will, OSError otherwise."""
+        with self._folder.log(number).open("ab", buffering=0) as log:
+            try:
+                return subprocess.Popen(
                     argv,
                     cwd=workdir,
-                    env=_with_guard({**base, **env, MARK: self._mark}),
+                    env=_with_guard(env),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=dies_with_parent(),
                 )
-            self._ranks[number] = rank = Rank(number=number, process=process)
-            threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+            except OSError as error:
+                if error.errno not in EXEC_ERRORS:
+                    raise
+                why = why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
+                raise NoProgram(f"{why} (on {socket.gethostname()})") from error
 
     def _reap(self, rank: Rank) -> None:
         code, ended_ns = rank.process.wait(), time.time_ns()
@@ -246,7 +268,7 @@ class Launcher:
         self._changed.notify_all()
 
 
-def _base_env() -> dict[str, str]:
+def base_env() -> dict[str, str]:
     """What ranks inherit. Extensions are built by tools of this environment (ninja)."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])

@@ -46,6 +46,8 @@ def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int
 
 
 def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure | None:
+    if evidence.no_program:
+        return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
     if evidence.launch_error is not None:
         return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
     if attempt.probe and evidence.stopped and not evidence.ooms and (not job.cancelling or _has_told(evidence)):

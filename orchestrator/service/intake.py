@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from orchestrator.backends.launcher import base_env
+from orchestrator.backends.program import why_not_started
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.profiling import traced
 from orchestrator.specs.clock import known_zone
@@ -18,8 +20,10 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.model import ModelSpec
 from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
+from orchestrator.specs.trainer import is_python
 
 KINDS_OF_FILES = ("text", "chat", "tokens")
+OWN_PYTHON = ("python", "python3")
 CONFIG = "config.json"
 DEFAULT_HOME = "~/.orc"
 EMBEDDED_CLUSTER = """\
@@ -211,17 +215,30 @@ def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:
             yield SpecError(
                 "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
             )
+        yield from _missing_programs(spec, source)
         script = _script_of(spec.command)
         if script is not None and not (Path(spec.workdir) / script).is_file():
             hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
             yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
 
 
+def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """Programs that cannot start here; a bare `python` is the service's own."""
+    assert spec.command is not None, "only a script has programs"
+    env = {**base_env(), **dict(spec.env)}
+    programs = {"command": spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
+    for key, program in programs.items():
+        problem = None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
+        if problem is not None:
+            what, tried, hint = problem
+            yield SpecError(what, source=source, path=key, got=program, allowed=f"a program; tried {tried}", hint=hint)
+
+
 def _script_of(command: Sequence[str]) -> str | None:
-    """The script that `python [-u ...] script.py` or `./train.sh` starts; None where the command does not show it."""
+    """The script that `python [-u ...] script.py` starts; None where the command does not show it."""
     program, *arguments = command
-    if not Path(program).name.startswith("python"):
-        return program if "/" in program else None
+    if not is_python(program):
+        return None
     first = next((argument for argument in arguments if not argument.startswith("-")), None)
     return first if first is not None and first.endswith(".py") else None
 

@@ -164,6 +164,7 @@ class Evidence:
     host_oom_kills: int = 0  # how far the kernel's oom_kill counters rose
     hung_for_s: float | None = None  # set where the watchdog ended it
     launch_error: str | None = None  # set where no rank ever ran
+    no_program: bool = False  # because exec failed: no such program or folder, or none that the node can run
     stopped: bool = False  # we ended it (cancel)
     missing_artifacts: tuple[str, ...] = ()  # promised by `success`, not found
     finished: bool = False  # its own last words and all artifacts are there, however its processes ended

@@ -144,6 +144,7 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
         first_ended_rank=status["first_ended"][0] if status["first_ended"] else None,
         hung_for_s=hung_for_s,
         launch_error=None if status["pids"] else status["error"],
+        no_program=status["no_program"],
         counts=progress.counts,
         stopped=stopped,
     )

@@ -1,0 +1,105 @@
+"""Why a program cannot be started on this machine: looked up as exec does, with the path tried and what to write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+EXEC_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)  # the same again, however often it is tried
+INTERPRETER_TIMEOUT_S = 30.0
+SHEBANG_BYTES_MAX = 256  # BINPRM_BUF_SIZE of Linux (include/uapi/linux/binfmts.h)
+PYTHON = re.compile(r"python[0-9.]*")
+
+
+class Problem(NamedTuple):
+    """Why a program does not start."""
+
+    what: str
+    tried: str  # the path, or the PATH that was searched
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: tried {self.tried}; {self.hint}"
+
+
+def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Problem | None:
+    """Why exec of `program` in `workdir` fails, or its Python ends at `-c ''`; None where nothing speaks against it.
+
+    Only Python interpreters are run, the program's own or the one that its first line names.
+    """
+    if not Path(workdir).is_dir():
+        return Problem("the folder does not exist", workdir, "`workdir` is where the job runs on its node")
+    found = _found(program, workdir, env)
+    if isinstance(found, Problem):
+        return found
+    interpreter = _interpreter_of(found)
+    if interpreter is not None and not PYTHON.fullmatch(found.name):  # pyenv's `python` is a script of a shell
+        named = _found(interpreter, workdir, env)
+        if isinstance(named, Problem):
+            what = f"the first line of {found} names an interpreter that is not there"
+            return Problem(what, named.tried, "install the program again in an environment that exists")
+        found = named
+    return _why_no_interpreter(found, workdir, env) if PYTHON.fullmatch(found.name) else None
+
+
+def _found(program: str, workdir: str, env: Mapping[str, str]) -> Path | Problem:
+    """The file that exec would take."""
+    if "/" not in program:
+        search = env.get("PATH", os.defpath)
+        file = shutil.which(program, path=search)
+        if file is None:
+            hint = "write the program's path, or its folder in `env: {PATH: ...}`"
+            return Problem(f"no program {program!r} on the PATH", search, hint)
+        return Path(file)
+    path = Path(workdir) / program
+    if path.is_dir():
+        return Problem("the program is a folder", str(path), "write the path of a file in it")
+    if not path.exists():
+        return Problem("the program does not exist", str(path), f"a relative path starts at `workdir`, here {workdir}")
+    if not os.access(path, os.X_OK):
+        return Problem("the program is not executable", str(path), f"`chmod +x {path}`, or name its interpreter first")
+    return path
+
+
+def _interpreter_of(file: Path) -> str | None:
+    """What the first line of a script names, through `env` too; None for what is no script."""
+    try:
+        with file.open("rb") as opened:
+            first = opened.read(SHEBANG_BYTES_MAX).partition(b"\n")[0]
+    except OSError:  # it may be executed and not read
+        return None
+    words = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    return words[0] if words else None
+
+
+def _why_no_interpreter(python: Path, workdir: str, env: Mapping[str, str]) -> Problem | None:
+    hint = "name the interpreter of an environment that works on this machine"
+    try:
+        ended = subprocess.run(
+            [str(python), "-c", ""],
+            cwd=workdir,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=INTERPRETER_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None  # slow is not wrong
+    except OSError as error:
+        other = " (another machine's, or no program)" if error.errno == errno.ENOEXEC else ""
+        return Problem(f"the interpreter cannot be started: {error.strerror}{other}", str(python), hint)
+    if ended.returncode == 0:
+        return None
+    last = ended.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    said = f": {last}" if last else ""
+    return Problem(f"the interpreter ends with code {ended.returncode} at `-c ''`{said}", str(python), hint)

@@ -1,0 +1,106 @@
+"""A program that cannot start is refused where a job file is read; where only the node knows, the job fails once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.launcher import Launcher
+from orchestrator.service.intake import read_job
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import JobStatus
+from tests.trainers.driver import Drive, cluster, story
+
+JOB = "name: job\nglobal_batch_size: 1\nlaunch: self\ncommand: {command}\n"
+
+
+def program(path: Path, text: str, mode: int = 0o755) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def prepared(folder: Path) -> None:
+    """Programs that start, and programs that do not."""
+    program(folder / "bin/works", f"#!{sys.executable}\n")
+    program(folder / "bin/by-env", "#!/usr/bin/env -S python3 -u\n")
+    program(folder / "bin/moved", "#!/no/such/venv/bin/python\n")
+    program(folder / "bin/not-executable", "#!/bin/sh\n", 0o644)
+    program(folder / "bin/python3.9", "not a program")
+    program(folder / "bin/python3.8", "#!/bin/sh\necho no module encodings >&2\nexit 3\n")
+    program(folder / "bin/of-broken", f"#!{folder}/bin/python3.8\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("no-such-program train", ["no program 'no-such-program' on the PATH", "/usr/bin", "env: {PATH"]),
+        ("bin/nothing", ["the program does not exist", "bin/nothing", "starts at `workdir`"]),
+        ("bin", ["no program 'bin'"]),
+        ("./bin", ["the program is a folder"]),
+        ("bin/not-executable", ["not executable", "chmod +x"]),
+        ("bin/moved --x 1", ["names an interpreter that is not there", "/no/such/venv/bin/python"]),
+        ("/no/such/venv/bin/python train.py", ["the program does not exist", "/no/such/venv/bin/python"]),
+        ("bin/python3.9 train.py", ["the interpreter cannot be started", "bin/python3.9"]),
+        ("bin/python3.8 train.py", ["ends with code 3 at `-c ''`: no module encodings"]),
+        ("bin/of-broken", ["ends with code 3 at `-c ''`", "bin/python3.8"]),
+    ],
+)
+def test_a_program_that_cannot_start_is_refused_with_the_path_tried(
+    command: str, said: list[str], tmp_path: Path
+) -> None:
+    prepared(tmp_path)
+    program(tmp_path / "train.py", "", 0o644)
+    (tmp_path / "job.yaml").write_text(JOB.format(command=command))
+    with pytest.raises(SpecError) as caught:
+        read_job(tmp_path / "job.yaml")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/job.yaml: command: ")
+    assert [words for words in said if words not in message] == [], message
+
+
+@pytest.mark.parametrize("command", ["bin/works", "bin/by-env", "sleep 0", "/bin/sh -c true", "works"])
+def test_a_program_that_starts_is_taken(command: str, tmp_path: Path) -> None:
+    prepared(tmp_path)
+    path = f"env: {{PATH: '{tmp_path}/bin:/usr/bin:/bin:{Path(sys.executable).parent}'}}\n"
+    (tmp_path / "job.yaml").write_text(JOB.format(command=command) + path)
+    assert read_job(tmp_path / "job.yaml").command is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "workdir", "said"),
+    [
+        ("no-such-program", ".", "no program 'no-such-program' on the PATH: tried "),
+        ("true", "gone", "the folder does not exist: tried "),
+        ("bin/python3.9", ".", "the interpreter cannot be started: Exec format error"),
+        ("bin/not-executable", ".", "the program is not executable: tried "),
+    ],
+)
+def test_what_only_the_node_knows_fails_once_with_the_path_tried(
+    command: str, workdir: str, said: str, tmp_path: Path
+) -> None:
+    prepared(tmp_path)
+    said_of = {"name": "job", "global_batch_size": 1, "launch": "self", "command": command, "gpus": 1}
+    spec = JobSpec.model_validate(said_of | {"workdir": str(tmp_path / workdir)})
+    job = Drive(tmp_path / "home", cluster("64MiB")).run(spec)
+    assert job.status is JobStatus.FAILED
+    assert story(job) == ["user_error"]
+    assert said in job.reason
+    assert "; " in job.reason, "what to write instead"
+
+
+def test_a_full_process_table_is_no_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes, so that a retry has a chance: EAGAIN, as fork says it."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("orchestrator.backends.launcher.subprocess.Popen", refused)
+    launcher = Launcher(str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark")
+    status = launcher.start([(0, ("/bin/true",), {})], "/")
+    assert (status["state"], status["no_program"]) == ("ended", False)
+    assert "temporarily" in status["error"]
