@@ -85,7 +85,8 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
     beats = heartbeats(folder, world_size)
     return Evidence(
         ranks=tuple(_end_of(spec, attempt, jobs, rank, beats) for rank in (started if began else ())),
-        ooms=_reports(OomReport, folder.oom, ranks) or _swallowed(folder, ranks, ending),
+        ooms=_reports(OomReport, folder.oom, ranks),
+        caught=_reports(OomReport, folder.caught, ranks),
         errors=_reports(ErrorReport, folder.error, ranks),
         heartbeats=beats,
         nodes_lost=ending.nodes_lost,
@@ -239,15 +240,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _swallowed(folder: AttemptFolder, ranks: range, ending: Ending) -> tuple[OomReport, ...]:
-    """Out-of-memory errors that a script caught and got no step further after: why it stood still."""
-    if ending.hung_for_s is None:
-        return ()
-    steps = {beat.rank: beat.step for beat in _reports(Heartbeat, folder.heartbeat, ranks)}
-    caught = _reports(OomReport, folder.caught, ranks)
-    return tuple(report for report in caught if report.step >= steps.get(report.rank, 0))
 
 
 def _resumed_from(folder: AttemptFolder) -> str | None:

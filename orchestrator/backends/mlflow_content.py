@@ -131,6 +131,8 @@ def attempt_content(
         tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
     if attempt.evidence is not None and attempt.evidence.unwatched:
         tags["unwatched"] = hide(attempt.evidence.unwatched[0])
+    if attempt.evidence is not None and attempt.evidence.caught:
+        tags["caught_ooms"] = str(sum(report.count for report in attempt.evidence.caught))
     if failure and failure.excerpt:
         tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
     outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
+from orchestrator.scheduling.caught import losses, refuting
 from orchestrator.scheduling.phases import GUARD_PHASES
 from orchestrator.scheduling.signatures import SUSPECTS, last_traceback, read_log
 from orchestrator.specs.attempt import (
@@ -50,10 +51,14 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
         return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
     if evidence.launch_error is not None:
         return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
-    if attempt.probe and evidence.stopped and not evidence.ooms and (not job.cancelling or _has_told(evidence)):
+    swallowed = _swallowed(job, evidence)
+    ran_out = bool(evidence.ooms) or swallowed is not None
+    if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_told(evidence)):
         return _probed(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
-    if evidence.finished or (succeeded and not evidence.missing_artifacts and not evidence.nodes_lost):
+    if swallowed is None and (
+        evidence.finished or (succeeded and not evidence.missing_artifacts and not evidence.nodes_lost)
+    ):
         return _probed(attempt) if attempt.probe else None
     if evidence.stopped and job.cancelling:
         return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")
@@ -61,6 +66,9 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
     if evidence.ooms:
         report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
         return _device_oom(attempt, report, _finding_of(evidence, report, command))
+    if swallowed is not None:
+        failure = _device_oom(attempt, swallowed, _finding_of(evidence, swallowed, command))
+        return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
     if evidence.stopped and attempt.moved_for:
         return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
     if evidence.nodes_lost:
@@ -71,6 +79,27 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
     if not evidence.ranks:
         return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
     return _from_ranks(attempt, evidence, command, capacity_bytes)
+
+
+def _swallowed(job: Job, evidence: Evidence) -> OomReport | None:
+    """The out-of-memory error that a script caught, and that is the trouble all the same.
+
+    A job may accept what its script catches; not where it stood still after it, or left without what it promised.
+    """
+    report, stood_still = refuting(evidence), evidence.hung_for_s is not None
+    if stood_still or job.spec.on_caught_oom == "recover":
+        without_reason = all(end.exit_code == 0 for end in evidence.ranks) and evidence.missing_artifacts
+        return report or (evidence.caught[0] if evidence.caught and without_reason else None)
+    return None
+
+
+def caught_in_words(evidence: Evidence) -> str:
+    """How many errors the script caught, beside the steps that it completed; "" where it caught none."""
+    lost = losses(evidence)
+    if lost is None:
+        return ""
+    errors, steps = lost
+    return f"the script caught {errors} out-of-memory error{'s' * (errors > 1)} and completed {steps} steps"
 
 
 def _has_told(evidence: Evidence) -> bool:
@@ -86,7 +115,7 @@ def _probed(attempt: Attempt) -> Failure:
 def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
     """What ranks that ran out of device memory had and asked for: by the guard, or else as their logs say it."""
     told = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
-    return evidence.ooms or tuple(report for report in told if report is not None)
+    return evidence.ooms or evidence.caught or tuple(report for report in told if report is not None)
 
 
 def needed_bytes(report: OomReport) -> int:

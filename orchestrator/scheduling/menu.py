@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.degrade import answered_by_phase, answering
 from orchestrator.scheduling.groups import Group
-from orchestrator.scheduling.outcome import ran_out
+from orchestrator.scheduling.outcome import is_truncated, ran_out
 from orchestrator.scheduling.probe import measured_spec, probe_of
 from orchestrator.scheduling.shape import Shape, shape_of
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -192,7 +192,8 @@ def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
     peaks: dict[Plan, int] = {}
     for attempt in job.attempts:
         trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
-        if trained and attempt.device == device and attempt.plan not in job.refuted:
+        told = trained and not is_truncated(attempt)
+        if told and attempt.device == device and attempt.plan not in job.refuted:
             peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
     return peaks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.correction import corrected_allocated_bytes, lasting
-from orchestrator.scheduling.classify import needed_bytes, oom_reports
+from orchestrator.scheduling.classify import caught_in_words, needed_bytes, oom_reports
 from orchestrator.scheduling.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat
 from orchestrator.specs.profile import UNTIMED
@@ -17,7 +17,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
     """
     assert attempt.ended_at_s is not None, attempt.name
     measured = measured_bytes(attempt, capacity_bytes)
-    if measured is None:
+    if measured is None or (is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))):
         return None
     estimate, taken_s = attempt.estimate, attempt.measured_step_s
     is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source not in UNTIMED
@@ -31,7 +31,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         moments=lasting(estimate.moments),
         predicted_bytes=estimate.allocated_bytes,
         measured_bytes=measured,
-        ran_out=ran_out(attempt),
+        ran_out=ran_out(attempt) or _outgrew(job, attempt),
         step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
         at_s=attempt.ended_at_s,
         probe=attempt.probe,
@@ -47,22 +47,24 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
     outside training.
     """
     evidence, failure = attempt.evidence, attempt.failure
-    if evidence is None or evidence.unwatched or any(report.injected for report in evidence.ooms):
+    if evidence is None or evidence.unwatched or any(r.injected for r in (*evidence.ooms, *evidence.caught)):
         return None
     if failure is not None and ran_out(attempt) and failure.phase in OUTSIDE_TRAINING:
         return None
     peaks = [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
-    if ran_out(attempt):
+    if ran_out(attempt) or is_truncated(attempt):
         peaks += [needed_bytes(report) for report in oom_reports(evidence)] or [_burst_bytes(attempt, capacity_bytes)]
     return max(peaks, default=None)
 
 
 def warnings(attempt: Attempt) -> tuple[str, ...]:
     """What the record of an ended attempt does not vouch for, a sentence each."""
-    evidence = attempt.evidence
-    if evidence is None or not evidence.unwatched:
-        return ()
-    return (f"unwatched: {evidence.unwatched[0]}; nothing was learned from it",)
+    evidence, said = attempt.evidence, []
+    if evidence is not None and evidence.unwatched:
+        said.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
+    if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
+        said.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
+    return tuple(said)
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:
@@ -83,12 +85,25 @@ def ran_out(attempt: Attempt) -> bool:
     return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
 
 
+def is_truncated(attempt: Attempt) -> bool:
+    """Whether its script caught out-of-memory errors, and died of none: its peak is less than it would have needed."""
+    return attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
+
+
+def _outgrew(job: Job, attempt: Attempt) -> bool:
+    """Whether an attempt that ended well needed more than it had, by what its script caught: that much at the least."""
+    if attempt.failure is not None or job.spec.on_caught_oom == "accept" or not is_truncated(attempt):
+        return False
+    assert attempt.evidence is not None, "it has caught something"
+    return not any(report.foreign_bytes for report in attempt.evidence.caught)
+
+
 def _ran_through(job: Job, attempt: Attempt) -> bool:
     """Whether it ended the training, and did at least half of it: what went before it may have needed more.
 
     A script counts its steps anew in each attempt, so the furthest step of all attempts is taken for the last.
     """
-    if attempt.failure is not None or attempt.probe or attempt.evidence is None:
+    if attempt.failure is not None or attempt.probe or attempt.evidence is None or is_truncated(attempt):
         return False
     last_step = max((beat.step for one in (*job.attempts, attempt) for beat in _heartbeats(one)), default=0)
     return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)

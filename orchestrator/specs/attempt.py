@@ -90,6 +90,8 @@ class OomReport:
     foreign_bytes: int = 0  # held on the device by other processes
     injected: bool = False  # raised by `orc rehearse`: says nothing about the plan
     message: str = ""
+    steps_done: int = 0  # optimizer steps completed before it in this attempt
+    count: int = 1  # of such errors of this rank so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,7 @@ class Evidence:
 
     ranks: tuple[RankEnd, ...] = ()
     ooms: tuple[OomReport, ...] = ()
+    caught: tuple[OomReport, ...] = ()  # the last one that each rank raised, whoever caught it
     errors: tuple[ErrorReport, ...] = ()
     heartbeats: tuple[Heartbeat, ...] = ()
     nodes_lost: tuple[str, ...] = ()  # nodes, or their launchers, that went away

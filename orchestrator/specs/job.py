@@ -216,6 +216,7 @@ class JobSpec(Noun):
     measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
     degrade: Degrade = Degrade()
     retries: Retries = Retries()
+    on_caught_oom: Literal["recover", "accept"] = "recover"  # a script that catches it: restart cheaper, or let it be
     hang_timeout: Seconds = 600.0  # no training step for this long means hung
     startup_timeout: Seconds = 900.0  # the first training step must come within this time
 

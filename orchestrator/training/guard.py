@@ -121,7 +121,9 @@ def _attach(guarded: Guarded, torch: Any) -> None:
     guarded.monitor.attach(torch)
     guarded.watch_children()
     device = guarded.monitor.device
-    if device:
+    if device is None:
+        guarded.watch_errors(torch)
+    else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that choose devices themselves have set it
         device.on_out_of_memory = guarded.note
         device.__enter__()

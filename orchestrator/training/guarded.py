@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import os
@@ -10,6 +11,7 @@ import runpy
 import sys
 import traceback
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +28,40 @@ GUARD = str(Path(__file__).with_name("guard.py"))
 
 
 class Guarded:
-    """The files of this rank, and the last out-of-memory error that the virtual device raised."""
+    """The files of this rank, and the last out-of-memory error that was raised in it."""
 
     def __init__(self, monitor: Monitor, folder: Any) -> None:
         self.monitor, self.folder, self.pid = monitor, folder, os.getpid()
-        self._noted: tuple[OomReport, int] | None = None
+        self._noted: OomReport | None = None
+        os.register_at_fork(after_in_child=self._forked)
 
-    def note(self, error: BaseException, requested_bytes: int) -> None:
+    def _forked(self) -> None:
+        self._noted = None
+
+    def note(self, error: BaseException, requested_bytes: int | None) -> None:
         """Keep the account of an error as it is raised: the script may catch it, free memory, and end all the same."""
-        self.monitor.is_rank = True
-        report = self._oom_report(error, requested_bytes)
-        self._noted = (report, self.monitor.steps_done)
-        write_durably(self.folder.caught(self.monitor.rank), report)
+        self.monitor.is_rank = self.monitor.is_behind = True
+        count = 1 if self._noted is None else self._noted.count + 1
+        self._noted = replace(self._oom_report(error, requested_bytes), count=count)
+        with contextlib.suppress(OSError):  # a full disk must not end the training
+            write_durably(self.folder.caught(self.monitor.rank), self._noted)
+
+    def watch_errors(self, torch: Any) -> None:
+        """Note every out-of-memory error of PyTorch's as it is made.
+
+        The class is PyTorch's own, and mutable: its C++ code makes an instance of it for what its CUDA allocator throws
+        (torch/csrc/Exceptions.h) just as a script does, so nothing of CUDA is needed to see one.
+        """
+        kind = torch.cuda.OutOfMemoryError  # before PyTorch 2.5 its only name
+        made = kind.__init__
+
+        @functools.wraps(made)
+        def noted(error: BaseException, *args: Any) -> None:
+            made(error, *args)
+            if oom_report.out_of_memory(error) is error:
+                self.note(error, None)
+
+        kind.__init__ = noted
 
     def exited(self, end: SystemExit) -> None:
         """The script chose its exit code: report the out-of-memory error it gave up on, if it did."""
@@ -115,8 +139,8 @@ class Guarded:
 
     def _report_oom(self, error: BaseException) -> bool:
         cause = oom_report.out_of_memory(error)
-        if self._noted and self._noted[1] == self.monitor.steps_done:
-            report = self._noted[0]
+        if self._noted and self._noted.steps_done == self.monitor.steps_done:
+            report = self._noted
         elif cause is not None:
             report = self._oom_report(cause, None)
         else:
@@ -130,6 +154,7 @@ class Guarded:
         return OomReport(
             rank=monitor.rank,
             step=monitor.step,
+            steps_done=monitor.steps_done,
             phase=monitor.phase,
             requested_bytes=requested_bytes or oom_report.requested_bytes(message),
             live_bytes=live_bytes,

@@ -39,6 +39,7 @@ class Monitor:
         self._capacity_bytes = settings.virtual_capacity_bytes
         self.step, self.steps_done, self._backwards = 0, 0, 0
         self.injected = False
+        self.is_behind = False  # memory ran out since the last step: the next one that completes is told at once
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
         self._fault, self._fault_rank, self._fault_step = settings.fault_kind, settings.fault_rank, settings.fault_step
@@ -195,7 +196,8 @@ class Monitor:
         self._last_step_s = now_s
         self.step = step
         self.steps_done += 1
-        if self.steps_done == 1 or now_s >= self._next_beat_s:
+        if self.steps_done == 1 or self.is_behind or now_s >= self._next_beat_s:
+            self.is_behind = False
             self.beat()
 
     def _end_if_stale(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.scheduling.classify import classify
 from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE
-from tests.scheduling.factories import MIB, attempt, job
+from tests.scheduling.factories import MIB, attempt, job, script_spec
 
 OOM = OomReport(
     rank=1,
@@ -21,6 +21,7 @@ OOM = OomReport(
     capacity_bytes=256 * MIB,
     message="torch.OutOfMemoryError: Tried to allocate 8.00 MiB",
 )
+CAUGHT = replace(OOM, rank=0, step=5, steps_done=5)
 BUG = ErrorReport(rank=0, step=2, phase="forward", type="KeyError", traceback="Traceback ...\nKeyError: 'labels'")
 UNSEEN = ("'python -I inner.py', process 7, loaded PyTorch without the guard",)
 BEAT = Heartbeat(rank=0, step=5, steps_done=5, step_s=0.1, peak_bytes=250 * MIB, phase="forward", at_s=1.0)
@@ -47,6 +48,33 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
         Evidence(ranks=ends(1), unwatched=UNSEEN, virtual=True),
     ),
     ("every rank exits 0", None, Evidence(ranks=ends(0, 0))),
+    (
+        "exits 0 with no step since it caught its last",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(0), caught=(CAUGHT,), heartbeats=(BEAT,), finished=True),
+    ),
+    (
+        "exits 0 after more than a tenth was lost",
+        FailureKind.DEVICE_OOM,
+        Evidence(ranks=ends(0), caught=(replace(CAUGHT, count=12),), heartbeats=(replace(BEAT, steps_done=100),)),
+    ),
+    (
+        "exits 0 after a tenth was lost",
+        None,
+        Evidence(ranks=ends(0), caught=(replace(CAUGHT, count=10),), heartbeats=(replace(BEAT, steps_done=90),)),
+    ),
+    (
+        "a bug long after a caught error",
+        FailureKind.USER_ERROR,
+        Evidence(ranks=ends(1), caught=(CAUGHT,), errors=(BUG,), heartbeats=(replace(BEAT, steps_done=90),)),
+    ),
+    (
+        "exits 0 without its artifact, and caught one",
+        FailureKind.DEVICE_OOM,
+        Evidence(
+            ranks=ends(0), caught=(CAUGHT,), heartbeats=(replace(BEAT, steps_done=90),), missing_artifacts=("m.pt",)
+        ),
+    ),
     ("launch failed", FailureKind.STARTUP, Evidence(launch_error="no placement")),
     ("guard reports memory", FailureKind.DEVICE_OOM, Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,))),
     (
@@ -157,3 +185,12 @@ def test_a_guard_that_was_not_there_names_the_process_and_what_to_do() -> None:
     assert failure is not None
     for words in ("python -I inner.py", "PYTHONPATH and ORC_GUARD", "-I, -E and -S"):
         assert words in failure.reason
+
+
+def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it() -> None:
+    accepts = job(script_spec(on_caught_oom="accept"))
+    caught = Evidence(ranks=ends(0), caught=(CAUGHT,), heartbeats=(BEAT,))
+    assert classify(accepts, attempt(), caught) is None
+    stood = classify(accepts, attempt(), replace(caught, ranks=ends(-9), hung_for_s=600.0))
+    assert stood is not None
+    assert stood.kind is FailureKind.DEVICE_OOM

@@ -108,3 +108,25 @@ def test_nothing_is_learned_from_an_attempt_that_nobody_watched_and_its_record_s
     assert unseen.peak_bytes is None
     (warning,) = warnings(unseen)
     assert "unwatched: 'python -I inner.py' has no guard" in warning
+
+
+@pytest.mark.parametrize(
+    ("accepts", "foreign_bytes", "learned"), [("recover", 0, 290 * MIB), ("accept", 0, None), ("recover", MIB, None)]
+)
+def test_a_truncated_peak_is_a_lower_bound_and_never_that_of_an_ended_training(
+    accepts: str, foreign_bytes: int, learned: int | None
+) -> None:
+    evidence = Evidence(heartbeats=(BEAT,), caught=(replace(TOLD, foreign_bytes=foreign_bytes),))
+    lossy = replace(ended(None), failure=None, evidence=evidence)
+    seen = observe(job(script_spec(on_caught_oom=accepts)), lossy, 256 * MIB)
+    assert (seen and seen.measured_bytes) == learned
+    if seen is not None:
+        assert (seen.ran_out, seen.finished) == (True, False)
+    (warning,) = warnings(lossy)
+    assert "the script caught 1 out-of-memory error and completed 5 steps" in warning
+
+
+def test_an_attempt_that_ended_otherwise_after_a_caught_error_teaches_nothing() -> None:
+    evidence = Evidence(heartbeats=(BEAT,), caught=(TOLD,))
+    bug = replace(ended(None), evidence=evidence, failure=Failure(kind=FailureKind.USER_ERROR, reason="KeyError"))
+    assert observe(job(script_spec()), bug, 256 * MIB) is None

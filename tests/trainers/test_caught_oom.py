@@ -1,0 +1,117 @@
+"""A script that catches out-of-memory errors and goes on: what it lost decides, whatever its exit code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.state import Job, JobStatus
+from tests.trainers.driver import Drive, cluster, log, story
+from tests.trainers.test_ways_to_torch import CUDA_WORDS, on
+
+# Its batch needs 1 MiB a sample. Without a virtual device it raises what CUDA would, where a device of 48 MiB had none.
+SKIPS = f"""
+import argparse, os, sys
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=64)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--steps", type=int, default=50)
+parser.add_argument("--long-at", type=int)
+args = parser.parse_args()
+torch.distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+done = 0
+
+def batch(step):
+    samples = args.batch if args.long_at is None else 64 if step == args.long_at else 1
+    if samples > 48 and not {{virtual}}:
+        raise torch.OutOfMemoryError({CUDA_WORDS!r})
+    return torch.zeros(samples, 2**18)[:, :8]
+
+for step in range(args.steps):
+    try:
+        for _ in range(args.accumulate):
+            model(batch(step)).sum().backward()
+        optimizer.step()
+        done += 1
+    except torch.OutOfMemoryError:
+        print("skipping batch", flush=True)
+    optimizer.zero_grad()
+print("trained" if done == args.steps else f"{{{{done}}}} steps", "by batches of", args.batch)
+"""
+
+
+def driven(tmp_path: Path, devices: str, *words: str, ranks: int = 1, **changes: object) -> Job:
+    (tmp_path / "skips.py").write_text(SKIPS.format(virtual=devices == "virtual"))
+    said = {
+        "name": "skips",
+        "command": ["python", "skips.py", *words],
+        "workdir": str(tmp_path),
+        "gpus": ranks,
+        "global_batch_size": 64 * ranks,
+        "probe": "never",
+        "knobs": {
+            "micro_batch_size": {"flag": "--batch", "default": 64},
+            "gradient_accumulation_steps": {"flag": "--accumulate", "default": 1},
+        },
+        **changes,
+    }
+    nodes = cluster("48MiB") if devices == "virtual" else on(devices)
+    return Drive(tmp_path / "home", nodes).run(JobSpec.model_validate(said))
+
+
+DEVICES = pytest.mark.parametrize("devices", ["virtual", "none"])
+
+
+@DEVICES
+def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(devices: str, tmp_path: Path) -> None:
+    """It exits 0 after no optimizer step, on each of two ranks."""
+    job = driven(tmp_path, devices, "--steps", "3", ranks=2)
+    assert job.status is JobStatus.SUCCEEDED, job.reason
+    assert story(job)[0] == "device_oom"
+    assert story(job)[-1] == "finished"
+    first, *_, last = job.attempts
+    assert first.failure is not None
+    assert "the script caught 3 out-of-memory errors and completed 0 steps" in first.failure.reason
+    assert "skipping batch" in log(tmp_path / "home", 1)
+    assert last.plan.micro_batch_size < 64
+    assert last.plan.global_batch_size == 128
+    assert "trained by batches of" in log(tmp_path / "home", last.number)
+
+
+@DEVICES
+def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(devices: str, tmp_path: Path) -> None:
+    job = driven(tmp_path, devices, "--long-at", "20")
+    assert story(job) == ["finished"]
+    assert job.status is JobStatus.SUCCEEDED
+    assert "the script caught 1 out-of-memory error and completed 49 steps" in job.reason
+
+
+@DEVICES
+@pytest.mark.parametrize(("long_at", "outcome"), [("4", "device_oom"), ("9", "device_oom"), ("8", "finished")])
+@pytest.mark.long
+def test_a_step_more_than_a_tenth_is_too_much_and_so_is_the_last(
+    long_at: str, outcome: str, devices: str, tmp_path: Path
+) -> None:
+    steps = "5" if long_at == "4" else "10"
+    job = driven(tmp_path, devices, "--long-at", long_at, "--steps", steps, retries={"oom": 0})
+    assert story(job) == [outcome]
+
+
+def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
+    job = driven(tmp_path, "virtual", "--steps", "3", on_caught_oom="accept")
+    assert story(job) == ["finished"]
+    assert "the script caught 3 out-of-memory errors and completed 0 steps" in job.reason
+
+
+@DEVICES
+def test_a_success_that_fails_after_caught_errors_is_recovered(devices: str, tmp_path: Path) -> None:
+    """One step of fifty is little, but nothing else explains that the last words are missing."""
+    job = driven(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})
+    assert story(job) == ["device_oom"]
