@@ -129,16 +129,20 @@ def submit(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Put jobs into the queue, all of them or, where one is refused, none."""
+    """Put jobs into the queue, all or none; 1 where one asks for a guarantee that cannot be given."""
     from orchestrator.service.intake import read_jobs, read_overrides
+    from orchestrator.service.tables import promise_words
 
     overrides = read_overrides(settings or [])
     specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
     client = _client(home)
-    ids, late = client.submit_all([spec.model_dump(mode="json") for spec in specs])
-    tell({"ids": ids, "late": late}, as_json, "\n".join(ids))
+    ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+    tell({"ids": ids, "late": late, "promises": promises}, as_json, "\n".join(ids))
     for job_id, words in late.items():
         print(f"{job_id} {words}", file=sys.stderr)
+    for job_id, promise in promises.items():
+        print(f"{job_id} {promise_words(promise)}", file=sys.stderr)
+    raise typer.Exit(any(promise["refused"] for promise in promises.values()))
 
 
 @app.command()

@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.backends.simulated_nature import stream
 from orchestrator.scheduling.menu import steps_left
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job import Guarantee, JobSpec
 from orchestrator.specs.state import Job
 
 Row = Mapping[str, str]
@@ -36,6 +36,7 @@ class Arrival:
     spec: JobSpec
     deadline_s: float | None = None  # on the same clock
     rigid_devices: int | None = None  # what its user asked for; None: the most that it can use
+    submitted_step_s: float | None = None  # seconds of a step on those with the plan that it was submitted with
     shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where they were measured for a placement
     step_factor: float = 1.0  # true / told seconds per step, on every other placement
 
@@ -81,6 +82,9 @@ def misjudged(trace: Trace, sigma: float, seed: int) -> Trace:
 def _misjudged(arrival: Arrival, factor: float) -> Arrival:
     told = tuple((count, factor * step_s) for count, step_s in arrival.spec.speeds)
     spec = arrival.spec.model_copy(update={"speeds": told})
+    if spec.guarantee is not None and spec.guarantee.step is not None:
+        request = spec.guarantee.model_copy(update={"step": factor * spec.guarantee.step})
+        spec = spec.model_copy(update={"guarantee": request})
     return replace(arrival, spec=spec, step_factor=arrival.step_factor / factor)
 
 
@@ -107,29 +111,44 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
     """AlibabaPAI/reconfigurable-dl-scheduler: steps of an application whose speeds were measured for every plan.
 
     The best plan of each number of devices is told; what it takes on another placement is true where it was measured.
+    A job with `is_sla` never runs slower than its `exec_plan` on as many devices as it asks for (arXiv:2408.08586,
+    section 5): it is promised that speed.
     """
-    speeds = cache(lambda application: _measured(path.parent.parent / "throughput" / f"{application}.csv"))
+    measured = cache(lambda application: _measured(path.parent.parent / "throughput" / f"{application}.csv"))
     for where, row in rows:
-        shapes = speeds(row["application"])
+        speeds, asked = measured(row["application"]), _whole(where, row, "num_gpus")
+        shapes: dict[Shape, float] = {}  # of the fastest plan on each
         best: dict[int, float] = {}
-        for shape, step_s in shapes.items():
+        for (_, shape), step_s in speeds.items():
+            shapes[shape] = min(step_s, shapes.get(shape, step_s))
             best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
+        submitted_step_s = _submitted_step_s(speeds, row.get("exec_plan") or "", asked)
+        spec = told(row["name"], best, _whole(where, row, "steps"), family=row["application"])
+        if _is_said(where, row, "is_sla"):
+            spec = spec.model_copy(update={"guarantee": request_of(asked, submitted_step_s)})
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
-            spec=told(row["name"], best, _whole(where, row, "steps"), family=row["application"]),
-            rigid_devices=_whole(where, row, "num_gpus"),
+            spec=spec,
+            rigid_devices=asked,
+            submitted_step_s=submitted_step_s,
             shapes=tuple(shapes.items()),
         )
 
 
-def _measured(path: Path) -> dict[Shape, float]:
-    """Seconds per step of the fastest plan on each placement (its digits are devices per node)."""
-    fastest: dict[Shape, float] = {}
+def _submitted_step_s(speeds: Mapping[tuple[str, Shape], float], plan: str, devices: int) -> float | None:
+    """What a step takes with this plan on the fewest nodes that it was measured on with so many devices."""
+    known = [(len(shape), step_s) for (one, shape), step_s in speeds.items() if one == plan and sum(shape) == devices]
+    return min(known)[1] if known else None
+
+
+def _measured(path: Path) -> dict[tuple[str, Shape], float]:
+    """Seconds per step of each plan on each placement (its digits are devices per node)."""
+    fastest: dict[tuple[str, Shape], float] = {}
     for where, row in _rows(path):
-        shape = tuple(sorted((int(digit) for digit in row["placement"]), reverse=True))
+        key = row["exec_plan"], tuple(sorted((int(digit) for digit in row["placement"]), reverse=True))
         step_s = _number(where, row, "iter_time")
         if step_s > 0:  # 0: it did not run
-            fastest[shape] = min(step_s, fastest.get(shape, step_s))
+            fastest[key] = min(step_s, fastest.get(key, step_s))
     return fastest
 
 
@@ -247,9 +266,18 @@ def told(name: str, step_s: Mapping[int, float], steps: int, family: str | None 
             "steps": steps,
             "knobs": {"resume_from": {"flag": "--resume"}},
             "resume": {"on_sigterm": True},
-            "speeds": {str(count): f"{Decimal(repr(each)):f}s" for count, each in step_s.items()},
+            "speeds": {str(count): _in_words(each) for count, each in step_s.items()},
         }
     )
+
+
+def request_of(gpus: int, step_s: float | None) -> Guarantee:
+    """A promise of the speed of so many devices with a plan of this step time; None: with the fastest."""
+    return Guarantee.model_validate({"gpus": gpus, "step": None if step_s is None else _in_words(step_s)})
+
+
+def _in_words(seconds: float) -> str:
+    return f"{Decimal(repr(seconds)):f}s"
 
 
 def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
@@ -284,6 +312,13 @@ def _number(where: str, row: Row, column: str) -> float:
     if not isfinite(number) or number < 0:
         raise SpecError("not a number of seconds", source=where, path=column, got=row[column], allowed="0 or more")
     return number
+
+
+def _is_said(where: str, row: Row, column: str) -> bool:
+    said = (row.get(column) or "0").strip()
+    if said not in ("0", "1"):
+        raise SpecError("neither yes nor no", source=where, path=column, got=said, allowed="0 or 1")
+    return said == "1"
 
 
 def _whole(where: str, row: Row, column: str) -> int:

@@ -137,6 +137,10 @@ class Pool:
         free_s = self._free_from(number)
         return sum([free_s[device] < at_s for device in devices])
 
+    def held_until_by(self, name: str, devices: Iterable[int]) -> float:
+        """When the last of these devices is left by what holds it now."""
+        return max([self._until_s[self.numbers[name]][device] for device in devices])
+
     def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
         """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.
 

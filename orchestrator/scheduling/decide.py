@@ -29,6 +29,7 @@ RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promise
 # inputs of traces/plans/base.csv (2026-11), and 0 lets the first jobs take everything.
 PRICE = 2.0
 PRICE_IDLE = 0.002  # where nobody waits: a job that grows can make way again
+SOON = 1e-6  # of its seconds and its price, against its start: a job with a promised speed starts as soon as it can
 PRICE_ALONE = 0.1  # of a device-second where nobody else is there yet: for devices that hardly help
 
 
@@ -119,7 +120,11 @@ def decide(
     come free.
     """
     menus = desk.prospects.menus_of(waiting)
-    offers = [one for one in _offers(menus, price) if devices_max is None or one.entry.devices <= devices_max]
+    offers = [
+        one
+        for one in _offers(menus, price, waiting.job.spec)
+        if devices_max is None or one.entry.devices <= devices_max
+    ]
     if not offers and devices_max is not None:
         return None
     if not offers:
@@ -136,7 +141,7 @@ def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s:
 
     None where it cannot be told, or cannot be.
     """
-    offers, now_s = _offers(desk.prospects.menus_of(waiting), price), desk.state.at_s
+    offers, now_s = _offers(desk.prospects.menus_of(waiting), price, waiting.job.spec), desk.state.at_s
     opening = _opening(desk, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _soonest(offers, opening, from_s)
@@ -162,10 +167,11 @@ def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
-def _offers(menus: Menus, price: float) -> list[_Offer]:
+def _offers(menus: Menus, price: float, spec: JobSpec) -> list[_Offer]:
     """All that the job could run as, the best first, were it free."""
+    weight = 1.0 if spec.guarantee is None else SOON
     offers = [
-        _Offer(entry.seconds + price * entry.device_seconds, pool, entry)
+        _Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
         for pool, one in menus
         if isinstance(one, Menu)
         for entry in _entries(pool, one)

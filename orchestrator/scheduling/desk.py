@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 
 from orchestrator.scheduling.availability import Pool
@@ -50,6 +50,7 @@ class Desk:
         self.growing: dict[str, Job] = {}  # those of them that may have more devices
         self.ends_s: dict[str, float] = {}  # when those that run are expected to end
         self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
+        self.guaranteed: dict[str, Waiting] = {}  # those that wait for devices with a promised speed
         self.arrived: list[Waiting] = []  # since the last decision
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
@@ -170,6 +171,17 @@ class Desk:
                 if (pool := self._pool_of.get(part.node)) is not None:
                     pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 
+    def can_have(self, reservation: Reservation) -> bool:
+        """Whether its devices are there, open and left by whoever holds them now once it starts."""
+        for part in reservation.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is None or pool.held_until_by(part.node, part.devices) > max(reservation.start_s, self.state.at_s):
+                return False
+            for closes_s, opens_s in self.closed.get(part.node, ()):
+                if closes_s < reservation.end_s and reservation.start_s < opens_s:
+                    return False
+        return True
+
     def forget_promises(self) -> None:
         """All that is reserved is open again, but for what is kept for those that move."""
         for pool in self.pools:
@@ -219,9 +231,11 @@ class Desk:
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
         """Who waits for devices, first things first, and by when it should be done (infinity: at some time).
 
-        By priority, then whose turn it is. Of those first all that could meet their deadlines if they started now, the
-        earliest first; then all, without deadlines, but of the largest the larger first.
+        Who is promised a speed; then by priority, then whose turn it is. Of those first all that could meet their
+        deadlines if they started now, the earliest first; then all, without deadlines, but of the largest the larger
+        first.
         """
+        yield from ((waiting, inf) for waiting in self.promised_first())
         place = self._places()
         turns = sorted((-priority, place(user), user) for priority, user in self._lines)
         for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
@@ -231,6 +245,12 @@ class Desk:
                     yield self.waiting[job_id], by_s
             for _, _, job_id in merged([self._ordered(line) for line in self._lines_of(keys)]):
                 yield self.waiting[job_id], inf
+
+    def promised_first(self) -> list[Waiting]:
+        """Those that wait with a promised speed, as they came, and who was due before the last of them came."""
+        last_s = max((waiting.due_s for waiting in self.guaranteed.values()), default=-inf)
+        standings = merged([line.in_order() for line in self._lines.values()]) if self.guaranteed else ()
+        return [self.waiting[job_id] for _, _, job_id in takewhile(lambda one: one[0] <= last_s, standings)]
 
     def wake_at_s(self, at_s: float) -> float | None:
         """When the next of those who wait for a time need not any more, or the next node closes or opens."""
@@ -262,7 +282,9 @@ class Desk:
         return None if None in pools else pools[0]
 
     def due_s(self, job: Job) -> float:
-        """From when on nobody who comes later goes before it."""
+        """From when on nobody who comes later goes before it: at once where it is promised its speed."""
+        if job.spec.guarantee is not None:
+            return job.submitted_at_s
         return job.submitted_at_s + PATIENCE * self.prospects.size_of(job)[0]
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
@@ -313,10 +335,13 @@ class Desk:
 
     def _line_up(self, waiting: Waiting) -> None:
         self._lines.setdefault(self._line_of(waiting.job), Line()).add(waiting)
+        if waiting.job.spec.guarantee is not None:
+            self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
 
     def _leave(self, job_id: str) -> None:
         waiting = self.waiting.pop(job_id)
+        self.guaranteed.pop(job_id, None)
         if self._stands(waiting):
             key = self._line_of(waiting.job)
             self._lines[key].remove(waiting)

@@ -18,10 +18,11 @@ from orchestrator.scheduling.decide import (
     price_of,
 )
 from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.elastic import growth, in_time, making_way
+from orchestrator.scheduling.elastic import Move, growth, in_time, making_way
 from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.scheduling.moves import can_move, claims_of, moved
+from orchestrator.scheduling.promises import answered, kept_slots, may_start_sooner, room_for_promises
 from orchestrator.scheduling.quotas import Turns
 from orchestrator.scheduling.settle import settled, with_job
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -95,18 +96,30 @@ def _move(
     state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
 ) -> tuple[State, tuple[Stop, ...]]:
     """Stop one for a deadline, or that others gain more by than it loses, or else one that gains by what is idle."""
+    if (room := room_for_promises(state, desk)) is not None:
+        sooner = [room.slot if one.job_id == room.slot.job_id else one for one in state.reservations]
+        stopped, stops = _stopped(state, desk, room.moves)
+        return (replace(stopped, reservations=tuple(sooner)) if stops else stopped), stops
     move = in_time(desk, late, state.at_s) or making_way(desk, waits, state.at_s)
     move = move or (growth(desk, state.at_s) if desk.idle else None)
-    if move is None:
-        return state, ()
-    if move.from_s > state.at_s:
-        look_at_s = move.from_s if state.look_at_s is None else min(state.look_at_s, move.from_s)
+    return (state, ()) if move is None else _stopped(state, desk, [move])
+
+
+def _stopped(state: State, desk: Desk, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
+    """All of them stopped together, or looked at again once all have run for long enough."""
+    from_s = max(move.from_s for move in moves)
+    if from_s > state.at_s:
+        look_at_s = from_s if state.look_at_s is None else min(state.look_at_s, from_s)
         return replace(state, look_at_s=look_at_s), ()
-    gone, stop = moved(move.job, move.why, state.at_s, move.claims)
-    desk.learn(move.job, gone)
-    if move.claims:
-        desk.keep(gone)
-    return with_job(state, gone), (stop,)
+    stops = []
+    for move in moves:
+        gone, stop = moved(move.job, move.why, state.at_s, move.claims)
+        desk.learn(move.job, gone)
+        if move.claims:
+            desk.keep(gone)
+        state = with_job(state, gone)
+        stops.append(stop)
+    return state, tuple(stops)
 
 
 def _round(
@@ -119,16 +132,26 @@ def _round(
     actions: list[Action] = []
     waits: list[tuple[Waiting, Reservation]] = []
     late: list[tuple[Waiting, float]] = []
-    if not (desk.idle or desk.is_stale or desk.elastic):
+    if not (desk.idle or desk.is_stale or desk.elastic or desk.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []
+    slots = kept_slots(state, desk)
     desk.forget_promises()
+    desk.promise(slots.values())
     price = price_of(desk)
     of_array = Counter[str | None]()
     turns = Turns(desk)
     for waiting, by_s, devices_max in turns:
         may_reserve = len(promised) < RESERVATIONS_MAX
+        own = slots.pop(waiting.job.id, None)
+        if own is not None and not may_start_sooner(desk, waiting):
+            promised.append(own)
+            turns.heard(waiting, Wait(reason=waiting.job.reason, reservation=own))
+            continue
+        if own is not None:
+            desk.forget_promises()
+            desk.promise((*slots.values(), *promised))
         if claims := claims_of(waiting.job):
             devices_max, its_price = sum(len(part.devices) for part in claims), PRICE_IDLE
         else:
@@ -136,6 +159,7 @@ def _round(
         outcome = crowded(desk, waiting.job, of_array) or decide(
             state, desk, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
+        outcome = answered(state, waiting, outcome, own)
         if outcome is None:
             late += [(waiting, by_s)] if by_s < inf else []
             continue
@@ -165,7 +189,7 @@ def _answered(
             job, attempt = _begin(state, job, chosen)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
-            if wait.reason == job.reason:
+            if wait.reason == job.reason and job is state.jobs.get(job.id):
                 return state, ()
             job = replace(job, reason=wait.reason)
         case NeverFits() as never:

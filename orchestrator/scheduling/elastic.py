@@ -44,7 +44,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moving:
+class Moving:
     """A running job that could be moved, and what that takes."""
 
     job: Job
@@ -80,8 +80,8 @@ class _Way(NamedTuple):
 def growth(desk: Desk, at_s: float) -> Move | None:
     """Who gains most by devices that are idle and promised to nobody: more than the restart costs once more."""
     price = price_of_idle(desk)
-    found: list[tuple[float, _Moving, Entry, float]] = []
-    for one in _movable(desk, desk.growing, at_s):
+    found: list[tuple[float, Moving, Entry, float]] = []
+    for one in movable(desk, desk.growing, at_s):
         if not one.pool.idle or one.left_s <= 2 * one.paid_s:
             continue
         cost_s = one.left_s * (1 + price * one.devices)
@@ -108,9 +108,9 @@ def in_time(desk: Desk, late: Sequence[tuple[Waiting, float]], at_s: float) -> M
     deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991,
     Earliest Deadline Scheduling for Real-Time Database Systems, RTSS).
     """
-    movable = sorted(_movable(desk, desk.elastic, at_s), key=lambda one: -one.slack_s) if late else []
+    able = sorted(movable(desk, desk.elastic, at_s), key=lambda one: -one.slack_s) if late else []
     for waiting, by_s in late[:LATE_MAX]:
-        ways = ((one, entry) for one in movable if (entry := _in_time(desk, one, waiting, by_s, at_s)) is not None)
+        ways = ((one, entry) for one in able if (entry := _in_time(desk, one, waiting, by_s, at_s)) is not None)
         for one, entry in islice(ways, TRIED_MAX):
             if _could_start(one, entry, at_s):
                 why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
@@ -118,7 +118,7 @@ def in_time(desk: Desk, late: Sequence[tuple[Waiting, float]], at_s: float) -> M
     return None
 
 
-def _in_time(desk: Desk, one: _Moving, waiting: Waiting, by_s: float, at_s: float) -> Entry | None:
+def _in_time(desk: Desk, one: Moving, waiting: Waiting, by_s: float, at_s: float) -> Entry | None:
     """The cheapest that the waiting job could run as in the place of the running one with both in time.
 
     Nothing where it says hours: it may wait for those, and whoever made way would start again, and be stopped again.
@@ -143,7 +143,7 @@ def _in_time(desk: Desk, one: _Moving, waiting: Waiting, by_s: float, at_s: floa
 
 def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: float) -> Move | None:
     """Who shall be stopped for those that wait: of who ends last, the first for whom they gain more than it loses."""
-    for one in _movable(desk, islice(desk.last_elastic(), TRIED_MAX) if waits else (), at_s):
+    for one in movable(desk, islice(desk.last_elastic(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(desk, one, waits)
         ways = [_way(one, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth for way in ways):
@@ -159,7 +159,7 @@ def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: f
 
 
 def _ahead_of(
-    desk: Desk, one: _Moving, waits: Iterable[tuple[Waiting, Reservation]]
+    desk: Desk, one: Moving, waits: Iterable[tuple[Waiting, Reservation]]
 ) -> list[tuple[Waiting, Reservation, Entry]]:
     """Of those that wait who would go before it, and as what on devices that it leaves or that are idle.
 
@@ -183,7 +183,7 @@ def _ahead_of(
     return found
 
 
-def _way(one: _Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s: float) -> _Way:
+def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s: float) -> _Way:
     """What becomes of it if the first of these takes its place, and after that whoever still finds room."""
     room, gain_s, away_s, jobs = one.devices + one.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
@@ -205,12 +205,13 @@ def _entry(desk: Desk, waiting: Waiting, pool: Pool, devices: int) -> Entry | No
     return None
 
 
-def _could_start(one: _Moving, entry: Entry, at_s: float) -> bool:
+def _could_start(one: Moving, entry: Entry, at_s: float) -> bool:
     end_s = at_s + entry.seconds
     return one.pool.place_again(one.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[_Moving]:
+def movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[Moving]:
+    """Of these running jobs the ones that could be stopped, each with what that takes."""
     for job_id in job_ids:
         job = desk.running[job_id]
         attempt = job.last
@@ -218,4 +219,4 @@ def _movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[_Movin
         if attempt is not None and pool is not None and desk.ends_s[job_id] < inf:
             from_s = attempt.launched_at_s + (1 + REST) * pool.launch_cost_s
             slack_s = inf if job.deadline_s is None else job.deadline_s - desk.ends_s[job_id]
-            yield _Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)
+            yield Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)

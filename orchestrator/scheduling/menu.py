@@ -21,6 +21,7 @@ from orchestrator.scheduling.shape import Shape, shape_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, State
@@ -35,6 +36,7 @@ UNKNOWN_LENGTH_S = 86_400.0
 # the frontiers of the jobs, 2026-11-23).
 HEADROOM = 1.25
 BURSTS_WITHOUT_HEADROOM = 3
+AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,14 +94,20 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     measured = measured_peaks(job, device.name)
     shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
 
-    def of(fitting: Sequence[tuple[Candidate, Shape, int]]) -> Menu:  # and the free bytes that a device must have
+    def of(
+        fitting: Sequence[tuple[Candidate, Shape, int]],
+    ) -> Menu | NeverFits:  # and the free bytes that a device must have
         seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
-        entries = tuple(
+        entries: Sequence[Entry] = [
             Entry(one, shape, least, launch_cost_s + length_s, probe=probe is not None)
             for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
-        )
+        ]
+        if job.spec.guarantee is not None and probe is None:
+            entries = as_guaranteed(job, entries)
+            if not entries:
+                return NeverFits(why=lambda: _why_not_guaranteed(job.spec, device.name))
         best = best_of_each(entries)
-        return Menu(fitting=entries, entries=best, most_bytes=max(one.least_bytes for one in best))
+        return Menu(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
 
     needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
@@ -112,7 +120,33 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     if one is None or (shape := shapes(one.plan)) is None:
         return NeverFits(why=why)
     least = corrected_bytes(one.estimate, calibrated.correction_of(one.plan, one.estimate))
-    return NeverFits(why=why, likeliest=of([(one, shape, least)]))
+    likely = of([(one, shape, least)])
+    return NeverFits(why=why, likeliest=likely) if isinstance(likely, Menu) else likely
+
+
+def as_guaranteed(job: Job, entries: Sequence[Entry]) -> Sequence[Entry]:
+    """Those of the entries that are as fast as the job's request, each on the fewest nodes; none: its request is not.
+
+    Where reality has refuted the request since it was promised, the job goes on with no fewer devices, or what is left.
+    """
+    guarantee = job.spec.guarantee
+    assert guarantee is not None, job.id
+    packed = [replace(one, shape=replace(one.shape, shares=one.shape.shares[:1])) for one in entries]
+    asked = [one for one in packed if one.devices == job.spec.guaranteed_gpus]
+    if guarantee.step is not None:
+        kept = [one for one in packed if one.candidate.step_s <= guarantee.step * AS_FAST]
+    else:
+        mildest = [one.seconds for one in asked if one.candidate.degradation == asked[0].candidate.degradation]
+        kept = [one for one in packed if one.seconds <= min(mildest, default=-inf) * AS_FAST]
+    if kept or not (job.attempts or job.starts_by_s is not None):
+        return kept
+    return [one for one in packed if one.devices >= job.spec.guaranteed_gpus] or packed
+
+
+def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
+    if spec.guarantee is not None and spec.guarantee.step is not None:
+        return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device} is as fast"
+    return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
 
 
 def _headroom(job: Job, device: str) -> float:

@@ -20,11 +20,11 @@ def is_elastic(job: Job) -> bool:
     """Whether a job that runs can be stopped at no loss, and go on with whatever devices it gets then.
 
     Our own engines save when they are asked to end, and load on every layout; a script may say that it does. Who has
-    hours within which it starts is left alone.
+    hours within which it starts, or is guaranteed a speed, is left alone.
     """
     spec = job.spec
     saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
-    return saves and spec.optimizer_steps is not None and spec.between is None
+    return saves and spec.optimizer_steps is not None and spec.between is None and spec.guarantee is None
 
 
 def may_grow(job: Job) -> bool:

@@ -108,7 +108,8 @@ class Prospects:
     def _menus_at(self, job: Job, version: int) -> Menus:
         if job.attempts:
             return self._menus_on_all(job)
-        key = (job.spec.family_name, job.spec, job.fault is None)  # what is rehearsed is not probed
+        is_promised = job.starts_by_s is not None
+        key = (job.spec.family_name, job.spec, job.fault is None, is_promised)  # what is rehearsed is not probed
         known = self._menus.get(key)
         if known is None or known[0] != version:
             if len(self._menus) >= MENUS_MAX:

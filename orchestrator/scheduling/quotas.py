@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from math import inf
 
 from orchestrator.scheduling.decide import Chosen, Wait, must_wait
 from orchestrator.scheduling.desk import Desk
@@ -30,7 +31,8 @@ class Turns:
 
     Guarantees count only while several teams wait: a team alone takes what there is. A promise counts as what is held,
     so that a team with many jobs is not served beyond its guarantee before others. But a team that holds nothing comes
-    before all guarantees with one job that is due: though quotas cover the whole cluster, nobody starves.
+    before all guarantees with one job that is due: though quotas cover the whole cluster, nobody starves. Before all
+    of them come jobs that are promised a speed: their teams' quotas were counted when they were submitted.
     """
 
     def __init__(self, desk: Desk) -> None:
@@ -39,6 +41,7 @@ class Turns:
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
         self._without: set[str] = set()  # teams that wait and hold nothing
         self._heard: set[str] = set()  # jobs that have their answer
+        self._promised = desk.promised_first()
         if self._policy is None or not self._policy.has_quotas:
             return
         teams = set(map(self._team_of, desk.users))
@@ -57,7 +60,8 @@ class Turns:
         ahead: list[tuple[Waiting, float, int | None]] = []
         idle = self._desk.idle
         for number, turn in enumerate(self._all()):
-            is_looked_at = number < LOOKED_AT_MAX and bool(self._desk.elastic)
+            of_others = number - len(self._promised)
+            is_looked_at = of_others < 0 or (of_others < LOOKED_AT_MAX and bool(self._desk.elastic))
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
@@ -71,6 +75,7 @@ class Turns:
             yield from [one for one in ahead[:LOOKED_AT_MAX] if one[0].job.id not in self._heard]
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
+        yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._unheard() if self._without else ():
             if waiting.due_s <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
                 yield waiting, by_s, None

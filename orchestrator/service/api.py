@@ -26,6 +26,7 @@ from orchestrator.service.views import (
     node_view,
     observations_from_view,
     observations_view,
+    promise_view,
 )
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -136,7 +137,8 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         """All or none: one transaction."""
         asked = [_asked(one, f"submitted job {number}") for number, one in enumerate(request.jobs, 1)]
         ids = controller.submit_all(asked)
-        return {"ids": ids, "late": late(controller.state, ids)}
+        promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
+        return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
 
     @app.get("/jobs")
     def jobs(

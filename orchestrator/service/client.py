@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from orchestrator.service.teams import TeamView
-from orchestrator.service.views import ExplanationView, JobView, observations_view
+from orchestrator.service.views import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.state import Observation
 
@@ -39,13 +39,14 @@ class Client:
         """The id of the job that is in the queue when this returns."""
         return self._json("POST", "/jobs", {"spec": _signed(spec), "fault": fault})["id"]
 
-    def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
-        """The ids of jobs that are all in the queue when this returns, and why some will be late for their deadlines.
+    def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
+        """The ids of jobs that are all in the queue when this returns.
 
-        Where one is refused, none is in the queue.
+        With why some will be late for their deadlines, and what is promised to those with a guarantee. Where one is no
+        job, none is in the queue.
         """
         answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": _signed(spec)} for spec in specs]})
-        return answer["ids"], answer["late"]
+        return answer["ids"], answer["late"], answer["promises"]
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
         """Every live job, and at most so many of those that ended last, in the order of the queue."""

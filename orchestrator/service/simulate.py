@@ -28,6 +28,8 @@ from orchestrator.specs.state import Action, Event, Job, State
 
 FOREVER_S = 1e9
 TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug
+ROUNDING_S = 1e-3
+AS_FAST = 1 + 1e-9
 SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
 
 
@@ -50,6 +52,16 @@ class Outcome:
     alone_s: float  # from its launch to its end, had it had the cluster for itself
     deadline_s: float | None
     attempts: tuple[Process, ...]
+    request_step_s: float | None = None  # true seconds of a step as its request would run, where it asks for a promise
+    starts_by_s: float | None = None  # as promised; None: it was promised nothing
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Whether it started in time, and no attempt trained slower than its request would have."""
+        if self.starts_by_s is None or self.started_at_s is None or self.request_step_s is None:
+            return False
+        in_time = self.started_at_s <= self.starts_by_s + ROUNDING_S
+        return in_time and all(one.step_s <= self.request_step_s * AS_FAST for one in self.attempts)
 
     @property
     def completion_s(self) -> float:
@@ -85,6 +97,9 @@ class Report(TypedDict):
     utilisation: float  # of all devices until the last end
     deadlines: int
     deadlines_met: int
+    guaranteed: int  # jobs that ask for a promised speed
+    promised: int  # of them those that were not refused
+    promises_kept: int
     restarts: int
 
 
@@ -243,7 +258,17 @@ def _outcome(arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: flo
         alone_s=launch_cost_s + alone_s(arrival, devices, attempts),
         deadline_s=arrival.deadline_s,
         attempts=attempts,
+        request_step_s=_request_step_s(arrival),
+        starts_by_s=attempts[0].job.starts_by_s if attempts else None,
     )
+
+
+def _request_step_s(arrival: Arrival) -> float | None:
+    guarantee = arrival.spec.guarantee
+    if guarantee is None:
+        return None
+    told_s = guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
+    return None if told_s is None else told_s * arrival.step_factor
 
 
 def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
@@ -284,6 +309,9 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
         deadlines=sum(one.deadline_s is not None for one in outcomes),
         deadlines_met=sum(one.in_time for one in outcomes),
+        guaranteed=sum(one.request_step_s is not None for one in outcomes),
+        promised=sum(one.starts_by_s is not None for one in outcomes),
+        promises_kept=sum(one.keeps_promise for one in outcomes),
         restarts=sum(max(0, len(one.attempts) - 1) for one in outcomes),
     )
 

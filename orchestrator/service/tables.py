@@ -20,6 +20,7 @@ from orchestrator.service.views import (
     JobView,
     NodeView,
     ProgressView,
+    PromiseView,
     picture_from_view,
 )
 from orchestrator.specs.attempt import PROBE_STEPS
@@ -70,6 +71,8 @@ def job_panel(job: JobView) -> RenderableType:
     head.add_row("why", Text(job["reason"]))
     head.add_row("submitted", _clock(job["submitted_at_s"]))
     head.add_row("wants", f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}")
+    if job["promise"] is not None:
+        head.add_row("guarantee", Text(promise_words(job["promise"])))
     if job["progress"]:
         head.add_row("progress", progress_line(job["progress"]))
     parts: list[RenderableType] = [head]
@@ -167,6 +170,8 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
     """Each attempt's bytes by cause and by moment beside what was measured, what it taught, and the frontier now."""
     job = explanation["job"]
     parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
+    if job["promise"] is not None and not job["promise"]["refused"]:
+        parts.append(Text(f"It {promise_words(job['promise'])}."))
     for attempt, said in zip(job["attempts"], explanation["lessons"], strict=True):
         title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
         parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
@@ -345,6 +350,18 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
     ]
 
 
+def promise_words(promise: PromiseView) -> str:
+    """What a job with a guarantee is promised, or why it is refused."""
+    if promise["refused"]:
+        return f"is refused: {promise['refused']}"
+    gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
+    if promise["starts_by_s"] is None:
+        return f"is promised the speed of {gpus}, or refused, once the cluster is seen"
+    return (
+        f"is promised at least the speed of {gpus}, from {local_minute(promise['starts_by_s'], None)} on at the latest"
+    )
+
+
 def _gpus(job: JobView) -> str:
     """How many it wants: `1 gpu`, `2-8 gpus`."""
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
@@ -353,7 +370,11 @@ def _gpus(job: JobView) -> str:
 def _why(job: JobView) -> str:
     if job["cancelling"] and job["status"] == "running":
         return "is being cancelled"
-    return job["reason"].partition("\n")[0]
+    why = job["reason"].partition("\n")[0]
+    promise = job["promise"]
+    if promise is None or promise["starts_by_s"] is None or job["status"] != "queued":
+        return why
+    return f"{why}; starts by {local_minute(promise['starts_by_s'], None)} at the latest"
 
 
 def _clock(at_s: float) -> str:

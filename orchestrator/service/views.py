@@ -20,7 +20,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import in_short, settings
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.state import Job, Observation, State
+from orchestrator.specs.state import Job, JobStatus, Observation, State
 
 
 class MomentView(TypedDict):
@@ -110,8 +110,17 @@ class JobView(TypedDict):
     global_batch_size: int
     gpus: str
     is_script: bool
+    promise: PromiseView | None  # None: it asks for no guarantee
     attempts: list[AttemptView]
     progress: ProgressView | None
+
+
+class PromiseView(TypedDict):
+    """What became of a job's `guarantee` at its submission."""
+
+    gpus: int  # whose speed it asks for
+    starts_by_s: float | None  # None: it was refused, or the cluster was not seen yet
+    refused: str  # why; "" where it was not
 
 
 class PointView(TypedDict):
@@ -170,9 +179,18 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec | Non
         global_batch_size=job.spec.global_batch_size,
         gpus=_span(job.spec.gpus.min, job.spec.gpus.max),
         is_script=job.spec.is_script,
+        promise=promise_view(job),
         attempts=[attempt_view(attempt) for attempt in job.attempts],
         progress=_progress(job, beats) if beats else None,
     )
+
+
+def promise_view(job: Job) -> PromiseView | None:
+    """What the job is promised; None where it asks for nothing."""
+    if job.spec.guarantee is None:
+        return None
+    refused = job.reason if job.status is JobStatus.REFUSED else ""
+    return PromiseView(gpus=job.spec.guaranteed_gpus, starts_by_s=job.starts_by_s, refused=refused)
 
 
 def attempt_view(attempt: Attempt) -> AttemptView:

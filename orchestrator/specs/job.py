@@ -175,6 +175,25 @@ def _dependencies(said: object) -> object:
     return tuple({"job": one} if isinstance(one, str) else one for one in entries)
 
 
+class Guarantee(Noun):
+    """The speed that a job is promised from its start on: that of its request."""
+
+    gpus: int | None = Field(
+        default=None, ge=1, description="devices of the request; without it the most that the job may take"
+    )
+    step: Seconds | None = Field(
+        default=None,
+        gt=0,
+        description="what an optimizer step takes on them with the requested plan; without it the fastest plan counts",
+    )
+
+
+def _request(said: object) -> object:
+    if isinstance(said, str) and said != "requested":
+        raise ValueError("a guarantee is `requested`, or a mapping of `gpus` and `step`")
+    return {} if said == "requested" else said
+
+
 class JobSpec(Noun):
     """One training job: a `command` with `knobs`, or a `model` with `data`."""
 
@@ -187,6 +206,17 @@ class JobSpec(Noun):
     by: By | None = None  # when it should be done; without a zone: that of the machine that reads it
     between: Hours | None = None  # starts within these hours only; without a zone: that of the machine that reads it
     gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
+    guarantee: Annotated[
+        Guarantee | None,
+        BeforeValidator(_request),
+        Field(
+            description="`requested` promises at least the speed of the request, from a time on that is told at "
+            "submission; a job that cannot be promised it is refused. Without it the job gets what is left."
+        ),
+        WithJsonSchema(
+            {"anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}], "default": None}
+        ),
+    ] = None
     steps: int | None = Field(default=None, ge=1)  # optimizer steps of a script; a model says training.max_steps
     speeds: Speeds = ()  # seconds per optimizer step that a script was measured at, by number of devices
     global_batch_size: int = Field(ge=1)
@@ -234,6 +264,11 @@ class JobSpec(Noun):
         return self.model or self.trains
 
     @property
+    def guaranteed_gpus(self) -> int:
+        """Devices whose speed the job is promised; 0 where it is promised none."""
+        return 0 if self.guarantee is None else self.guarantee.gpus or self.gpus.max
+
+    @property
     def optimizer_steps(self) -> int | None:
         """From the job's beginning to its end; None where nobody says."""
         return self.steps if self.is_script else self.training.max_steps
@@ -279,10 +314,26 @@ class JobSpec(Noun):
             raise ValueError(f"`speeds` knows none of {self.gpus.min} to {self.gpus.max} devices, which `gpus` allows")
         if self.trainer is not None and self.command is None:
             raise ValueError("`trainer` says how somebody's script is driven: it needs a `command`")
+        self._check_guarantee()
         check(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         return self
+
+    def _check_guarantee(self) -> None:
+        """What is promised starts at a time that can be told, and ends at one."""
+        if self.guarantee is None:
+            return
+        if not self.gpus.min <= self.guaranteed_gpus <= self.gpus.max:
+            raise ValueError(
+                f"`guarantee.gpus` is {self.guaranteed_gpus}: `gpus` allows {self.gpus.min} to {self.gpus.max}"
+            )
+        if self.optimizer_steps is None:
+            raise ValueError("`guarantee` needs `steps`: what comes next is promised devices from the end of this on")
+        if self.after or self.between is not None:
+            raise ValueError("`guarantee` is given at submission: it goes with neither `after` nor `between`")
+        if self.member is not None and self.member.at_most < self.member.of:
+            raise ValueError("`guarantee` promises each job of an array its start: it does not go with `at_most`")
 
 
 def job_json_schema() -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Job:
     array: str | None = None  # id of the first job of its array
     waits_for: tuple[Dependency, ...] = ()  # of those that it comes after, the ones that have not ended
     deadline_s: float | None = None  # by when it should be done
+    starts_by_s: float | None = None  # from when on it has the speed that it is promised; None: it is promised none
     cancelling: bool = False
     attempts: tuple[Attempt, ...] = ()
     refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again

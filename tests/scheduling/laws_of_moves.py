@@ -47,6 +47,10 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             yield f"{attempt.name} is to grow onto {sorted(drained)}, which is drained"
     elif why.startswith("stopped to make way for"):
         other = t.after.jobs[why.split(":")[0].split()[5]]
+        if other.spec.guarantee is not None:
+            if other.status is not JobStatus.QUEUED or spec.guarantee is not None:
+                yield f"{attempt.name} makes way for {other.id}, which is {other.status}, or is guaranteed a speed"
+            return
         if other.status is not JobStatus.QUEUED or other.spec.priority < spec.priority:
             yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
         if other.spec.priority == spec.priority and t.after.policy is not None:

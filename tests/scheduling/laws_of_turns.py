@@ -19,8 +19,11 @@ from tests.scheduling.transition import Law, Transition, attempts, devices, of
 def _order(t: Transition) -> Iterator[str]:
     """The higher priority starts first, and nobody past an equal job that was ahead and could start as well.
 
-    But who waits for devices of another kind, which are worth that by their speed, lets others have these.
+    But who waits for devices of another kind, which are worth that by their speed, lets others have these; and promised
+    speeds go before priorities.
     """
+    if any(job.spec.guarantee is not None for job in t.after.jobs.values()):
+        return
     launches = list(of(Launch, t.actions))
     places = [-launch.job.spec.priority for launch in launches]
     if (t.after.policy is None or not t.after.policy.has_quotas) and places != sorted(places):
@@ -93,6 +96,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
             fresh = not other.attempts and launch.attempt.number == 1
             alike = _shape(other) == _shape(launch.job) and other.spec.gpus.min == other.spec.gpus.max
             borrows = owner != team and after > quota and claimed <= owner.quota
+            borrows = borrows and launch.job.spec.guarantee is None
             if borrows and ready and fresh and alike and not (held[team.name] == 0 and _is_overdue(t, launch)):
                 yield f"{launch.job.id} borrows what is {owner.name}'s own while {other.id} waits"
         held[team.name] = after

@@ -329,8 +329,8 @@ def slack_of(seconds: float) -> Plant:
     """Who runs can be away for so long, whatever its deadline."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        movable = elastic._movable
-        patch.setattr(elastic, "_movable", lambda *asked: [replace(one, slack_s=seconds) for one in movable(*asked)])
+        movable = elastic.movable
+        patch.setattr(elastic, "movable", lambda *asked: [replace(one, slack_s=seconds) for one in movable(*asked)])
 
     return plant
 

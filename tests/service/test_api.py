@@ -17,7 +17,7 @@ from orchestrator.backends.simulated import SimulatedBackend
 from orchestrator.service.api import BODY_BYTES_MAX, Service, create_app
 from orchestrator.service.controller import Controller
 from orchestrator.service.intake import read_cluster
-from orchestrator.service.tables import explanation_panel, queue_table
+from orchestrator.service.tables import explanation_panel, job_panel, promise_words, queue_table
 from orchestrator.service.teams import teams_table
 from orchestrator.service.views import node_from_view, observations_from_view, observations_view
 from orchestrator.specs.parse import parse_job
@@ -282,6 +282,24 @@ def test_a_shared_cluster_says_who_has_what_and_whose_each_job_is(tmp_path: Path
     assert (others["share"], others["held"], others["borrowed"], others["waiting"]) == (0.25, 1, 1, 1)
     assert "others/bob" in drawn(queue_table(jobs))
     assert "vision" in drawn(teams_table([vision, others]))
+    world.journal.close()
+
+
+def test_a_submission_says_what_is_promised_or_why_it_is_refused(tmp_path: Path) -> None:
+    policy = PolicySpec(teams=[{"name": "vision", "quota": 1, "users": ["ada"]}])
+    world = World(tmp_path, policy)
+    guaranteed = _spec() | {"guarantee": "requested"}
+    asked = [guaranteed | {"user": "ada"}, guaranteed | {"user": "bob"}, _spec()]
+    answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": spec} for spec in asked]}).json()
+    promised, refused = answer["promises"].values()
+    assert [*answer["promises"]] == ["lm-1", "lm-2"]
+    assert promise_words(promised).startswith("is promised at least the speed of 1 gpu, from ")
+    assert promise_words(refused).startswith("is refused: cannot be promised the speed of 1 device: 0 of the 0 devices")
+    job = world.client.get("/jobs/lm-1").json()["job"]
+    assert "guarantee" in drawn(job_panel(job))
+    assert "It is promised at least" in drawn(explanation_panel(world.client.get("/jobs/lm-1/explanation").json()))
+    assert "starts by" in drawn(queue_table([job | {"status": "queued"}]))
+    assert world.client.get("/jobs/lm-3").json()["job"]["promise"] is None
     world.journal.close()
 
 
