@@ -16,7 +16,7 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job import Guarantee, JobSpec
 from orchestrator.specs.state import JobStatus, Launch, Stop
 from tests.bench.scheduler import cluster_of
-from tests.scheduling.test_properties import SEEDS, SLOW_IS_FINE, played
+from tests.scheduling.test_properties import SEEDS, UNSHRUNK, played
 from tests.scheduling.transition import Transition, history, of
 from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario, random_tide
 
@@ -63,7 +63,7 @@ def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
                 yield f"{job.id} is refused after it was promised its start"
 
 
-@settings(SLOW_IS_FINE, max_examples=60)
+@settings(UNSHRUNK, max_examples=60)
 @given(SEEDS)
 def test_every_law_and_every_promise_holds_in_every_world(seed: int) -> None:
     journal = MemoryJournal()
@@ -72,7 +72,7 @@ def test_every_law_and_every_promise_holds_in_every_world(seed: int) -> None:
 
 
 @pytest.mark.long
-@settings(SLOW_IS_FINE, derandomize=False, max_examples=500)
+@settings(UNSHRUNK, max_examples=500)
 @given(SEEDS)
 def test_every_law_and_every_promise_holds_in_new_worlds(seed: int) -> None:
     test_every_law_and_every_promise_holds_in_every_world.hypothesis.inner_test(seed)
@@ -104,7 +104,7 @@ def outcomes_of(seed: int) -> tuple[Outcome, ...]:
     return simulate(trace, cluster, seed=seed).outcomes
 
 
-@settings(SLOW_IS_FINE, max_examples=40)
+@settings(UNSHRUNK, max_examples=40)
 @given(SEEDS)
 def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_ends(seed: int) -> None:
     outcomes = outcomes_of(seed)
