@@ -6,7 +6,7 @@ READY := $(VENV)/.installed
 
 # Tests that compute and start nothing, those that train or trace in processes of their own, and those of the service
 # and its world, which mostly wait: two kinds at a time.
-PURE := $(addprefix tests/,specs memory/foreign planning scheduling)
+PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long"
 
@@ -30,7 +30,7 @@ test-world:
 	$(PYTEST) --durations=15 $(addprefix --ignore=,$(PURE) $(TRAINED)) tests
 
 test-trained:
-	$(call told_at_its_end,$(PYTEST) --durations=15 --ignore=tests/memory/foreign $(TRAINED))
+	$(call told_at_its_end,$(PYTEST) --durations=15 $(TRAINED))
 
 test-pure:
 	$(call told_at_its_end,$(PYTEST) $(PURE))
@@ -54,7 +54,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench
 
 bench-memory: $(READY)
-	$(BIN)/python -m tests.bench memory published
+	$(BIN)/python -m tests.bench memory
 
 bench-cost: $(READY)
 	$(BIN)/python -m tests.bench cost

@@ -301,29 +301,13 @@ def plan(
 
 @app.command()
 def estimate(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="Job file (YAML); or trainings by other frameworks (CSV), a row each: id, model or arch, framework, "
-            "micro_batch, seq_len, precision; and where they matter n_gpus, sharding, tp, pp, cp, grad_accum, "
-            "act_ckpt, optimizer, peft, offload, compile_or_other, gpu_mem_GB.",
-        ),
-    ],
+    file: JobFile,
     settings: Settings = None,
     cluster: Cluster = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate one given plan: `--set zero_stage=3 --set micro_batch=2 --set dp=8`; or every row of a CSV file."""
-    if file.suffix == ".csv":
-        from orchestrator.service.published import estimated_row, read_rows, rows_table
-
-        if settings or cluster:
-            raise SpecError("the rows of a CSV file say everything themselves", path="--set, --cluster")
-        rows = [estimated_row(row) for row in read_rows(file)]
-        tell({"rows": rows}, as_json, rows_table(rows))
-        return
+    """Estimate one given plan of a job: `--set zero_stage=3 --set micro_batch=2 --set dp=8`."""
     from orchestrator.service.forecast import forecast_of
     from orchestrator.service.hardware import hardware_of
     from orchestrator.service.intake import read_job, read_overrides

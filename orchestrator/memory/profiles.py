@@ -249,7 +249,7 @@ def decoder_profile(
 
 
 def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
-    """The profile with the plain loss of somebody's script: 12 bytes a logit (foreign/heads.py)."""
+    """The profile with the plain loss of somebody's script: 12 bytes a logit."""
     *layers, head = profile.segments
     logits = sequence_length * vocab_size
     saved_bytes = head.saved_bytes + 4 * logits

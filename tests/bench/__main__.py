@@ -21,7 +21,6 @@ from tests.bench.figure import Figure, say
 NAMES = (
     "plan",
     "memory",
-    "published",
     "cost",
     "engines",
     "checkpoint",

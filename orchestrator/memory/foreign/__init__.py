@@ -1,1 +1,0 @@
-"""Trainings under frameworks that are not ours: rows as their authors wrote them, and the bytes these hold."""
