@@ -56,9 +56,8 @@ def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int 
     if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_told(evidence)):
         return _probed(attempt)
     succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
-    if swallowed is None and (
-        evidence.finished or (succeeded and not evidence.missing_artifacts and not evidence.nodes_lost)
-    ):
+    is_complete = attempt.probe or not evidence.missing_artifacts  # a probe writes into a folder of its own
+    if swallowed is None and (evidence.finished or (succeeded and is_complete and not evidence.nodes_lost)):
         return _probed(attempt) if attempt.probe else None
     if evidence.stopped and job.cancelling:
         return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")

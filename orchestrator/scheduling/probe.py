@@ -1,7 +1,7 @@
 """Shall a script be measured before it trains? Two short attempts tell what a sample needs.
 
-Whatever has become of a probe, it uses up no budget, and nothing of it is progress. What two of them measured is a line
-through both (memory/calibration.py); the first real attempt is planned with it.
+A probe uses up no budget, and nothing of it is progress; a bug met in it ends the job, as anywhere else. What two of
+them measured is a line through both (memory/calibration.py); the first real attempt is planned with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from orchestrator.memory.calibration import MARGIN, Calibration
 from orchestrator.planning.frontier import Candidate
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt, Failure, FailureKind
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Degradation, ZeroStage
@@ -18,6 +18,7 @@ from orchestrator.specs.state import Job
 
 PROBES_MAX = 2  # of a job
 MICRO_BATCHES_MIN = 3  # that the job could run with: of two, an attempt tells as much
+ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_batch_size
 
 
 def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
@@ -53,6 +54,11 @@ def probe_of(
         key=lambda one: one.plan.micro_batch_size,
         default=next(iter(fresh), None),
     )
+
+
+def is_of_batch(attempt: Attempt, failure: Failure) -> bool:
+    """Whether the probe failed only because batch normalisation cannot train on one sample: a larger batch can."""
+    return attempt.plan.micro_batch_size == 1 and ONE_SAMPLE in f"{failure.reason}\n{failure.excerpt}"
 
 
 def _surely_fits(one: Candidate, probed: Attempt, device: DeviceSpec) -> bool:

@@ -17,6 +17,7 @@ from orchestrator.scheduling.dispatch import empty_nodes, schedule
 from orchestrator.scheduling.drain import drain_requested, next_change_s
 from orchestrator.scheduling.fair import charged
 from orchestrator.scheduling.outcome import observe, warnings
+from orchestrator.scheduling.probe import is_of_batch
 from orchestrator.scheduling.settle import settled, with_job
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
@@ -211,10 +212,9 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
     if failure.kind in REFUTING:
         job = replace(job, refuted=job.refuted | {attempt.plan})
-    if attempt.probe and failure.kind is not FailureKind.GUARD_ABSENT:
-        # whatever else it met costs nothing: a real attempt would meet it, too
-        return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     budget = BUDGETS.get(failure.kind)
+    if attempt.probe and (budget is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
+        return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if budget is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
     used = sum(1 for a in job.attempts if a.failure and not a.probe and BUDGETS.get(a.failure.kind) == budget)

@@ -117,6 +117,23 @@ def test_two_probes_tell_the_largest_micro_batch_that_fits_and_the_first_real_at
     assert len(night.launched) == 3
 
 
+def test_a_bug_met_in_a_probe_ends_the_job() -> None:
+    night = Night()
+    night.submit(unknown())
+    bug = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="Traceback (most recent call last):\nKeyError: 'x'"),))
+    assert night.end(bug).probe
+    assert len(night.launched) == 1
+    assert night.state.jobs == {}, "it has failed"
+
+
+def test_a_probe_that_ends_before_it_is_stopped_needs_to_leave_nothing() -> None:
+    night = Night()
+    night.submit(unknown())
+    ended = replace(night.truth(night.launched[-1]), stopped=False, missing_artifacts=("model.pt",))
+    night.end(replace(ended, ranks=(RankEnd(rank=0, exit_code=0),)))
+    assert night.job().attempts[0].failure.kind is FailureKind.PROBED  # type: ignore[union-attr]
+
+
 def test_probes_take_as_few_devices_as_the_job_will() -> None:
     night = Night()
     nodes = idle_nodes(CLUSTERS[2])
@@ -150,9 +167,9 @@ def test_where_the_second_probe_runs_out_of_memory_the_first_one_is_what_runs() 
         Evidence(launch_error="no port"),
         Evidence(ranks=(RankEnd(rank=0, exit_code=-9),), hung_for_s=700.0),
     ],
-    ids=["bug", "node", "startup", "hang"],
+    ids=["one sample", "node", "startup", "hang"],
 )
-def test_whatever_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_as_it_would_alone(end: Evidence) -> None:
+def test_whatever_else_becomes_of_a_probe_uses_up_no_budget_and_the_job_begins_as_it_would_alone(end: Evidence) -> None:
     night = Night()
     budgets = {"oom": 0, "node": 0, "startup": 0, "hang": 0, "preemption": 0}
     night.submit(unknown(retries=budgets))
