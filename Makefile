@@ -7,7 +7,7 @@ READY := $(VENV)/.installed
 # Tests that compute and start nothing, those that train or trace in processes of their own, and those of the service
 # and its world, which mostly wait: two kinds at a time.
 PURE := $(addprefix tests/,specs planning scheduling)
-TRAINED := $(addprefix tests/,audio gpu memory training)
+TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long"
 
 .PHONY: demo demo-audio test test-pure test-trained test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler clean
