@@ -88,6 +88,7 @@ class OomReport:
     live_bytes: int
     capacity_bytes: int
     foreign_bytes: int = 0  # held on the device by other processes
+    pass_done: float | None = None  # share of the forward or backward pass that was done; None: unknown
     injected: bool = False  # raised by `orc rehearse`: says nothing about the plan
     message: str = ""
     steps_done: int = 0  # optimizer steps completed before it in this attempt

@@ -19,6 +19,7 @@ from orchestrator.specs.attempt import ErrorReport, OomReport
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.training import oom_report
 from orchestrator.training.monitor import write_durably
+from orchestrator.training.passes import modules_done
 
 if TYPE_CHECKING:
     from orchestrator.training.monitor import Monitor
@@ -151,11 +152,15 @@ class Guarded:
     def _oom_report(self, error: BaseException, requested_bytes: int | None) -> OomReport:
         message, monitor = str(error), self.monitor
         live_bytes, capacity_bytes = _device_memory(monitor.device)
+        done = monitor.pass_done
+        if done is None and monitor.phase == "forward":
+            done = modules_done(sys._getframe())
         return OomReport(
             rank=monitor.rank,
             step=monitor.step,
             steps_done=monitor.steps_done,
             phase=monitor.phase,
+            pass_done=done,
             requested_bytes=requested_bytes or oom_report.requested_bytes(message),
             live_bytes=live_bytes,
             capacity_bytes=capacity_bytes if monitor.device else oom_report.capacity_bytes(message) or capacity_bytes,

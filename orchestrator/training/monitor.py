@@ -19,6 +19,7 @@ from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings, write_json
 from orchestrator.training import progress
 from orchestrator.training.faults import raise_fault
+from orchestrator.training.passes import Passes
 
 if TYPE_CHECKING:
     from orchestrator.training.virtual_device import VirtualDevice
@@ -36,6 +37,7 @@ class Monitor:
     def __init__(self, settings: GuardSettings, rank: int | None) -> None:
         self._rank, self.is_rank, self.phase = rank, rank is not None, "startup"
         self.device: VirtualDevice | None = None
+        self._passes = Passes(self._allocations)
         self._capacity_bytes = settings.virtual_capacity_bytes
         self.step, self.steps_done, self._backwards = 0, 0, 0
         self.injected = False
@@ -78,13 +80,40 @@ class Monitor:
         progress.listen(self._step_told)
         torch.autograd.backward = self._watched(torch.autograd.backward)
         torch.autograd.grad = self._watched(torch.autograd.grad)
+        self._until_forward(torch)
+
+    def _until_forward(self, torch: Any) -> None:
+        """Take the first module that goes forward for training as the end of the startup; listen no longer then."""
+
+        def begun(module: Any, _: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                handle.remove()
+                if self.phase == "startup":
+                    self._passes.begin()
+                    self._enter("forward")
+
+        handle = importlib.import_module("torch.nn.modules.module").register_module_forward_pre_hook(begun)
+
+    @property
+    def pass_done(self) -> float | None:
+        """How much is done of the forward or backward pass that runs, as passes.Passes counts; None: unknown."""
+        return self._passes.done(self.phase)
+
+    def _allocations(self) -> int:
+        """Tensors that were ever given memory on this rank's device."""
+        if self.device is not None:
+            return self.device.allocations
+        cuda = self._cuda()
+        return 0 if cuda is None else int(cuda.memory_stats().get("allocation.all.allocated", 0))
 
     def _watched(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            self._passes.turn()
             self._enter("backward")
             result = backward(*args, **kwargs)
             self._backwards += 1
+            self._passes.end()
             self._enter("forward")
             return result
 
@@ -180,6 +209,7 @@ class Monitor:
                 self._cycle.clear()
                 self._complete(self.step + 1)
             self._cycle.add(id(optimizer))
+        self._passes.begin()
         self._enter("forward")
 
     def _step_told(self, step: int, loss: float | None) -> None:
@@ -196,6 +226,7 @@ class Monitor:
         self._last_step_s = now_s
         self.step = step
         self.steps_done += 1
+        self._passes.complete_step()
         if self.steps_done == 1 or self.is_behind or now_s >= self._next_beat_s:
             self.is_behind = False
             self.beat()

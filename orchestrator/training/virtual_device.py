@@ -48,6 +48,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.capacity_bytes = self._whole_bytes = capacity_bytes
         self.has_left = False  # in a forked child
         self.live_bytes = 0
+        self.allocations = 0  # storages that were ever made on it
         self.peak_bytes = 0  # highest since construction
         self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
         self.on_out_of_memory: Callable[[torch.cuda.OutOfMemoryError, int], None] | None = None
@@ -140,6 +141,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return 0
             death = self._deaths[key] = _Death(storage, self._forget)
             death.key, death.host = key, self.host
+            self.allocations += not self.host
             known = 0
         self._sizes[key] = size
         if self._deaths[key].host:

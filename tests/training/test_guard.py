@@ -280,6 +280,28 @@ def test_running_out_of_memory_is_reported_with_its_phase_and_bytes(tmp_path: Pa
     assert not guarded.has("error")
 
 
+DEEP = """
+import sys
+import torch
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
+optimizer = torch.optim.SGD(model.parameters())
+for rows in map(int, sys.argv[1:]):
+    model(torch.ones(rows, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("rows", [["16384"], ["64", "64", "16384"]])
+def test_an_out_of_memory_report_tells_how_far_the_forward_pass_had_come(tmp_path: Path, rows: list[str]) -> None:
+    # 4 MiB go in and each layer keeps as much: 36 MiB are full in the eighth layer of sixteen
+    guarded = run(tmp_path, script(tmp_path, DEEP), *rows, virtual_capacity_bytes=36 * MIB)
+    report = guarded.read("oom")
+    assert (report["phase"], report["step"]) == ("forward", len(rows) - 1)
+    assert report["pass_done"] == pytest.approx(7.5 / 16, abs=0.07)
+
+
 def test_an_out_of_memory_error_that_the_script_gives_up_on_is_reported(tmp_path: Path) -> None:
     guarded = train(tmp_path, "--width", "1024", "--catch", "3", virtual_capacity_bytes=4 * 1024 * 1024 * 4)
     assert guarded.exit_code == 3
