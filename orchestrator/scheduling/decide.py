@@ -188,12 +188,16 @@ def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: floa
     when it may start; nor where the cluster is shared: whose turn it is counts there, not whose jobs are short.
     """
     spec, wanted = waiting.job.spec, desk.wanted(now_s)
-    if spec.between is not None or by_s < inf:
-        hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
+    hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
+    goes_first = min(waiting.due_s, waiting.presses_s) <= now_s or spec.priority > 0 or desk.state.policy is not None
+    if spec.between is not None or goes_first or is_elastic(waiting.job):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
-    if waiting.due_s <= now_s or spec.priority > 0 or desk.state.policy is not None or is_elastic(waiting.job):
-        return lambda _, from_s: from_s
-    return lambda offer, from_s: max(from_s, room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds))
+
+    def with_room(offer: _Offer, from_s: float) -> float:
+        room_s = room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds)
+        return hours.start_s(max(from_s, room_s), offer.entry.seconds)
+
+    return with_room
 
 
 def _best(

@@ -161,7 +161,7 @@ def _round(
         )
         outcome = answered(state, waiting, outcome, own)
         if outcome is None:
-            late += [(waiting, by_s)] if by_s < inf else []
+            late += [(waiting, by_s)] if by_s < inf and waiting.presses_s <= state.at_s else []
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
             desk.promise((outcome.reservation,))
@@ -174,6 +174,8 @@ def _round(
         unheard.pop(waiting.job.id, None)
         state, done = _answered(state, desk, waiting, outcome)
         actions += done
+    presses_s = desk.presses_at_s()
+    looks_s += [] if presses_s is None else [presses_s]
     state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
     return state, tuple(actions), waits, [one for one in late if one[0].job.id in desk.waiting]
 

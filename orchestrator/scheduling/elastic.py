@@ -130,6 +130,8 @@ def _in_time(desk: Desk, one: Moving, waiting: Waiting, by_s: float, at_s: float
         return None
     if one.slack_s < inf and one.job.deadline_s is not None and one.job.deadline_s <= by_s:
         return None
+    if classes[0] == classes[1] and desk.due_s(one.job) <= at_s and one.job.order < waiting.job.order:
+        return None
     room, from_s = one.devices + one.pool.idle, max(at_s, one.from_s)
     able = [
         entry
@@ -168,12 +170,12 @@ def _ahead_of(
     """
     if one.slack_s < inf:
         return []
-    room, place = one.devices + one.pool.idle, (-one.job.spec.priority, desk.due_s(one.job))
+    room, place = one.devices + one.pool.idle, _place(one.job, desk.due_s(one.job), desk.state.at_s)
     shorter_s = SHORTER * one.left_s if desk.state.policy is None else -inf
     found = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority
-        if (-priority, waiting.due_s) >= place:
+        if _place(waiting.job, waiting.due_s, desk.state.at_s) >= place:
             continue
         if priority > one.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
             wide = sum(len(part.devices) for part in promised.placement)
@@ -181,6 +183,12 @@ def _ahead_of(
             if entry is not None:
                 found.append((waiting, promised, entry))
     return found
+
+
+def _place(job: Job, due_s: float, at_s: float) -> tuple[int, bool, float]:
+    """Where a job would stand in the queue: whoever is past its aging limit before all who came later."""
+    is_due = due_s <= at_s
+    return -job.spec.priority, not is_due, job.order if is_due else due_s
 
 
 def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s: float) -> _Way:

@@ -8,8 +8,12 @@ from datetime import datetime, timedelta
 from itertools import combinations
 from zoneinfo import ZoneInfo
 
+from orchestrator.scheduling.decide import crowded
 from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.fair import fair_tree, used_s
+from orchestrator.scheduling.line import Waiting
+from orchestrator.scheduling.menu import Menu
+from orchestrator.scheduling.moves import claims_of
 from orchestrator.specs.clock import Window
 from orchestrator.specs.job import Retries
 from orchestrator.specs.state import Job, JobStatus, Launch, State
@@ -133,6 +137,40 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
                 yield f"{launch.attempt.name} holds devices until {end_s} that {one.job_id} has from {one.start_s} on"
 
 
+def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str]:
+    """Whoever is past its aging limit has devices promised before anybody who came later and is no better starts.
+
+    What is promised nobody delays. Its hours, its array, drained nodes and memory that others hold
+    bind it.
+    """
+    launches = list(of(Launch, t.actions))
+    if not launches or (t.after.policy is not None and t.after.policy.has_quotas):
+        return
+    desk, promised = Desk(t.after), {one.job_id for one in t.after.reservations}
+    of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
+    for waiting in desk.waiting.values():
+        job = waiting.job
+        closed = job.spec.between is not None and job.spec.between.span(t.after.at_s)[0] > t.after.at_s
+        bound = closed or job.not_before_s > t.after.at_s or crowded(desk, job, of_array) is not None
+        if bound or job.id in promised or waiting.due_s > t.after.at_s or not _could_be_held(desk, waiting):
+            continue
+        for launch in launches:
+            alike = job.spec.priority == launch.job.spec.priority
+            alike = alike and (t.after.policy is None or job.user == launch.job.user)
+            if alike and job.order < launch.job.order and not (claims_of(launch.job) or launch.job.spec.guarantee):
+                yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
+
+
+def _could_be_held(desk: Desk, waiting: Waiting) -> bool:
+    """Whether it is known when enough devices come free for it: of a drained node that is not."""
+    return any(
+        pool.could_hold(entry.shape, entry.least_bytes)
+        and pool.earliest(entry.shape, desk.state.at_s, entry.seconds, entry.least_bytes) is not None
+        for pool, menu in desk.prospects.menus_of(waiting)
+        for entry in (menu.entries if isinstance(menu, Menu) else ())
+    )
+
+
 def _nothing_is_promised_twice(t: Transition) -> Iterator[str]:
     """No device is promised to two at the same time."""
     for one, other in combinations(t.after.reservations, 2):
@@ -206,6 +244,7 @@ LAWS: tuple[Law, ...] = (
     _order,
     _nobody_borrows_what_its_owner_waits_for,
     _no_reservation_is_delayed,
+    _the_due_are_delayed_by_nobody_who_came_later,
     _nothing_is_promised_twice,
     _dependants_wait,
     _arrays_are_bounded,

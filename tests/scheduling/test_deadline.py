@@ -33,7 +33,7 @@ def test_the_earliest_deadline_that_can_be_met_goes_first() -> None:
     events = [
         seen(node(devices=1)),
         submitted(1, script({1: 100.0})),
-        submitted(2, script({1: 10.0})),
+        submitted(2, script({1: 100.0})),
         submitted(3, due(2000.0, {1: 500.0})),
         submitted(4, due(1000.0, {1: 500.0})),
     ]

@@ -398,7 +398,12 @@ MOVING_BUGS: dict[str, tuple[Plant, str]] = {
 }
 
 
+def the_due_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(line.Line, "_due", lambda *_: 0)
+
+
 RUSHING_BUGS: dict[str, tuple[Plant, str]] = {
+    "the due forgotten": (the_due_forgotten, "is due and has nothing promised"),
     "deadlines of those who run ignored": (slack_of(inf), "is moved for no earlier deadline"),
     "time enough supposed": (slack_of(1e9), "misses its deadline by making way"),
 }

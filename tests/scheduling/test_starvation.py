@@ -1,0 +1,168 @@
+"""Nothing starves: past its aging limit a job is delayed by nobody who came later, whatever that one says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.backends.traces import Arrival, Trace, told
+from orchestrator.scheduling.desk import AGING, AGING_LATE, SLACK, Desk
+from orchestrator.scheduling.line import Line
+from orchestrator.service.simulate import Outcome, simulate
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.job import JobSpec
+from tests.scheduling.test_properties import UNSHRUNK
+
+HOUR_S, MONTH_S = 3600.0, 30 * 86_400.0
+LAUNCH_S, SHORT_S = 10.0, 600
+
+
+def cluster_of(nodes: int, devices: int) -> ClusterSpec:
+    node = NodeSpec(name="node", count=nodes, devices=devices, device="a800-80gb", host_memory="1TiB")
+    return ClusterSpec(name="busy", nodes=(node,), launch_cost=f"{LAUNCH_S}s")
+
+
+def stream(nodes: int, length_s: int, until_s: float, *, with_deadlines: bool) -> Outcome:
+    """What becomes of one job of all devices, from 1 h on, while short ones of one device keep 90 % busy."""
+    draw = random.Random("stream")
+    wide = Arrival(at_s=HOUR_S, spec=told("wide", {8 * nodes: 1.0}, length_s))
+    arrivals, at_s = [wide], 0.0
+    while at_s < until_s:
+        deadline_s = at_s + MONTH_S if with_deadlines else None
+        arrivals.append(Arrival(at_s=at_s, spec=told("short", {1: 1.0}, SHORT_S), deadline_s=deadline_s))
+        at_s += draw.expovariate(0.9 * 8 * nodes / SHORT_S)
+    arrivals.sort(key=lambda one: one.at_s)
+    outcomes = simulate(Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8), seed=0).outcomes
+    return outcomes[arrivals.index(wide)]
+
+
+def waits_of_the_wide(nodes: int, length_s: int, until_s: float) -> list[float]:
+    """Without, and with, deadlines of the short ones that are a month away."""
+    found = []
+    for with_deadlines in (False, True):
+        one = stream(nodes, length_s, until_s, with_deadlines=with_deadlines)
+        assert one.started_at_s is not None
+        found.append(one.started_at_s - one.submitted_at_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nodes", "length_s", "until_s"),
+    [
+        pytest.param(2, 600, 6 * HOUR_S, id="16 devices"),
+        pytest.param(8, 3600, 24 * HOUR_S, marks=pytest.mark.long, id="64 devices, for a day"),
+        pytest.param(8, 3600, 48 * HOUR_S, marks=pytest.mark.long, id="64 devices, for two days"),
+    ],
+)
+def test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(nodes: int, length_s: int, until_s: float) -> None:
+    waits_s = waits_of_the_wide(nodes, length_s, until_s)
+    limit_s = AGING * (LAUNCH_S + length_s)
+    assert limit_s < until_s - HOUR_S - 2 * SHORT_S, "the stream lasts for longer"
+    assert all(wait_s <= limit_s + LAUNCH_S + SHORT_S for wait_s in waits_s)
+    assert abs(waits_s[0] - waits_s[1]) <= LAUNCH_S + SHORT_S
+
+
+def random_stream(draw: random.Random) -> Trace:
+    """Jobs of every width, length, deadline, hours and class, more than the devices can do in time."""
+    arrivals, at_s = [], 0.0
+    for _ in range(draw.randint(20, 60)):
+        at_s += draw.expovariate(1 / 120.0)
+        alone_s = draw.choice((30, 300, 3000)) * draw.uniform(0.5, 1.5)
+        least = draw.choice((1, 1, 2, 4))
+        speeds = {count: alone_s / 100 / count**0.7 for count in (1, 2, 4) if count >= least}
+        spec = told("job", speeds, 100)
+        spec = spec.model_copy(update={"priority": draw.choice((0, 0, 0, 3))})
+        if draw.random() < 0.3:
+            spec = still(spec)
+        if draw.random() < 0.1:
+            opens, closes = draw.choice((("00:00", "12:00"), ("02:00", "04:00")))
+            spec = JobSpec.model_validate(spec.model_dump() | {"between": f"{opens}-{closes} UTC"})
+        slack = draw.choice((None, 1.2, 4.0, 1e4))
+        deadline_s = None if slack is None else at_s + LAUNCH_S + slack * alone_s
+        arrivals.append(Arrival(at_s=at_s, spec=spec, deadline_s=deadline_s))
+    return Trace(name="stream", arrivals=tuple(replace(one, at_s=one.at_s - arrivals[0].at_s) for one in arrivals))
+
+
+def delayed(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
+    """Jobs that wait past their aging limits for longer than all who came earlier, or are better, could take.
+
+    Whatever runs then may end first. Who says hours is bound by them.
+    """
+    found = []
+    for number, (given_, one) in enumerate(zip(trace.arrivals, outcomes, strict=True)):
+        assert one.started_at_s is not None
+        assert one.ended_at_s is not None
+        spec = given_.spec
+        if spec.between is not None:
+            continue
+        longest_s = LAUNCH_S + 100 * max(step_s for _, step_s in spec.speeds)
+        due_s = one.submitted_at_s + AGING * longest_s
+        if one.deadline_s is not None and one.deadline_s - one.submitted_at_s <= (1 + SLACK) * longest_s:
+            due_s = one.deadline_s + AGING_LATE * AGING * longest_s
+        before = [
+            process
+            for other, (its, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True))
+            for process in outcome.attempts
+            if other != number and (process.ended_at_s or 0.0) > due_s
+            if other < number or its.spec.priority > spec.priority or process.launched_at_s <= due_s
+        ]
+        others_s = sum((process.ended_at_s or 0.0) - max(due_s, process.launched_at_s) for process in before)
+        if one.started_at_s > due_s + others_s + 1.0:
+            found.append(f"job {number} starts {one.started_at_s - due_s - others_s:.0f} s after all who may go before")
+    return found
+
+
+@settings(UNSHRUNK, max_examples=30)
+@given(st.integers(0, 2**32))
+def test_nobody_waits_past_its_limit_for_who_came_later(seed: int) -> None:
+    trace = random_stream(random.Random(seed))
+    assert delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) == []
+
+
+def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
+    """Two wait for the one device: the longer has a deadline, and goes first only where it would be missed else."""
+    for lengths, first in ((100.0, 1), (1.5, 2)):
+        length_s = LAUNCH_S + 100.0
+        jobs = (
+            Arrival(at_s=0.0, spec=told("runs", {1: 1.0}, 50)),
+            Arrival(at_s=1.0, spec=told("short", {1: 1.0}, 60)),
+            Arrival(at_s=2.0, spec=told("due", {1: 1.0}, 100), deadline_s=60.0 + lengths * length_s),
+        )
+        outcomes = simulate(Trace(name="two", arrivals=jobs), cluster_of(1, 1), seed=0).outcomes
+        starts_s = [one.started_at_s or 0.0 for one in outcomes]
+        assert min((1, 2), key=lambda number: starts_s[number]) == first
+
+
+def test_a_deadline_presses_when_nothing_else_happens() -> None:
+    """An idle device is promised to a wide job: whoever would delay that starts as soon as its deadline presses."""
+    presses_s, length_s = 5000.0, LAUNCH_S + 25_000.0
+    jobs = (
+        Arrival(at_s=0.0, spec=still(told("runs", {1: 1.0}, 20_000))),
+        Arrival(at_s=1.0, spec=still(told("wide", {2: 1.0}, 1000))),
+        Arrival(at_s=2.0, spec=still(told("late", {1: 1.0}, 25_000)), deadline_s=presses_s + (1 + SLACK) * length_s),
+    )
+    outcomes = simulate(Trace(name="press", arrivals=jobs), cluster_of(1, 2), seed=0).outcomes
+    assert outcomes[2].started_at_s == pytest.approx(presses_s, abs=1e-3)
+
+
+def still(spec: JobSpec) -> JobSpec:
+    """The job, which cannot be moved."""
+    return spec.model_copy(update={"resume": spec.resume.model_copy(update={"on_sigterm": False})})
+
+
+@pytest.mark.parametrize("found_by", ["a stream with deadlines", "random streams"])
+def test_without_aging_the_wide_would_starve(found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug."""
+    monkeypatch.setattr(Line, "_due", lambda *_: 0)
+    monkeypatch.setattr(Desk, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0)
+    if found_by == "random streams":
+        traces = (random_stream(random.Random(seed)) for seed in range(30))
+        assert any(delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) for trace in traces)
+    else:
+        with pytest.raises(AssertionError):
+            test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(2, 600, 6 * HOUR_S)
