@@ -54,7 +54,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench
 
 bench-memory: $(READY)
-	$(BIN)/python -m tests.bench memory
+	$(BIN)/python -m tests.bench memory published
 
 bench-cost: $(READY)
 	$(BIN)/python -m tests.bench cost

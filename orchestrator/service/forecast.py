@@ -30,6 +30,7 @@ from orchestrator.specs.plan import (
     ParallelLayout,
     Plan,
     Precision,
+    Sharding,
     ZeroStage,
     in_short,
     settings,
@@ -258,6 +259,7 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
     copies = _number(said, "dp_replicate", 1)
     micro_batch_size = _number(said, "micro_batch_size", 1)
     length = spec.data.sequence_length if spec.model is not None else None
+    by_fsdp = spec.is_script and spec.knobs.is_sharded_by_fsdp
     return Plan(
         engine=_choice(said, "engine", Engine, _default_engine(spec, layout, zero_stage, offload, target, copies)),
         layout=layout,
@@ -274,6 +276,7 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
         precision=_choice(said, "precision", Precision, spec.precision),
         optimizer=spec.training.optimizer,
         sequence_length=_number(said, "sequence_length", 1) if "sequence_length" in said else length,
+        sharding=Sharding.FSDP if by_fsdp and zero_stage is not ZeroStage.NONE else Sharding.DEEPSPEED,
     )
 
 

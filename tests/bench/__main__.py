@@ -21,6 +21,7 @@ from tests.bench.figure import Figure, say
 NAMES = (
     "plan",
     "memory",
+    "published",
     "cost",
     "engines",
     "checkpoint",
