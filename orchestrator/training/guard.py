@@ -52,10 +52,13 @@ def main(argv: list[str]) -> None:
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
     _show(argv[0])
-    monitor = Monitor(settings, int(os.environ.get("RANK", "0")))
-    guarded = Guarded(monitor, AttemptFolder(settings.attempt_folder))
-    _withdraw_inherited()
-    _when_imported("torch", functools.partial(_attach, guarded))
+    rank, inherited = int(os.environ.get("RANK", "0")), _withdraw_inherited()
+    guarded = inherited or Guarded(Monitor(settings, rank), AttemptFolder(settings.attempt_folder))
+    monitor = guarded.monitor
+    if inherited:
+        guarded.wrap(rank)
+    else:
+        _when_imported("torch", functools.partial(_attach, guarded))
     if settings.virtual_capacity_bytes is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher between us and the ranks may have named some
         with contextlib.suppress(Exception):  # the script will see it too, or knows where torch is (python -S)
@@ -114,6 +117,7 @@ def _inherit_now(settings_path: str, torch: Any) -> None:
     guarded = Guarded(monitor, AttemptFolder(settings.attempt_folder))
     _attach(guarded, torch)
     guarded.watch_end()
+    _inherited.append(guarded)
 
 
 def _attach(guarded: Guarded, torch: Any) -> None:
@@ -206,6 +210,7 @@ def _bring_package() -> None:
     spec.loader.exec_module(sys.modules["orchestrator"])
 
 
+_inherited: list[Guarded] = []
 _shown: list[mmap.mmap] = []
 
 
@@ -224,9 +229,13 @@ def _unwatched(settings_path: str, why: str) -> None:
         file.write(f"{said}\n".replace("\n", " ")[:1000] + "\n")
 
 
-def _withdraw_inherited() -> None:
-    """Take back what `inherit` has prepared in this process, under another name of this module."""
+def _withdraw_inherited() -> Guarded | None:
+    """Take back what `inherit` has prepared in this process; what it guards already, where torch came before us.
+
+    It was called in another module made of this file (inherited/sitecustomize.py).
+    """
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _ImportHook.__name__]
+    return next(iter(getattr(sys.modules.get("_orchestrator_guard"), "_inherited", ())), None)
 
 
 def _when_imported(name: str, then: Callable[[Any], None]) -> None:

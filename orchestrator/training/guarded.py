@@ -34,7 +34,13 @@ class Guarded:
     def __init__(self, monitor: Monitor, folder: Any) -> None:
         self.monitor, self.folder, self.pid = monitor, folder, os.getpid()
         self._noted: OomReport | None = None
+        self._is_wrapped = False  # the guard itself sees how the process ends
         os.register_at_fork(after_in_child=self._forked)
+
+    def wrap(self, rank: int) -> None:
+        """From now on this process is run by the guard, as that rank."""
+        self._is_wrapped = True
+        self.monitor.be(rank)
 
     def _forked(self) -> None:
         self._noted = None
@@ -105,7 +111,8 @@ class Guarded:
         hook = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-            self.ends_with(error)
+            if not self._is_wrapped:
+                self.ends_with(error)
             hook(kind, error, trace)
 
         sys.excepthook = excepthook
@@ -122,7 +129,7 @@ class Guarded:
 
     def _gives_up(self) -> None:
         """A framework that handles every exception itself (hydra, under dora) leaves by an exit code."""
-        if os.getpid() != self.pid:
+        if os.getpid() != self.pid or self._is_wrapped:
             return
         self._report_oom(SystemExit())
         if self.monitor.is_rank:

@@ -55,6 +55,10 @@ class Monitor:
         self._torch_version = ""
         self._allocator_room_bytes: int | None = None
 
+    def be(self, rank: int) -> None:
+        """Count as that rank from now on."""
+        self._rank, self.is_rank = rank, True
+
     @property
     def rank(self) -> int:
         """As told; else that of the process group where there is one; of the environment, or 0, where not."""
