@@ -27,6 +27,7 @@ from orchestrator.specs.units import format_seconds
 
 # From submission to the promised start. A day, as for a job of unknown length: later, a promise says nothing of use.
 START_WITHIN_S = 86_400.0
+LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
 TRIED_MAX = 3  # who waits with a promise, first come first, for whom it is asked who could be stopped
 
 
@@ -82,11 +83,15 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
 
 
 def kept_slots(state: State, desk: Desk) -> dict[str, Reservation]:
-    """By job, what guaranteed jobs were promised at earlier decisions, as far as it can still be had.
+    """By job, what guaranteed jobs were promised at earlier decisions; nothing once one of that cannot be had any more.
 
-    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next.
+    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Where
+    the world is late all are looked for anew, first come first.
     """
-    return {one.job_id: one for one in state.reservations if one.job_id in desk.guaranteed and desk.can_have(one)}
+    slots = [one for one in state.reservations if one.job_id in desk.guaranteed]
+    if any(one.start_s + LATE_S < state.at_s or not desk.can_have(one, LATE_S) for one in slots):
+        return {}
+    return {one.job_id: one for one in slots}
 
 
 def may_start_sooner(desk: Desk, waiting: Waiting) -> bool:
