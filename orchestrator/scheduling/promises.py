@@ -83,15 +83,13 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
 
 
 def kept_slots(state: State, desk: Desk) -> dict[str, Reservation]:
-    """By job, what guaranteed jobs were promised at earlier decisions; nothing once one of that cannot be had any more.
+    """By job, what guaranteed jobs were promised at earlier decisions, as far as it can still be had.
 
-    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Where
-    the world is late all are looked for anew, first come first.
+    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Only
+    a job whose devices are not left in time gets another one, around those of all others.
     """
     slots = [one for one in state.reservations if one.job_id in desk.guaranteed]
-    if any(one.start_s + LATE_S < state.at_s or not desk.can_have(one, LATE_S) for one in slots):
-        return {}
-    return {one.job_id: one for one in slots}
+    return {one.job_id: one for one in slots if one.start_s + LATE_S >= state.at_s and desk.can_have(one, LATE_S)}
 
 
 def may_start_sooner(desk: Desk, waiting: Waiting) -> bool:

@@ -23,6 +23,7 @@ from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.bench import peers
 from tests.bench.decisions import decision_figures
 from tests.bench.figure import Figure, at_least, at_most, informs, say
+from tests.bench.promises import promise_figures
 from tests.bench.reproduced import Published, reproduced
 from tests.bench.side_by_side import Measured, SideBySide, measured, ranged
 
@@ -60,7 +61,14 @@ def figures() -> list[Figure]:
     ]
     found += decision_figures(cluster_of(256, 30.0), PENDING, DECISIONS)
     if TRACES.exists():
-        found += plans_figures(SHAKES, shown) + deadline_figures(DEADLINES, SHAKES, shown)
+        found += plans_figures(SHAKES, shown)
+        found += promise_figures(
+            TRACES / "plans" / "workloads",
+            cluster_of(8, PLANS_LAUNCH_S),
+            lambda trace: shakes(trace, SHAKES),
+            shown,
+        )
+        found += deadline_figures(DEADLINES, SHAKES, shown)
         found += elasticflow_figures(SHAKES, shown) + philly_figures(shown)
         Console(width=170).print(shown.table())
     took_s = time.monotonic() - began_s

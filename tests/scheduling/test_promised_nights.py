@@ -115,7 +115,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
     assert [one.name for one in outcomes if one.ended_at_s is None and one.request_step_s is None] == []
 
 
-@settings(UNSHRUNK, max_examples=30)
+@settings(UNSHRUNK, max_examples=40)
 @given(SEEDS)
 def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
     trace, cluster = random_night(random.Random(seed))
