@@ -120,7 +120,7 @@ def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
 def needed_bytes(report: OomReport) -> int:
     """What the rank would have needed at the least, in allocated bytes."""
     at_least = report.live_bytes + (report.requested_bytes or 0)
-    return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes + 1)
+    return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
 
 
 def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:

@@ -88,6 +88,7 @@ class OomReport:
     live_bytes: int
     capacity_bytes: int
     foreign_bytes: int = 0  # held on the device by other processes
+    overhead_bytes: int = 0  # held by context and communicators: of the capacity, but nothing that a tensor can have
     pass_done: float | None = None  # share of the forward or backward pass that was done; None: unknown
     injected: bool = False  # raised by `orc rehearse`: says nothing about the plan
     message: str = ""

@@ -159,6 +159,8 @@ class Guarded:
     def _oom_report(self, error: BaseException, requested_bytes: int | None) -> OomReport:
         message, monitor = str(error), self.monitor
         live_bytes, capacity_bytes = _device_memory(monitor.device)
+        foreign_bytes = 0 if monitor.device else oom_report.foreign_bytes(message)
+        room_bytes = None if oom_report.is_capped(message) else monitor.allocator_room_bytes()
         done = monitor.pass_done
         if done is None and monitor.phase == "forward":
             done = modules_done(sys._getframe())
@@ -171,7 +173,8 @@ class Guarded:
             requested_bytes=requested_bytes or oom_report.requested_bytes(message),
             live_bytes=live_bytes,
             capacity_bytes=capacity_bytes if monitor.device else oom_report.capacity_bytes(message) or capacity_bytes,
-            foreign_bytes=0 if monitor.device else oom_report.foreign_bytes(message),
+            foreign_bytes=foreign_bytes,
+            overhead_bytes=0 if room_bytes is None else max(0, capacity_bytes - room_bytes - foreign_bytes),
             injected=monitor.injected,
             message=message,
         )

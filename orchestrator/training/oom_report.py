@@ -68,6 +68,11 @@ def capacity_bytes(message: str) -> int | None:
     return _first((ALLOWED, *CAPACITY), message)
 
 
+def is_capped(message: str) -> bool:
+    """Whether the allocator has its own share of the device: what others take of the rest is not its loss."""
+    return ALLOWED.search(message) is not None
+
+
 def free_bytes(message: str) -> int | None:
     """Bytes of the device that nobody holds, or None where the message does not say."""
     return _first(FREE, message)
