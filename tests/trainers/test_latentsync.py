@@ -11,7 +11,8 @@ import yaml
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.specs.state import JobStatus
-from tests.trainers.driver import Drive, checkout, cluster, log, story
+from tests.fake_card import COMMUNICATOR_BYTES, CONTEXT_BYTES, MIB, environment
+from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 
 
 def latentsync(folder: Path, **changes: object) -> JobSpec:
@@ -69,3 +70,51 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
     assert second.evidence.lost == ("the state of the optimizer",)
     assert set(re.findall(r"samples (\d+)", log(home, 1) + log(home, 2))) == {"8"}
     assert yaml.safe_load((folder / "configs/stage2.yaml").read_text())["data"]["batch_size"] == 1, "only copies change"
+
+
+@pytest.mark.parametrize(
+    ("precision", "frames"), [("fp32", 98304), pytest.param("fp16", 163840, marks=pytest.mark.long)]
+)
+def test_on_cards_a_batch_of_six_each_runs_out_of_memory_and_is_cured_by_checkpointing(
+    tmp_path: Path, precision: str, frames: int
+) -> None:
+    """Over nccl, in fp16 by autocast with a GradScaler, no virtual device: as on GPUs, the guard only watches."""
+    folder, home = checkout("latentsync", tmp_path / "latentsync"), tmp_path / "home"
+    config = yaml.safe_load((folder / "configs/stage2.yaml").read_text())
+    config["data"].update(frames=frames, longer=0, width=8)
+    config["run"].update(swallows=False, mixed_precision_training=precision == "fp16", max_train_steps=2)
+    (folder / "configs/stage2.yaml").write_text(yaml.safe_dump(config))
+    cards = environment(tmp_path, [1536, 1536])
+    cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
+    job = Drive(home, card_cluster(cards)).run(
+        latentsync(
+            folder,
+            env=cards,
+            global_batch_size=12,
+            precision=precision,
+            success={"artifacts": ["train-*/checkpoints/checkpoint-2.pt"]},
+            hang_timeout="60s",
+            profile={
+                "parameters": 2208,
+                "layers": 4,
+                "activations_per_sample": "60MiB",  # of 120
+                "checkpointed_per_sample": "10MiB",
+            },
+        )
+    )
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["device_oom", "finished"]), (job.reason, log(home, 1))
+    first, second = job.attempts
+    assert first.evidence is not None
+    assert second.evidence is not None
+    for evidence in (first.evidence, second.evidence):
+        assert (evidence.virtual, evidence.unwatched) == (False, ())
+    report = first.evidence.ooms[0]
+    assert (report.capacity_bytes, report.foreign_bytes) == (1536 * MIB, 0)
+    assert report.overhead_bytes == CONTEXT_BYTES + COMMUNICATOR_BYTES
+    assert 0 < report.live_bytes <= 656 * MIB, "what the context and the communicator leave"
+    assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
+    for beat in second.evidence.heartbeats:
+        assert beat.steps_done == 2
+        assert 0 < beat.peak_bytes <= beat.reserved_bytes
+        assert beat.allocator_room_bytes == 656 * MIB
+    assert set(re.findall(r"samples (\d+)", log(home, 2))) == {"12"}
