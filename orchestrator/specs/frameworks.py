@@ -7,7 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 _Precision = Literal["fp32", "bf16", "fp16"]
-Framework = Literal["hf", "trl", "accelerate", "diffusers", "lightning", "deepspeed"]
+Framework = Literal[
+    "hf",
+    "trl",
+    "accelerate",
+    "diffusers",
+    "lightning",
+    "deepspeed",
+    "litgpt",
+    "llamafactory",
+    "axolotl",
+    "torchtune",
+]
 
 # A progress bar of tqdm without a name before it. At 0 nothing has been counted yet: resumed ones begin there, too.
 _BAR = r"^\s*\d+%\|[^|]*\| ([1-9]\d*)/\d+ \["
@@ -20,6 +31,10 @@ _RESUME = {"flag": "--resume_from_checkpoint"}
 # (trl/trainer/sft_config.py), and turn bf16 and gradient checkpointing on where they are told nothing.
 # accelerate: transformers' examples/pytorch/*_no_trainer.py. diffusers: its examples/*/train_*.py.
 # lightning: lightning/pytorch/cli.py and trainer/trainer.py; a checkpoint's name ends in step=N by default.
+# litgpt: litgpt/args.py, finetune/full.py and pretrain.py (0.5); it divides its global batch by its ranks and micro-batch.
+# llamafactory: the keys of its YAML are TrainingArguments' (llamafactory/hparams, 0.9); llamafactory/launcher.py is what
+# its command gives to torchrun. axolotl: utils/schemas/config.py; cli/train.py is what its command gives to accelerate.
+# torchtune: recipes/configs/*.yaml (0.6), words of OmegaConf after the recipe.
 # deepspeed: the file of `--deepspeed_config`, with the keys of deepspeed/runtime/constants.py.
 _FRAMEWORKS: dict[str, dict[str, Any]] = {
     "hf": {
@@ -101,16 +116,95 @@ _FRAMEWORKS: dict[str, dict[str, Any]] = {
         },
         "resume": {"checkpoints": "global_step*", "holds": ["*model_states.pt"], "step": r"global_step(\d+)"},
     },
+    "litgpt": {
+        "launch": "self",
+        "precision": "bf16",
+        "knobs": {
+            "micro_batch_size": {"flag": "--train.micro_batch_size", "default": 1},
+            "gradient_accumulation_steps": "derived",
+            "global_batch_size": {"flag": "--train.global_batch_size"},
+            "precision": {
+                "flag": "--precision",
+                "values": {"bf16": "bf16-true", "fp16": "16-mixed", "fp32": "32-true"},
+            },
+            "ranks": {"flag": "--devices", "per": "node"},
+            "output_dir": {"flag": "--out_dir"},
+            "resume_from": {"flag": "--resume"},
+        },
+        "resume": {"checkpoints": "step-*/lit_model.pth", "step": r"step-(\d+)"},
+        "success": {"artifacts": ["final/lit_model.pth*"]},
+        "progress": r"iter \d+ step (\d+) \|",
+    },
+    "llamafactory": {
+        "launch": "torchrun",
+        "knobs": {
+            "micro_batch_size": {"key": "per_device_train_batch_size", "default": 8},
+            "gradient_accumulation_steps": {"key": "gradient_accumulation_steps", "default": 1},
+            "activation_checkpointing": {
+                "key": "disable_gradient_checkpointing",
+                "values": {"none": True, "full": False},
+            },
+            "precision": {
+                "key": "bf16",
+                "values": {"bf16": True, "fp16": False, "fp32": False},
+                "also": [{"key": "fp16", "values": {"fp16": True, "bf16": False, "fp32": False}}],
+            },
+            "output_dir": {"key": "output_dir"},
+            "resume_from": {"key": "resume_from_checkpoint"},
+        },
+        "resume": {"checkpoints": "checkpoint-*", "holds": ["trainer_state.json"], "step": r"checkpoint-(\d+)"},
+        "success": {"artifacts": ["*.safetensors"]},
+        "progress": _BAR,
+    },
+    "axolotl": {
+        "launch": "accelerate",
+        "knobs": {
+            "micro_batch_size": {"key": "micro_batch_size", "default": 1},
+            "gradient_accumulation_steps": {"key": "gradient_accumulation_steps", "default": 1},
+            "activation_checkpointing": {"key": "gradient_checkpointing", "values": {"none": False, "full": True}},
+            "precision": {
+                "key": "bf16",
+                "values": {"bf16": True, "fp16": False, "fp32": False},
+                "also": [{"key": "fp16", "values": {"fp16": True, "bf16": False, "fp32": False}}],
+            },
+            "output_dir": {"key": "output_dir"},
+            "resume_from": {"key": "resume_from_checkpoint"},
+        },
+        "resume": {"checkpoints": "checkpoint-*", "holds": ["trainer_state.json"], "step": r"checkpoint-(\d+)"},
+        "success": {"artifacts": ["*.safetensors"]},
+        "progress": _BAR,
+    },
+    "torchtune": {
+        "launch": "self",
+        "knobs": {
+            "micro_batch_size": {"override": "batch_size", "default": 1},
+            "gradient_accumulation_steps": {"override": "gradient_accumulation_steps", "default": 1},
+            "activation_checkpointing": {
+                "override": "enable_activation_checkpointing",
+                "values": {"none": "False", "full": "True"},
+            },
+            "precision": {"override": "dtype", "values": {"bf16": "bf16", "fp32": "fp32"}},
+            "output_dir": {"override": "output_dir"},
+        },
+        "resume": {"checkpoints": "epoch_*", "step": r"epoch_(\d+)"},
+        "success": {"artifacts": ["epoch_*/*.safetensors"]},
+    },
 }
 _FRAMEWORKS = {"hf": _FRAMEWORKS["hf"], "trl": {**_FRAMEWORKS["hf"], "precision": "bf16"}, **_FRAMEWORKS}
 WAYS = ("flag", "switch", "override", "key", "env", "accelerate")
 CONFIG_FLAG = {"deepspeed": "--deepspeed_config"}  # its file stands in the command, and is rewritten for each attempt
+READS_FIRST_FILE = ("llamafactory", "axolotl")  # the first YAML file in the command is their config, at this very path
 assert tuple(_FRAMEWORKS) == get_args(Framework)
 
 
-def knobs_of(framework: str) -> dict[str, dict[str, Any]]:
+def knobs_of(framework: str) -> dict[str, Any]:
     """The knobs of a framework's trainers, as a job file says them."""
     return dict(_FRAMEWORKS[framework]["knobs"])
+
+
+def launch_of(framework: str) -> str:
+    """Who starts the ranks of a framework's trainers."""
+    return str(_FRAMEWORKS[framework]["launch"])
 
 
 def completed(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,12 +221,14 @@ def completed(said: Mapping[str, Any]) -> dict[str, Any]:
     told: dict[str, Any] = {**known, "launch": said.get("launch", known["launch"])}
     own, knobs = said.get("knobs", {}), dict[str, Any]()
     for name, knob in known["knobs"].items():
-        if name not in own and (knob.get("accelerate") is None or told["launch"] == "accelerate"):
+        if knob == "derived":
+            knobs |= {} if name in own else {name: knob}
+        elif name not in own and (knob.get("accelerate") is None or told["launch"] == "accelerate"):
             knobs[name] = knob
         elif isinstance(own.get(name), Mapping) and not any(own[name].get(way) is not None for way in WAYS):
             knobs[name] = {**knob, **own[name]}  # the same way, with a default of its own
     for name in ("micro_batch_size", "gradient_accumulation_steps"):
-        if name in knobs:
+        if isinstance(knobs.get(name), Mapping):
             knobs[name], words = _with_default(knobs[name], words)
     if _is_said(knobs.get("activation_checkpointing"), words):
         knobs["activation_checkpointing"] = None
@@ -142,8 +238,11 @@ def completed(said: Mapping[str, Any]) -> dict[str, Any]:
         knobs |= {"precision": None} if precision is None else {}
     flag = CONFIG_FLAG.get(str(said["trainer"]))
     if flag is not None and "config" not in said:
-        file, words = _taken(words, flag)
+        file, words = taken(words, flag)
         told |= {} if file is None else {"config": {"file": file, "flag": flag}}
+    if said["trainer"] in READS_FIRST_FILE and "config" not in said:
+        files = [word for word in words if word.endswith((".yaml", ".yml")) and not word.startswith(("/", "-"))]
+        told |= {"config": {"file": files[0]}} if files else {}
     for section in ("resume", "phases"):
         if isinstance(said.get(section, {}), Mapping):
             told[section] = {**known.get(section, {}), **said.get(section, {})}
@@ -163,7 +262,7 @@ def _words(command: object) -> tuple[str, ...]:
     return tuple(map(str, command)) if isinstance(command, Sequence) else ()
 
 
-def _taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
+def taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...]]:
     """The value that a flag has in a command, `true` for a bare one, and the command without it."""
     for index, word in enumerate(words):
         if word.startswith(f"{flag}="):
@@ -177,12 +276,12 @@ def _taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ..
 
 def _is_said(knob: Mapping[str, Any] | None, words: tuple[str, ...]) -> bool:
     word = (knob or {}).get("flag") or (knob or {}).get("switch")
-    return word is not None and _taken(words, word)[0] is not None
+    return word is not None and taken(words, word)[0] is not None
 
 
 def _with_default(knob: dict[str, Any], words: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """A knob that starts from what the command says, with those that go with it, and what is left of the command."""
-    value, rest = _taken(words, knob["flag"]) if "flag" in knob else (None, words)
+    value, rest = taken(words, knob["flag"]) if "flag" in knob else (None, words)
     if value is not None and value.isdecimal():
         knob, words = {**knob, "default": int(value)}, rest
     also = []
@@ -196,7 +295,7 @@ def _precision(knob: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str | N
     """The precision that a command asks for in the words of this knob, and the command without them."""
     asked = None
     for one in (knob, *knob.get("also", ())):
-        value, rest = _taken(words, one["flag"]) if "flag" in one else (None, words)
+        value, rest = taken(words, one["flag"]) if "flag" in one else (None, words)
         meant = {str(theirs).lower(): ours for ours, theirs in one["values"].items() if theirs is not False}
         ours = value if value in get_args(_Precision) else meant.get(str(value))
         if ours is not None or value == "false":

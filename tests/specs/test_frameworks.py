@@ -41,7 +41,7 @@ def told(spec: JobSpec, **changes: Any) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("trainer", FRAMEWORKS)
 def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: str) -> None:
-    command = "python train.py --per_device_train_batch_size 4 --bf16 --deepspeed_config ds.json"
+    command = "python train.py config.yaml --per_device_train_batch_size 4 --bf16 --deepspeed_config ds.json"
     spec = job(trainer, command)
     assert job_from_data(spec.model_dump(mode="json"), "request") == spec
     assert spec.knobs.micro_batch_size is not None
