@@ -320,14 +320,16 @@ def estimate(
     tell(dict(answer), as_json, candidate_panel(answer))
 
 
-@app.command()
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def init(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Training script (Python). It is read, never run.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="What you type to train, or a script. Read, never run.")
+    ],
 ) -> None:
-    """Propose a job file for a training script, from its flags. Prints it; what it does not know it says."""
+    """Propose a job file for a training command, from its files and flags. Prints it; what it does not know it says."""
     from orchestrator.service.proposal import proposal
 
-    sys.stdout.write(proposal(script))
+    sys.stdout.write(proposal(command, Path.cwd()))
 
 
 @app.command()

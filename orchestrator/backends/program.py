@@ -38,7 +38,7 @@ def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Probl
     found = _found(program, workdir, env)
     if isinstance(found, Problem):
         return found
-    interpreter = _interpreter_of(found)
+    interpreter = interpreter_of(found)
     if interpreter is not None and not PYTHON.fullmatch(found.name):  # pyenv's `python` is a script of a shell
         named = _found(interpreter, workdir, env)
         if isinstance(named, Problem):
@@ -67,7 +67,7 @@ def _found(program: str, workdir: str, env: Mapping[str, str]) -> Path | Problem
     return path
 
 
-def _interpreter_of(file: Path) -> str | None:
+def interpreter_of(file: Path) -> str | None:
     """What the first line of a script names, through `env` too; None for what is no script."""
     try:
         with file.open("rb") as opened:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.service.script_flags import TRL, Flag, Script, read_script
-from orchestrator.specs.frameworks import CONFIG_FLAG, Framework, knobs_of
+from orchestrator.service.given_settings import Settled, settle
+from orchestrator.service.script_flags import NO_SCRIPT, TRL, Flag, Script, read_script
+from orchestrator.service.typed_command import Typed, read_command
+from orchestrator.specs.frameworks import CONFIG_FLAG, Framework, knobs_of, launch_of
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Precision
 
@@ -33,7 +35,17 @@ WORDS = {
     ),
     "precision": ("mixed_precision", "precision", "dtype", "bf16", "fp16", "amp"),
     "deepspeed_config": ("deepspeed_config", "ds_config", "deepspeed"),
-    "output_dir": ("output_dir", "output", "out_dir", "outdir", "save_dir", "output_path", "save_path", "ckpt_dir"),
+    "output_dir": (
+        "output_dir",
+        "output",
+        "out_dir",
+        "out",
+        "outdir",
+        "save_dir",
+        "output_path",
+        "save_path",
+        "ckpt_dir",
+    ),
     "resume_from": ("resume_from_checkpoint", "resume_from", "resume", "resume_path", "ckpt_path", "load_checkpoint"),
 }
 PRECISIONS = {
@@ -41,22 +53,28 @@ PRECISIONS = {
     Precision.BF16: ("bf16", "bfloat16", "bf16-mixed"),
     Precision.FP16: ("fp16", "float16", "half", "16-mixed", "16"),
 }
+# Flags stand in the framework's own code, not in the script.
+INHERITS = ("hf", "trl", "lightning", "litgpt", "llamafactory", "axolotl", "torchtune")
+SAYS_SUCCESS = ("trl", "litgpt", "llamafactory", "axolotl", "torchtune")
 SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
 
 
-def proposal(path: Path) -> str:
-    """The text of a job file for the script at `path`, for the user to check. Raises SpecError where it is no script.
+def proposal(words: Sequence[str], folder: Path) -> str:
+    """The text of a job file for a command typed in `folder`, for the user to check. Raises SpecError for none.
 
     It can be read as a job file as it stands.
     """
-    script, folder = read_script(path), path.resolve().parent
-    framework = _framework(script)
-    text = "\n".join(_lines(path, folder, script, framework)) + "\n"
-    parse_job(text, f"the proposal for {path}")
+    typed = read_command(words, folder)
+    readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
+    script = read_script(typed.script) if readable and typed.script is not None else NO_SCRIPT
+    text = "\n".join(_lines(typed, script)) + "\n"
+    parse_job(text, f"the proposal for {shlex.join(words)}")
     return text
 
 
-def _framework(script: Script) -> Framework | None:
+def _framework(typed: Typed, script: Script) -> Framework | None:
+    if typed.framework is not None:
+        return typed.framework
     flags = {flag.name for flag in script.flags}
     if script.training_arguments is not None:
         return "trl" if script.training_arguments.endswith(TRL) else "hf"
@@ -69,28 +87,41 @@ def _framework(script: Script) -> Framework | None:
     return "deepspeed" if CONFIG_FLAG["deepspeed"] in flags else None
 
 
-def _lines(path: Path, folder: Path, script: Script, framework: Framework | None) -> Iterator[str]:
+def _lines(typed: Typed, script: Script) -> Iterator[str]:
+    framework, folder = _framework(typed, script), typed.folder
     flags = {flag.word: flag for flag in reversed(script.flags)}
-    inherits = framework in ("hf", "trl", "lightning")  # flags that stand in the framework's own code
-    knobs = _own_knobs(framework, flags) if framework and not inherits else {} if inherits else dict(_knobs(flags))
-    taken = {name for knob in (*knobs.values(), *_preset(framework).values()) if knob for name in _names(knob)}
-    needed = [flag for flag in script.flags if flag.required and flag.name not in taken]
-    words = ["python", path.name, *_command(framework, folder, needed)]
-    yield f"# Proposed from {path.name}, which was read and not run. Check what says CHECK; `orc plan` shows its plans."
+    inherits = framework in INHERITS
+    own = _own_knobs(framework, flags) if framework and not inherits else {} if inherits else dict(_knobs(flags))
+    settled = settle(typed, script, framework, own)
+    knobs = settled.knobs
+    named = {name for knob in (*knobs.values(), *_preset(framework).values()) if knob for name in _names(knob)}
+    given = typed.command[typed.arguments :]
+    required = [flag for flag in script.flags if flag.required and flag.name not in named]
+    needed = [flag for flag in required if not (given and flag.kind == "positional") and flag.name not in settled.said]
+    words = [*settled.command, *_command(framework, folder, needed, bare=not given)]
+    read = typed.script.name if typed.script is not None else typed.framework or shlex.join(typed.command[:3])
+    yield f"# Proposed from {read}, which was read and not run. Check what says CHECK; `orc plan` shows its plans."
+    yield from (f"# {note}." for note in (*typed.notes, *settled.notes))
     for way in script.unread:
         yield f"# Not read: it also takes settings by {way}."
-    yield f"name: {_name(folder, path)}"
+    yield f"name: {_name(folder, typed)}"
     if needed:
         listed = ", ".join(flag.name for flag in needed)
         yield f"# {CHECK}it does not run without {listed}: put in your own."
-    if framework == "deepspeed":
+    if framework == "deepspeed" and not given:
         yield f"# {CHECK}the file of DeepSpeed, relative to workdir; each attempt gets a copy with its batch size."
     yield f"command: {_quoted(shlex.join(words))}"
     yield f"workdir: {_quoted(str(folder))}"
     yield from _trainer(script, framework)
-    yield from _devices(script, framework)
-    yield from _batch(knobs, framework)
+    yield from _devices(typed, script, framework, settled.ranks)
+    yield from _batch(settled, framework)
+    if settled.precision is not None:
+        yield f"precision: {settled.precision}"
+    if settled.config is not None:
+        yield f"config: {_flow(settled.config)} # each attempt gets a copy with its plan"
     yield from _knob_lines(knobs, framework)
+    if framework == "trl":
+        yield "success: {artifacts: ['*.safetensors']} # what trl's scripts save at their end"
     yield from _unknown(script, knobs, framework)
 
 
@@ -99,31 +130,46 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
         return
     why = {
         "hf": f"it parses {script.training_arguments}",
-        "trl": f"it parses {script.training_arguments}",
+        "trl": f"it parses {script.training_arguments}" if script.training_arguments else "by its name",
         "lightning": "it calls LightningCLI",
         "diffusers": "an Accelerator, and the flags of the examples of diffusers",
         "accelerate": "an Accelerator, and the flags of transformers' examples without Trainer",
         "deepspeed": "it takes --deepspeed_config",
-    }[framework]
+    }.get(framework, "by its name")
     yield f"trainer: {framework} # {why}; says knobs, launch and resume, unless they stand here"
 
 
-def _devices(script: Script, framework: Framework | None) -> Iterator[str]:
-    if framework is not None or script.calls & set(SEVERAL_RANKS) or "torch.distributed" in script.imports:
+def _devices(typed: Typed, script: Script, framework: Framework | None, ranks: int | None) -> Iterator[str]:
+    if ranks is not None:
+        yield f"gpus: {{min: 1, max: {ranks}}} # {CHECK}as many as it was told, or fewer"
+    elif (
+        framework is not None
+        or typed.launch is not None
+        or script.calls & set(SEVERAL_RANKS)
+        or "torch.distributed" in script.imports
+    ):
         yield f"gpus: {{min: 1, max: 1}} # {CHECK}it can use several; how many may it have?"
     else:
         yield "gpus: 1 # nothing in it speaks of several"
-    if framework is None and script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports:
+    if typed.launch is not None and (framework is None or launch_of(framework) != typed.launch):
+        yield f"launch: {typed.launch}"
+    elif (
+        framework is None and script.calls & {"spawn", "start_processes"} and "torch.multiprocessing" in script.imports
+    ):
         yield f"launch: self # {CHECK}it starts its ranks itself"
 
 
-def _batch(knobs: Mapping[str, Any], framework: Framework | None) -> Iterator[str]:
-    preset = _preset(framework)
-    micro = (knobs.get("micro_batch_size") or preset.get("micro_batch_size") or {}).get("default")
-    steps = (knobs.get("gradient_accumulation_steps") or preset.get("gradient_accumulation_steps") or {}).get("default")
-    if isinstance(micro, int) and micro > 0:
-        alone = micro * (steps if isinstance(steps, int) and steps > 0 else 1)
-        yield f"global_batch_size: {alone} # {CHECK}its own defaults on one device; no plan changes it"
+def _batch(settled: Settled, framework: Framework | None) -> Iterator[str]:
+    preset, knobs = _preset(framework), settled.knobs
+    micro = {**(preset.get("micro_batch_size") or {}), **(knobs.get("micro_batch_size") or {})}.get("default")
+    told = knobs.get("gradient_accumulation_steps") or preset.get("gradient_accumulation_steps") or {}
+    steps = told.get("default") if isinstance(told, Mapping) else None
+    if settled.global_batch_size is not None:
+        yield f"global_batch_size: {settled.global_batch_size} # its own, over all devices; no plan changes it"
+    elif isinstance(micro, int) and micro > 0:
+        alone = micro * (steps if isinstance(steps, int) and steps > 0 else 1) * (settled.ranks or 1)
+        devices = f"{settled.ranks} devices" if settled.ranks else "one device"
+        yield f"global_batch_size: {alone} # {CHECK}its own settings on {devices}; no plan changes it"
     else:
         yield f"global_batch_size: {GLOBAL_BATCH_SIZE} # {CHECK}not known: what one optimizer step sees"
 
@@ -156,13 +202,18 @@ def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | No
         yield "# Not known: accumulation. Without that knob the micro-batch is never cut: it would be another training."
     if known.get("resume_from") is None:
         yield "# Not known: how it goes on from a checkpoint. Without knobs.resume_from a restart begins anew."
-    elif framework in ("hf", "trl") and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used(script):
+    elif (
+        framework in ("hf", "trl")
+        and script.flags
+        and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used(script)
+    ):
         yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would begin anew."
     if known.get("output_dir") is None:
         yield "# Not known: where it leaves its checkpoints. Without knobs.output_dir they are sought in workdir."
     yield "# Not known: its memory, which short attempts find out. Which model it trains would say it:"
     yield "# trains: {hf: MODEL} with data: {sequence_length: N}, or a file: trains: {factory: model.py:build}."
-    yield "# Not known: what it leaves when it has finished. success: {artifacts: [model.pt]}"
+    if framework not in SAYS_SUCCESS:
+        yield "# Not known: what it leaves when it has finished. success: {artifacts: [model.pt]}"
     yield "# Not known: how many optimizer steps it takes. steps: 1000"
 
 
@@ -226,17 +277,19 @@ def _preset(framework: Framework | None) -> dict[str, Any]:
     return knobs_of(framework) if framework is not None else {}
 
 
-def _names(knob: Mapping[str, Any]) -> Iterator[str]:
+def _names(knob: Any) -> Iterator[str]:
+    if not isinstance(knob, Mapping):
+        return
     yield from (knob[way] for way in ("flag", "switch") if knob.get(way))
     for one in knob.get("also", ()):
         yield from _names(one)
 
 
-def _command(framework: Framework | None, folder: Path, needed: list[Flag]) -> Iterator[str]:
+def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool) -> Iterator[str]:
     """What stands behind the script's name: a value for everything that it does not run without."""
-    if framework == "lightning":
+    if framework == "lightning" and bare:
         yield "fit"
-    if framework == "deepspeed":
+    if framework == "deepspeed" and bare:
         yield from (CONFIG_FLAG["deepspeed"], _deepspeed_file(folder))
     for flag in needed:
         if flag.kind != "positional":
@@ -256,7 +309,10 @@ def _deepspeed_file(folder: Path) -> str:
     return "ds_config.json"
 
 
-def _name(folder: Path, path: Path) -> str:
+def _name(folder: Path, typed: Typed) -> str:
+    path = typed.script or Path(typed.command[typed.arguments - 1].rpartition(".")[2])
+    if typed.framework is not None:
+        path = Path("-".join((typed.framework, *(typed.command[1:2] if typed.arguments == 2 else ()))))
     stem = path.stem if path.stem not in ("train", "main", "run", "finetune") else f"{folder.name}-{path.stem}"
     return re.sub(r"[^a-z0-9._-]+", "-", stem.lower()).strip("-._")[:63] or "job"
 

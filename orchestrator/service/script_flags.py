@@ -45,6 +45,11 @@ class Script:
     unread: tuple[str, ...]  # ways to take settings that are not understood
 
 
+NO_SCRIPT = Script(
+    flags=(), imports=frozenset(), calls=frozenset(), attributes=frozenset(), training_arguments=None, unread=()
+)
+
+
 def read_script(path: Path) -> Script:
     """The flags of a Python script. Raises SpecError where it cannot be read as one."""
     trees = list(_trees(path))

@@ -31,9 +31,9 @@ _RESUME = {"flag": "--resume_from_checkpoint"}
 # (trl/trainer/sft_config.py), and turn bf16 and gradient checkpointing on where they are told nothing.
 # accelerate: transformers' examples/pytorch/*_no_trainer.py. diffusers: its examples/*/train_*.py.
 # lightning: lightning/pytorch/cli.py and trainer/trainer.py; a checkpoint's name ends in step=N by default.
-# litgpt: litgpt/args.py, finetune/full.py and pretrain.py (0.5); it divides its global batch by its ranks and micro-batch.
-# llamafactory: the keys of its YAML are TrainingArguments' (llamafactory/hparams, 0.9); llamafactory/launcher.py is what
-# its command gives to torchrun. axolotl: utils/schemas/config.py; cli/train.py is what its command gives to accelerate.
+# litgpt: litgpt/args.py, finetune/full.py, pretrain.py (0.5); it divides its global batch by ranks and micro-batch.
+# llamafactory: its YAML has TrainingArguments' keys (llamafactory/hparams, 0.9); its command gives launcher.py to
+# torchrun. axolotl: utils/schemas/config.py (0.19); its command gives cli/train.py to accelerate.
 # torchtune: recipes/configs/*.yaml (0.6), words of OmegaConf after the recipe.
 # deepspeed: the file of `--deepspeed_config`, with the keys of deepspeed/runtime/constants.py.
 _FRAMEWORKS: dict[str, dict[str, Any]] = {

@@ -113,7 +113,7 @@ mp.spawn(print)
 def proposed(folder: Path, source: str) -> tuple[str, JobSpec]:
     script, file = folder / "my_train.py", folder / "job.yaml"
     script.write_text(source)
-    text = proposal(script)
+    text = proposal([str(script)], folder)
     file.write_text(text)
     return text, read_job(file)
 
@@ -219,10 +219,10 @@ def test_what_is_not_known_is_said(tmp_path: Path, source: str, said: str) -> No
 def test_what_is_no_python_script_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train.py").write_bytes(content)
     with pytest.raises(SpecError, match="cannot be read as Python"):
-        proposal(tmp_path / "train.py")
+        proposal([str(tmp_path / "train.py")], tmp_path)
 
 
 def test_a_script_that_is_not_there_is_not_taken_for_another_language(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read: No such file or directory") as refused:
-        proposal(tmp_path / "train.py")
+        proposal([str(tmp_path / "train.py")], tmp_path)
     assert "shell" not in str(refused.value)

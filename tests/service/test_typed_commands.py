@@ -1,0 +1,174 @@
+"""Laws of `orc init COMMAND`: what people type becomes a job that keeps its words, by each trainer's files and flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.service.forecast import forecast
+from orchestrator.service.intake import read_cluster
+from orchestrator.service.proposal import proposal
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job import JobSpec
+from orchestrator.specs.parse import parse_job
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.trainer import Knob
+
+TRAIN = """
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("-b", "--batch-size", type=int, default=8)
+p.add_argument("--accumulate", type=int, default=1)
+p.add_argument("--out")
+p.add_argument("--deepspeed")
+p.add_argument("--lr", required=True)
+open("it-was-run", "w")
+"""
+SETUP = "def setup(train: TrainArgs = TrainArgs(global_batch_size=48, micro_batch_size=1)): ...\n"
+YAML = "model_name_or_path: m\nper_device_train_batch_size: 4\nmicro_batch_size: 4\ngradient_accumulation_steps: 2\n"
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another environment on the PATH, with the console scripts of trainers as pip writes them."""
+    bin_ = tmp_path / "env/bin"
+    bin_.mkdir(parents=True)
+    (bin_ / "python3.11").symlink_to(sys.executable)
+    for name in ("trl", "llamafactory-cli", "axolotl", "litgpt", "tune", "accelerate", "torchrun", "deepspeed", "mine"):
+        (bin_ / name).write_text(f"#!{bin_}/python3.11\n")
+        (bin_ / name).chmod(0o755)
+    litgpt = tmp_path / "env/lib/python3.11/site-packages/litgpt/finetune"
+    litgpt.mkdir(parents=True)
+    (litgpt / "full.py").write_text(SETUP)
+    monkeypatch.setenv("PATH", f"{bin_}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/mod.py").write_text(TRAIN)
+    (tmp_path / "cli.py").write_text("from lightning.pytorch.cli import LightningCLI\nLightningCLI()\n")
+    (tmp_path / "train.yaml").write_text(YAML + "bf16: true\noutput_dir: saves\n")
+    (tmp_path / "x.yaml").write_text("trainer: {accumulate_grad_batches: 4}\ndata: {batch_size: 6}\n")
+    return tmp_path
+
+
+def proposed(folder: Path, typed: str) -> tuple[str, JobSpec]:
+    text = proposal(typed.split(), folder)
+    return text, parse_job(text, "proposal")
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "trainer", "launch", "micro", "batch", "gpus"),
+    [
+        (
+            "trl sft --model_name_or_path m --per_device_train_batch_size 4 --output-dir o",
+            "{python} -m trl.scripts.sft --model_name_or_path m",
+            *("trl", "accelerate", 4, 4, 1),
+        ),
+        ("trl dpo --num_processes 2", "{python} -m trl.scripts.dpo", *("trl", "accelerate", 8, 16, 2)),
+        (
+            "llamafactory-cli train train.yaml",
+            "{python} -m llamafactory.launcher train.yaml",
+            *("llamafactory", "torchrun", 4, 8, 1),
+        ),
+        ("axolotl train train.yaml", "{python} -m axolotl.cli.train train.yaml", *("axolotl", "accelerate", 4, 8, 1)),
+        (
+            "litgpt finetune_full ckpt --train.micro_batch_size 4 --out_dir o --devices 2",
+            "{bin}/litgpt finetune_full ckpt",
+            *("litgpt", "self", 4, 48, 2),
+        ),
+        (
+            "tune run full_finetune_single_device --config llama3_2/1B_full_single_device batch_size=2",
+            "{bin}/tune run full_finetune_single_device --config llama3_2/1B_full_single_device",
+            *("torchtune", "self", 2, 2, 1),
+        ),
+        (
+            "accelerate launch --num_processes 4 --mixed_precision bf16 train.py -b 4 --out x --lr 1",
+            "{python} train.py --lr 1",
+            *(None, "accelerate", 4, 16, 4),
+        ),
+        (
+            "torchrun --standalone --nproc-per-node=4 train.py --lr 1",
+            "{python} train.py --lr 1",
+            None,
+            "torchrun",
+            8,
+            32,
+            4,
+        ),
+        ("torchrun -m pkg.mod --lr 1", "{python} -m pkg.mod --lr 1", None, "torchrun", 8, 8, 1),
+        (
+            "deepspeed --num_gpus 2 train.py --deepspeed d.json --lr 1",
+            "{python} train.py --lr 1",
+            None,
+            "deepspeed",
+            8,
+            16,
+            2,
+        ),
+        ("python -m pkg.mod --lr 1 --batch-size=2", "{own} -m pkg.mod --lr 1", None, "ranks", 2, 2, 1),
+        ("{python} -u train.py --lr 1", "{python} -u train.py --lr 1", None, "ranks", 8, 8, 1),
+        ("python cli.py fit --config x.yaml", "{own} cli.py fit --config x.yaml", "lightning", "torchrun", 6, 24, 1),
+        ("train.py", "python train.py --lr LR", None, "ranks", 8, 8, 1),
+        ("mine train --lr 1", "{bin}/mine train --lr 1", None, "self", None, 8, 1),
+    ],
+)
+def test_what_is_typed_becomes_a_job_that_keeps_it(
+    environment: Path,
+    typed: str,
+    command: str,
+    trainer: str | None,
+    launch: str,
+    micro: int | None,
+    batch: int,
+    gpus: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (environment / "env/bin/python").symlink_to(sys.executable)
+    words = {"bin": environment / "env/bin", "python": environment / "env/bin/python3.11"}
+    words |= {"own": environment / "env/bin/python"}
+    monkeypatch.chdir(environment)
+    text, spec = proposed(environment, typed.format(**words))
+    assert spec.command == tuple(command.format(**words).split()), text
+    assert (spec.trainer, spec.launch, spec.global_batch_size) == (trainer, launch, batch), text
+    assert spec.gpus.max == gpus
+    knob = spec.knobs.micro_batch_size
+    assert (knob.default if knob is not None else None) == micro
+    assert spec.workdir == str(environment)
+    assert not (environment / "it-was-run").exists()
+    if micro is not None:
+        assert forecast(spec, idle_nodes(read_cluster(None)), ())["chosen"] is not None
+
+
+def test_whose_interpreter_it_names_is_said(environment: Path) -> None:
+    text, _ = proposed(environment, "trl sft --model_name_or_path m")
+    assert f"# {environment}/env/bin/python3.11 is the interpreter of trl, not orc's own." in text
+
+
+def test_a_yaml_driven_trainer_has_its_file_copied_with_each_plan(environment: Path) -> None:
+    _, spec = proposed(environment, "llamafactory-cli train train.yaml")
+    assert spec.config is not None
+    assert (spec.config.file, spec.config.flag, spec.precision) == ("train.yaml", None, Precision.BF16)
+    keys = {name: knob.key for name, knob in spec.knobs.each()}
+    assert keys["output_dir"] == "output_dir"
+    assert keys["resume_from"] == "resume_from_checkpoint"
+    assert spec.success.artifacts == ("*.safetensors",)
+    assert spec.progress is not None
+
+
+def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(environment: Path) -> None:
+    _, spec = proposed(environment, "litgpt finetune_full ckpt")
+    assert spec.knobs.derives_accumulation
+    assert spec.knobs.resume_from == Knob(flag="--resume")
+    assert proposed(environment, "litgpt finetune_lora ckpt")[1].knobs.resume_from is None
+
+
+@pytest.mark.parametrize(
+    "typed", ["llamafactory-cli webui", "trl env", "tune ls", "accelerate config", "no-such-program"]
+)
+def test_what_starts_no_training_is_refused(environment: Path, typed: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        proposed(environment, typed)
+    assert "allowed" in str(refused.value)
