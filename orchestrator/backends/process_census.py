@@ -61,7 +61,7 @@ class Census:
             if pid not in self._cpu_s and not _is_marked(entry, self._carried, sessions):
                 self._foreign.add(pid)
                 continue
-            with suppress(OSError, ValueError):  # gone meanwhile
+            with suppress(OSError, ValueError, IndexError):  # gone meanwhile
                 self._cpu_s[pid] = self._taken_s(entry)
                 command = (entry / "cmdline").read_bytes()  # another one after exec
                 if self._judged.get(pid) != command:

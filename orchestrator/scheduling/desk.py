@@ -177,11 +177,11 @@ class Desk:
                 if (pool := self._pool_of.get(part.node)) is not None:
                     pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 
-    def can_have(self, reservation: Reservation) -> bool:
-        """Whether its devices are there, open and left by whoever holds them now once it starts."""
+    def can_have(self, reservation: Reservation, late_s: float) -> bool:
+        """Whether its devices are there, open and left by whoever holds them now, at most so late."""
         for part in reservation.placement:
             pool = self._pool_of.get(part.node)
-            if pool is None or pool.held_until_by(part.node, part.devices) > max(reservation.start_s, self.state.at_s):
+            if pool is None or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s:
                 return False
             for closes_s, opens_s in self.closed.get(part.node, ()):
                 if closes_s < reservation.end_s and reservation.start_s < opens_s:

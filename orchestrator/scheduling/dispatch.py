@@ -63,6 +63,9 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
         waited = len(desk.waiting)
         state, done, waits, late = _round(state, desk, unheard)
         actions += done
+        if desk.guaranteed and not desk.running and state.reservations:  # for whose end could they wait?
+            state, done, waits, late = _round(replace(state, reservations=()), desk, unheard)
+            actions += done
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy is not None and state.policy.has_quotas
         is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited

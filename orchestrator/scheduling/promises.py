@@ -27,6 +27,7 @@ from orchestrator.specs.units import format_seconds
 
 # From submission to the promised start. A day, as for a job of unknown length: later, a promise says nothing of use.
 START_WITHIN_S = 86_400.0
+LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
 TRIED_MAX = 3  # who waits with a promise, first come first, for whom it is asked who could be stopped
 
 
@@ -84,9 +85,11 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
 def kept_slots(state: State, desk: Desk) -> dict[str, Reservation]:
     """By job, what guaranteed jobs were promised at earlier decisions, as far as it can still be had.
 
-    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next.
+    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Only
+    a job whose devices are not left in time gets another one, around those of all others.
     """
-    return {one.job_id: one for one in state.reservations if one.job_id in desk.guaranteed and desk.can_have(one)}
+    slots = [one for one in state.reservations if one.job_id in desk.guaranteed]
+    return {one.job_id: one for one in slots if one.start_s + LATE_S >= state.at_s and desk.can_have(one, LATE_S)}
 
 
 def may_start_sooner(desk: Desk, waiting: Waiting) -> bool:

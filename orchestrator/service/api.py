@@ -20,6 +20,7 @@ from orchestrator.scheduling.placement import holders
 from orchestrator.service.controller import Controller
 from orchestrator.service.teams import teams_view
 from orchestrator.service.views import (
+    JobView,
     explanation_view,
     in_order,
     job_view,
@@ -33,6 +34,7 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.state import Job, JobStatus
 
@@ -147,7 +149,7 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         known = dict(controller.state.jobs) if before is None else {}
         known |= {job.id: job for job in controller.ended(ended, before)}  # asked second: none falls in between
         policy = controller.state.policy
-        return {"jobs": [job_view(job, _beats(service.home, job), policy) for job in in_order(known.values())]}
+        return {"jobs": [_view(service.home, job, policy) for job in in_order(known.values())]}
 
     @app.get("/jobs/{job_id}")
     def job(
@@ -156,7 +158,7 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         _job(service, job_id)
         version = controller.wait_for_change(NEVER_SEEN if seen is None else seen, wait_s)
         found = _job(service, job_id)
-        return {"job": job_view(found, _beats(service.home, found), controller.state.policy), "version": version}
+        return {"job": _view(service.home, found, controller.state.policy), "version": version}
 
     @app.get("/jobs/{job_id}/explanation")
     def explanation(job_id: str) -> dict[str, Any]:
@@ -250,14 +252,15 @@ def _job(service: Service, job_id: str) -> Job:
 # --------------------------------------------------------------------------------------------- files of the attempt
 
 
-def _beats(home: Path, job: Job) -> list[Heartbeat]:
-    """The last signs of life of the live attempt's ranks; empty where none runs or none came yet."""
+def _view(home: Path, job: Job, policy: PolicySpec | None) -> JobView:
+    """The job, with what the live attempt's processes have left of themselves so far."""
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
-        return []
+        return job_view(job, policy=policy)
     folder = JobFolder(home, job.id).attempt(attempt.number)
     beats = (_beat(folder, rank) for rank in range(attempt.plan.world_size))
-    return [beat for beat in beats if beat is not None]
+    unwatched = _read_from(folder.unwatched, 0).decode(errors="replace").partition("\n")[0]
+    return job_view(job, [beat for beat in beats if beat is not None], policy, unwatched)
 
 
 def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:

@@ -43,7 +43,9 @@ def simulated_table(run: Simulated) -> Table:
         ),
     ]
     if report["deadlines"]:
-        rows.insert(4, ("deadlines met", f"{report['deadlines_met']} of {report['deadlines']}"))
+        met = f"{report['deadlines_met']} of {report['deadlines']}"
+        late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
+        rows.insert(4, ("deadlines met", met + (late if report["mean_lateness_s"] else "")))
     for name, value in rows:
         table.add_row(name, value)
     return table

@@ -73,6 +73,13 @@ class Outcome:
         return max(1.0, self.completion_s / max(self.alone_s, SHORTEST_S))
 
     @property
+    def lateness_s(self) -> float:
+        """Seconds from its deadline to its end; 0 where it is in time or has none."""
+        if self.deadline_s is None or self.in_time:
+            return 0.0
+        return inf if self.ended_at_s is None else self.ended_at_s - self.deadline_s
+
+    @property
     def in_time(self) -> bool:
         return self.deadline_s is not None and self.ended_at_s is not None and self.ended_at_s <= self.deadline_s
 
@@ -97,6 +104,7 @@ class Report(TypedDict):
     utilisation: float  # of all devices until the last end
     deadlines: int
     deadlines_met: int
+    mean_lateness_s: float  # of those that ended after their deadlines
     guaranteed: int  # jobs that ask for a promised speed
     promised: int  # of them those that were not refused
     promises_kept: int
@@ -309,6 +317,7 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
         deadlines=sum(one.deadline_s is not None for one in outcomes),
         deadlines_met=sum(one.in_time for one in outcomes),
+        mean_lateness_s=fmean([one.lateness_s for one in finished if one.lateness_s] or [0.0]),
         guaranteed=sum(one.request_step_s is not None for one in outcomes),
         promised=sum(one.starts_by_s is not None for one in outcomes),
         promises_kept=sum(one.keeps_promise for one in outcomes),

@@ -162,13 +162,18 @@ class NodeView(TypedDict):
     network_bandwidth: int  # bytes per second
 
 
-def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec | None = None) -> JobView:
-    """The job with its attempts; `beats` are the last signs of life of the live attempt's ranks."""
+def job_view(
+    job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec | None = None, unwatched: str = ""
+) -> JobView:
+    """The job with its attempts.
+
+    Of the live attempt, `beats` are the last signs of life of its ranks, `unwatched` is a process without the guard.
+    """
     return JobView(
         id=job.id,
         name=job.spec.name,
         status=job.status.value,
-        reason=job.reason,
+        reason=f"{job.reason}; unwatched: {unwatched}" if unwatched else job.reason,
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,

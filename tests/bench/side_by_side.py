@@ -18,6 +18,7 @@ UNITS = {
     "worst slowdown": "x",
     "GPU-hours": "h",
     "deadlines met": "",
+    "lateness of the missed": "s",
     "restarts a job": "",
     "p99 decision": "ms",
 }
@@ -33,6 +34,7 @@ def measured(run: Simulated) -> Measured:
         "worst slowdown": report["worst_slowdown"],
         "GPU-hours": report["gpu_hours"],
         "deadlines met": report["deadlines_met"] / max(1, report["deadlines"]),
+        "lateness of the missed": report["mean_lateness_s"],
         "restarts a job": report["restarts"] / report["jobs"],
         "p99 decision": 1e3 * quantile(sorted(run.decisions_s), 0.99),
         "jobs not finished": report["jobs"] - report["finished"],

@@ -10,7 +10,7 @@ from orchestrator.specs.state import Event, State, Woke
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
 
-LONG_S, SHORT_S = 20_000.0, 1000.0
+LONG_S, SHORT_S = 50_000.0, 1000.0
 NODES = seen(node("a", devices=4), node("b", devices=4))
 
 
@@ -75,7 +75,7 @@ def test_what_shorter_jobs_could_not_keep_busy_is_not_left_to_them() -> None:
 
 
 def test_room_is_left_no_longer_than_it_matters() -> None:
-    """A quarter of its length before the other ends, it starts, though nothing happens then: `step` is woken."""
+    """A tenth of its length before the other ends, it starts, though nothing happens then: `step` is woken."""
     long = script({4: LONG_S})
     state, _ = played(NODES, *shorts(1, 10, 10.0), submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
     while "job-12" in {one.job_id for one in state.reservations}:

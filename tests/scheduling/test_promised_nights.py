@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from orchestrator.backends.traces import Arrival, Trace, told, trace_of
+from orchestrator.backends.traces import Arrival, Trace, misjudged, told, trace_of
 from orchestrator.scheduling.desk import AGING, OVERDUE
 from orchestrator.service.simulate import ROUNDING_S, Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec
@@ -113,6 +113,15 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
     late = [one for one in promised if one.starts_by_s and one.started_at_s and _waited(one) > ROUNDING_S]
     assert late == [], "nobody needs the quarter that is added to a wait"
     assert [one.name for one in outcomes if one.ended_at_s is None and one.request_step_s is None] == []
+
+
+@settings(UNSHRUNK, max_examples=40)
+@given(SEEDS)
+def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: int) -> None:
+    trace, cluster = random_night(random.Random(seed))
+    outcomes = simulate(misjudged(trace, 0.7, seed), cluster, seed=seed).outcomes
+    assert [one for one in outcomes if one.ended_at_s is None and one.attempts] == []
+    assert [one for one in outcomes if one.ended_at_s is None and one.request_step_s is None] == []
 
 
 def _waited(one: Outcome) -> float:

@@ -227,6 +227,17 @@ def test_a_log_is_read_from_any_offset(world: World) -> None:
     assert world.client.get(f"{path}&offset=9").content == b""
 
 
+def test_a_live_job_with_a_process_that_nobody_watches_is_shown_so(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    assert "unwatched" not in world.client.get(f"/jobs/{job_id}").json()["job"]["reason"]
+    folder = JobFolder(world.home, job_id).attempt(1)
+    folder.path.mkdir(parents=True)
+    folder.unwatched.write_text("'python -I a.py' has no guard\n'python -I b.py' has no guard\n")
+    shown = (world.client.get(f"/jobs/{job_id}").json()["job"], world.client.get("/jobs").json()["jobs"][0])
+    assert all(one["reason"].endswith("; unwatched: 'python -I a.py' has no guard") for one in shown)
+
+
 def test_a_job_is_shown_with_prediction_and_measurement_side_by_side(world: World) -> None:
     job_id = world.submit()
     world.turn_until("succeeded")

@@ -42,6 +42,7 @@ def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Pat
     starts_h = [(one.name, (one.started_at_s or 0.0) / HOUR_S) for one in run.outcomes]
     assert starts_h == [("prepare", 0.0), ("sweep", 1.0), ("sweep", 1.0), ("late", 3.0), ("due", 1.0)]
     assert (run.report["deadlines"], run.report["deadlines_met"]) == (1, 1)
+    assert run.report["mean_lateness_s"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def driven(tmp_path: Path, devices: str, *words: str, ranks: int = 1, **changes:
 
 
 DEVICES = pytest.mark.parametrize("devices", ["virtual", "none"])
+SHORT = pytest.mark.parametrize("devices", [pytest.param("virtual", marks=pytest.mark.long), "none"])
 
 
 @DEVICES
@@ -85,7 +86,7 @@ def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(
     assert "trained by batches of" in log(tmp_path / "home", last.number)
 
 
-@DEVICES
+@SHORT
 def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(devices: str, tmp_path: Path) -> None:
     job = driven(tmp_path, devices, "--long-at", "20")
     assert story(job) == ["finished"]
@@ -104,13 +105,14 @@ def test_a_step_more_than_a_tenth_is_too_much_and_so_is_the_last(
     assert story(job) == [outcome]
 
 
+@pytest.mark.long
 def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
     job = driven(tmp_path, "virtual", "--steps", "3", on_caught_oom="accept")
     assert story(job) == ["finished"]
     assert "the script caught 3 out-of-memory errors and completed 0 steps" in job.reason
 
 
-@DEVICES
+@SHORT
 def test_a_success_that_fails_after_caught_errors_is_recovered(devices: str, tmp_path: Path) -> None:
     """One step of fifty is little, but nothing else explains that the last words are missing."""
     job = driven(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})

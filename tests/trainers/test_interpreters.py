@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from orchestrator.specs.run import GuardSettings, write_json
 from orchestrator.training import guard
 
@@ -24,15 +26,17 @@ for _ in range(3):
     torch.stack(model(torch.ones(8, 64)).split(4)).sum().backward()
     optimizer.step()
 print([name for name in sys.modules if name.startswith("orchestrator")])
-torch.zeros(64, 2**20)
+torch.zeros(64, 2**20)  # more than a virtual device has
+raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB")
 """
+BOTH = pytest.mark.parametrize("capacity_bytes", [64 * 2**20, None], ids=["virtual", "none"])
 
 
-def run(tmp_path: Path, *before: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The script of this test under the guard, on a virtual device of 64 MiB."""
+def run(tmp_path: Path, capacity_bytes: int | None, *before: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The script of this test under the guard, on a virtual device of that size, or on none."""
     folder = tmp_path / "jobs/job/attempts/1"
     folder.mkdir(parents=True)
-    write_json(folder / "guard.json", GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=64 * 2**20))
+    write_json(folder / "guard.json", GuardSettings(attempt_folder=str(folder), virtual_capacity_bytes=capacity_bytes))
     (tmp_path / "train.py").write_text(TRAIN)
     told = [str(folder / "guard.json"), "--", str(tmp_path / "train.py")]
     lines = (
@@ -45,17 +49,21 @@ def run(tmp_path: Path, *before: str) -> tuple[subprocess.CompletedProcess[str],
     return done, folder
 
 
-def test_the_guard_caps_and_reports_under_a_pytorch_without_what_came_after_2_1(tmp_path: Path) -> None:
-    done, folder = run(tmp_path, "import torch", "del torch.OutOfMemoryError")
+@BOTH
+def test_the_guard_caps_and_reports_under_a_pytorch_without_what_came_after_2_1(
+    capacity_bytes: int | None, tmp_path: Path
+) -> None:
+    done, folder = run(tmp_path, capacity_bytes, "import torch", "del torch.OutOfMemoryError")
     report = folder / "rank0.oom.json"
     assert report.exists(), done.stdout + done.stderr
-    assert json.loads(report.read_text())["step"] == 3
+    said = json.loads(report.read_text())
+    assert (said["step"], said["requested_bytes"]) == (3, 256 * 2**20)
 
 
 def test_what_comes_into_the_trainers_process_names_nothing_newer_than_python_3_10_and_pytorch_2_1(
     tmp_path: Path,
 ) -> None:
-    done, _ = run(tmp_path)
+    done, _ = run(tmp_path, 64 * 2**20)
     ours = [name for name in ast.literal_eval(done.stdout.splitlines()[0]) if "." in name]
     assert "orchestrator.training.virtual_device" in ours
     found = []
