@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from orchestrator.memory.correction import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool, Slot
 from orchestrator.scheduling.demand import room_from_s
 from orchestrator.scheduling.desk import Desk
@@ -24,13 +25,7 @@ from orchestrator.specs.state import Job, Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
 RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break
-# Seconds that a job would wait to save a device-second, for each other job per device of the cluster. At 1 a job would
-# count what it delays all that are there now; as many come while it runs, so that 2 is better on nearly all shaken
-# inputs of traces/plans/base.csv (2026-11), and 0 lets the first jobs take everything.
-PRICE = 2.0
-PRICE_IDLE = 0.002  # where nobody waits: a job that grows can make way again
 SOON = 1e-6  # of its seconds and its price, against its start: a job with a promised speed starts as soon as it can
-PRICE_ALONE = 0.1  # of a device-second where nobody else is there yet: for devices that hardly help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +72,12 @@ class _Later(NamedTuple):
 def price_of(desk: Desk) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
     others = max(0, len(desk.waiting) + len(desk.running) - 1)
-    return PRICE_ALONE + PRICE * others / max(1, desk.devices)
+    return tuning.TUNING.price_alone + tuning.TUNING.price * others / max(1, desk.devices)
 
 
 def price_of_idle(desk: Desk) -> float:
     """The same of devices that nobody can use now: only who waits counts."""
-    return PRICE_IDLE + PRICE * len(desk.waiting) / max(1, desk.devices)
+    return tuning.TUNING.price_idle + tuning.TUNING.price * len(desk.waiting) / max(1, desk.devices)
 
 
 def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | None:

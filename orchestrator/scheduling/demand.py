@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import exp, frexp
 
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.specs.state import Demand
 
-MEMORY_S = 6 * 3600.0  # what was asked for counts exp(-age / MEMORY_S)
-LEAST_S = 3600.0  # over which a first burst is taken to spread
-# Of a job's length: jobs shorter than that find room beside it, and what else is held for so long counts as held beside
-# it. On ten shaken inputs of traces/plans/base.csv (8 x 8 devices, 260 s launches; 2026-11) with jobs that cannot be
-# moved the mean completion is 1,424 s with a tenth and 1,603 s with a quarter; where all can be moved it has no effect.
-SHORT = 0.1
 LENGTHS = 24  # powers of two: the longest begins at 97 days
 NOBODY = (0.0,) * (LENGTHS + 1)
 
@@ -23,7 +18,7 @@ def asked(demand: Demand | None, at_s: float, length_s: float, device_s: float) 
     """What is remembered once a job of this length and so many device-seconds was submitted."""
     if demand is None:
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
-    kept = exp((demand.at_s - at_s) / MEMORY_S)
+    kept = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
     device_seconds = [kept * one for one in demand.device_s]
     device_seconds[min(LENGTHS - 1, frexp(max(1.0, length_s))[1] - 1)] += device_s
     return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
@@ -33,8 +28,10 @@ def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
     """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy on average."""
     if demand is None:
         return NOBODY
-    counted_s = MEMORY_S * (1.0 - exp(-max(LEAST_S, at_s - demand.since_s) / MEMORY_S))
-    kept = exp((demand.at_s - at_s) / MEMORY_S) / counted_s
+    counted_s = tuning.TUNING.memory_s * (
+        1.0 - exp(-max(tuning.TUNING.least_s, at_s - demand.since_s) / tuning.TUNING.memory_s)
+    )
+    kept = exp((demand.at_s - at_s) / tuning.TUNING.memory_s) / counted_s
     return tuple(accumulate((kept * one for one in demand.device_s), initial=0.0))
 
 
@@ -44,6 +41,6 @@ def room_from_s(wanted: Sequence[float], pool: Pool, devices: int, seconds: floa
     What is held for as long as such jobs matter leaves as many whole devices as they wanted lately, or is nothing but
     this.
     """
-    shorter_s = SHORT * seconds
+    shorter_s = tuning.TUNING.short * seconds
     others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
     return pool.held_until_s(pool.group.devices - int(others) - devices) - shorter_s

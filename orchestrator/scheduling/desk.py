@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from itertools import groupby, takewhile
 from math import inf
 
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
@@ -27,19 +28,6 @@ from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job import Dependency
 from orchestrator.specs.state import Job, JobStatus, Reservation, State
-
-# A job is due when the cluster could have done it this many times over. Nobody who came after that goes before it, so
-# that nothing starves; until then the short go before the long. Between its time (by which the wide would go too early)
-# and its device-seconds (too late) stands their geometric mean. Both were chosen on six shaken inputs of
-# traces/plans/base.csv (8 x 8 devices, 260 s launches, price 2; 2026-11): mean completion 1,564 s on average, against
-# 1,743 s by device-seconds and 1,834 s by time; 1,641 s with half of it.
-AGING = 12.0
-# The same of a job that its deadline put first from the start, counted from its deadline on. With 1, 2, 4 of cluster05
-# on 12 nodes 0.755, 0.757, 0.760 of the deadlines are met, and the mean completion is 9,652, 9,670, 9,690 s (2026-11).
-AGING_LATE = 2.0
-# A deadline puts a job first once it leaves it no more slack than this many of its lengths. With 4, 16, 32, 100 of
-# cluster05 0.755, 0.794, 0.806, 0.809 of the deadlines are met; with 32 least are late where that is rare (2026-11).
-SLACK = 32.0
 
 
 class Desk:
@@ -316,14 +304,18 @@ class Desk:
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
-        limit_s = AGING * self.prospects.size_of(job)[0]
+        limit_s = tuning.TUNING.aging * self.prospects.size_of(job)[0]
         if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
-        return job.deadline_s + AGING_LATE * limit_s
+        return job.deadline_s + tuning.TUNING.aging_late * limit_s
 
     def presses_s(self, job: Job) -> float:
         """From when on its deadline leaves it little slack, so that it goes first; infinity: it has none."""
-        return inf if job.deadline_s is None else job.deadline_s - (1 + SLACK) * self.prospects.size_of(job)[1]
+        return (
+            inf
+            if job.deadline_s is None
+            else job.deadline_s - (1 + tuning.TUNING.slack) * self.prospects.size_of(job)[1]
+        )
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """When a running attempt is expected to end; infinity where its nodes are gone."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from math import inf
 
 from orchestrator.planning.explain import why_taken
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.decide import (
-    PRICE_IDLE,
     RESERVATIONS_MAX,
     Chosen,
     Wait,
@@ -156,7 +156,7 @@ def _round(
             desk.forget_promises()
             desk.promise((*slots.values(), *promised))
         if claims := claims_of(waiting.job):
-            devices_max, its_price = sum(len(part.devices) for part in claims), PRICE_IDLE
+            devices_max, its_price = sum(len(part.devices) for part in claims), tuning.TUNING.price_idle
         else:
             its_price = price
         outcome = crowded(desk, waiting.job, of_array) or decide(

@@ -12,6 +12,7 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.decide import price_of_idle
 from orchestrator.scheduling.desk import Desk
@@ -22,13 +23,6 @@ from orchestrator.specs.attempt import Attempt, Placement
 from orchestrator.specs.state import Job, Reservation
 from orchestrator.specs.units import format_seconds
 
-# Launches that an attempt trains for before it is moved: at most one move in REST + 1 launches, so that they take no
-# more than a fifth of a job's time.
-REST = 4.0
-# Of what the one that makes way has left: only shorter jobs have it stopped. Half and all of it differ by less than
-# 1 % on traces/plans/base.csv (2026-11).
-SHORTER = 0.25
-WORTH = 2.0  # times what a job loses by making way: what others gain; they may end sooner than they wait for
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
 LATE_MAX = 10  # who waits and would miss its deadline, the earliest first, that others may be stopped for
 
@@ -74,7 +68,7 @@ class _Way(NamedTuple):
 
     @property
     def is_worth(self) -> bool:
-        return self.gain_s > WORTH * self.cost_s
+        return self.gain_s > tuning.TUNING.worth * self.cost_s
 
 
 def growth(desk: Desk, at_s: float) -> Move | None:
@@ -171,7 +165,7 @@ def _ahead_of(
     if one.slack_s < inf:
         return []
     room, place = one.devices + one.pool.idle, _place(one.job, desk.due_s(one.job), desk.state.at_s)
-    shorter_s = SHORTER * one.left_s if desk.state.policy is None else -inf
+    shorter_s = tuning.TUNING.shorter * one.left_s if desk.state.policy is None else -inf
     found = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority
@@ -225,6 +219,6 @@ def movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[Moving]
         attempt = job.last
         pool = desk.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
         if attempt is not None and pool is not None and desk.ends_s[job_id] < inf:
-            from_s = attempt.launched_at_s + (1 + REST) * pool.launch_cost_s
+            from_s = attempt.launched_at_s + (1 + tuning.TUNING.rest) * pool.launch_cost_s
             slack_s = inf if job.deadline_s is None else job.deadline_s - desk.ends_s[job_id]
             yield Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)

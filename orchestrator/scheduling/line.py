@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import merge
 from math import inf
 
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.specs.state import Job
@@ -15,13 +16,6 @@ from orchestrator.specs.state import Job
 Standing = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
 Menus = Sequence[tuple[Pool, Menu | NeverFits]]
 
-# Who may end last: a job of so much of the device-seconds of all that waits, and those of so much of its own. Larger
-# ones go first, so that they end together (longest first is within a third of the shortest makespan: Graham 1969,
-# SIAM Journal on Applied Mathematics 17:416). On ten shaken inputs of traces/plans/base.csv (2026-11) the makespan is
-# 61,249 s (60,038 to 61,998) and the mean completion 1,083 s, alike with a fifth to a third of all, and 0.4 to 0.6 of
-# the largest; the smaller first they are 63,159 s (61,550 to 63,701) and 1,080 s.
-LARGE = 0.25
-AS_LARGE = 0.5
 LAST = 2**63  # behind every job's number
 LARGEST_MAX = 10  # that change places with each other
 
@@ -109,7 +103,7 @@ class Line:
         """
         if len(self) < 2 or not self._ends_last(devices):
             return self.in_order(at_s)
-        least_device_s = AS_LARGE * self._sizes[-1][0]
+        least_device_s = tuning.TUNING.as_large * self._sizes[-1][0]
         largest = [one for one in self._sizes[-LARGEST_MAX:] if one[0] >= least_device_s and one[1][0] > at_s]
         by_size = [standing for _, standing, _ in sorted(largest, key=lambda one: (-one[0], one[1]))]
         changed = self._standing[:]
@@ -123,9 +117,9 @@ class Line:
     def _ends_last(self, devices: int) -> bool:
         """Whether the largest may end last, and another of its size could run beside it."""
         device_s, _, least_devices = self._sizes[-1]
-        if self._sizes[-2][0] < AS_LARGE * device_s or 2 * least_devices > devices:
+        if self._sizes[-2][0] < tuning.TUNING.as_large * device_s or 2 * least_devices > devices:
             return False
-        return LARGE * self._total_device_ms <= round(1e3 * device_s)
+        return tuning.TUNING.large * self._total_device_ms <= round(1e3 * device_s)
 
 
 def merged(lines: Sequence[Sequence[Standing]]) -> Iterable[Standing]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.elastic import REST
 from orchestrator.scheduling.menu import Menu
 from orchestrator.scheduling.moves import MOVE_GRACE_S
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
@@ -14,6 +14,8 @@ from orchestrator.specs.cluster import Node
 from orchestrator.specs.state import DrainRequested, Finished, Job, JobStatus, Launch, Stop
 from tests.scheduling.laws_of_attempts import MOVED
 from tests.scheduling.transition import Law, Transition, attempts, devices, nodes_of, of
+
+REST = tuning.TUNING.rest  # as it is, whatever a planted bug makes of it
 
 
 def _nobody_is_stopped_in_vain(t: Transition) -> Iterator[str]:

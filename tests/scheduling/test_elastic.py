@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from orchestrator.scheduling.elastic import REST
+from orchestrator.scheduling import tuning
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Evidence, FailureKind, RankEnd
 from orchestrator.specs.clock import deadline_at
@@ -24,7 +24,7 @@ from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, su
 from tests.scheduling.world import MemoryJournal, random_rush, random_tide
 
 NO_RETRIES = dict.fromkeys(("oom", "node", "startup", "hang", "preemption"), 0)
-RESTED_S = 1.0 + (1 + REST) * LAUNCH_S  # of what was launched at 1 s
+RESTED_S = 1.0 + (1 + tuning.TUNING.rest) * LAUNCH_S  # of what was launched at 1 s
 LONG = {1: 10_000.0}
 GROWS = {1: 5000.0, 2: 3500.0}
 
@@ -239,7 +239,7 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
             coming.append(submitted(number, script({1: 200.0}), at_s))
         coming.append(Woke(at_s=at_s))
     assert len(starts) > 1, "it makes way"
-    assert all(later - earlier >= (1 + REST) * LAUNCH_S for earlier, later in pairwise(starts))
+    assert all(later - earlier >= (1 + tuning.TUNING.rest) * LAUNCH_S for earlier, later in pairwise(starts))
 
 
 @settings(UNSHRUNK, max_examples=12)

@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, dispatch, drain, elastic, fair, line, menu, windows
+from orchestrator.scheduling import decide, desk, dispatch, drain, elastic, fair, line, menu, tuning, windows
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.desk import Desk
@@ -313,7 +313,7 @@ def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_without_rest(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(elastic, "REST", -1.0)
+    patch.setattr(tuning, "TUNING", tuning.Tuning(rest=-1.0))
 
 
 def everybody_moved(patch: pytest.MonkeyPatch) -> None:

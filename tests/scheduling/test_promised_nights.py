@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from orchestrator.backends.traces import Arrival, Trace, misjudged, told, trace_of
-from orchestrator.scheduling.desk import AGING, OVERDUE
+from orchestrator.scheduling import tuning
+from orchestrator.scheduling.desk import OVERDUE
 from orchestrator.service.simulate import ROUNDING_S, Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job import Guarantee, JobSpec
@@ -152,6 +153,6 @@ def test_a_stream_of_promises_starves_nobody() -> None:
     outcomes = simulate(trace_of("stream", stream), cluster_of(1, LAUNCH_S, 4), seed=1).outcomes
     (its,) = [one for one in outcomes if one.name == "wide"]
     assert its.started_at_s is not None
-    limit_s = its.submitted_at_s + AGING * (LAUNCH_S + 600.0)
+    limit_s = its.submitted_at_s + tuning.TUNING.aging * (LAUNCH_S + 600.0)
     ahead = [one for one in outcomes if one.name == "short" and one.submitted_at_s <= limit_s and one.ended_at_s]
     assert its.started_at_s <= max(one.ended_at_s for one in ahead if one.ended_at_s), "only who came before that"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.desk import AGING, OVERDUE
+from orchestrator.scheduling import tuning
+from orchestrator.scheduling.desk import OVERDUE
 from orchestrator.scheduling.promises import START_WITHIN_S
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
@@ -87,13 +88,13 @@ def test_nobody_is_stopped_who_is_guaranteed_a_speed_or_was_due_before() -> None
     one = node(devices=1)
     held = submitted(1, guaranteed(LONG, knobs={"resume_from": {"flag": "-r"}}, resume={"on_sigterm": True}))
     assert moving(told([seen(one), held, submitted(2, guaranteed({1: 10.0}), 5000.0)])) == {}
-    due_s = 1.0 + AGING * (LAUNCH_S + 600.0)
+    due_s = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 600.0)
     overdue = [submitted(1, script({1: due_s})), submitted(2, elastic({1: 600.0}), 1.0), *gone(1, due_s)]
     assert moving(told([seen(one), *overdue, submitted(3, guaranteed({1: 10.0}), due_s + 200.0)])) == {}
 
 
 def test_who_was_due_before_it_came_goes_first_whatever_the_priority() -> None:
-    due_s = 1.0 + AGING * (LAUNCH_S + 100.0)
+    due_s = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 100.0)
     events = [seen(node(devices=1)), submitted(1, script({1: 5000.0})), submitted(2, script({1: 100.0}, priority=-5))]
     for comes_s, first in ((due_s - 10.0, "job-3"), (due_s + 10.0, "job-2")):
         late = submitted(3, guaranteed({1: 50.0}, priority=5), comes_s)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduling import decide, quotas
+from orchestrator.scheduling import quotas, tuning
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.availability import Pool
-from orchestrator.scheduling.desk import AGING, Desk
+from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.forecast import forecast
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
@@ -143,7 +143,7 @@ def test_a_long_job_does_not_keep_the_short_ones_waiting_that_come_with_it() -> 
 def test_nobody_who_comes_after_a_job_was_due_goes_before_it() -> None:
     """However short: so many come that the device is never idle, and still the long job runs."""
     long, short = script({1: 1000.0}), script({1: 10.0})
-    due_s = 1.0 + AGING * (LAUNCH_S + 1000.0)
+    due_s = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 1000.0)
     events: list[Event] = [seen(node(devices=1)), submitted(1, short), submitted(2, long)]
     state = State()
     number, started = 2, []
@@ -161,7 +161,7 @@ def test_nobody_who_comes_after_a_job_was_due_goes_before_it() -> None:
     assert state.at_s <= due_s + 2 * 40.0
 
 
-DUE_S = 1.0 + AGING * (LAUNCH_S + 1000.0)
+DUE_S = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 1000.0)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest
     elastic = script({1: 1000.0, 4: 900.0})
     _, launches = played(seen(node(devices=4)), submitted(1, elastic), submitted(2, elastic))
     assert launches["job-1"].plan.world_size == 1
-    monkeypatch.setattr(decide, "PRICE_ALONE", 0.0)
+    monkeypatch.setattr(tuning, "TUNING", tuning.Tuning(price_alone=0.0))
     _, launches = played(seen(node(devices=4)), submitted(1, elastic), submitted(2, elastic))
     assert launches["job-1"].plan.world_size == 4
 

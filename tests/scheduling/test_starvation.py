@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.backends.traces import Arrival, Trace, told
-from orchestrator.scheduling.desk import AGING, AGING_LATE, SLACK, Desk
+from orchestrator.scheduling import tuning
+from orchestrator.scheduling.desk import Desk
 from orchestrator.scheduling.line import Line
 from orchestrator.service.simulate import Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -61,7 +62,7 @@ def waits_of_the_wide(nodes: int, length_s: int, until_s: float) -> list[float]:
 )
 def test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(nodes: int, length_s: int, until_s: float) -> None:
     waits_s = waits_of_the_wide(nodes, length_s, until_s)
-    limit_s = AGING * (LAUNCH_S + length_s)
+    limit_s = tuning.TUNING.aging * (LAUNCH_S + length_s)
     assert limit_s < until_s - HOUR_S - 2 * SHORT_S, "the stream lasts for longer"
     assert all(wait_s <= limit_s + LAUNCH_S + SHORT_S for wait_s in waits_s)
     assert abs(waits_s[0] - waits_s[1]) <= LAUNCH_S + SHORT_S
@@ -101,9 +102,9 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
         if spec.between is not None:
             continue
         longest_s = LAUNCH_S + 100 * max(step_s for _, step_s in spec.speeds)
-        due_s = one.submitted_at_s + AGING * longest_s
-        if one.deadline_s is not None and one.deadline_s - one.submitted_at_s <= (1 + SLACK) * longest_s:
-            due_s = one.deadline_s + AGING_LATE * AGING * longest_s
+        due_s = one.submitted_at_s + tuning.TUNING.aging * longest_s
+        if one.deadline_s is not None and one.deadline_s - one.submitted_at_s <= (1 + tuning.TUNING.slack) * longest_s:
+            due_s = one.deadline_s + tuning.TUNING.aging_late * tuning.TUNING.aging * longest_s
         before = [
             process
             for other, (its, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True))
@@ -141,10 +142,15 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
 def test_a_deadline_presses_when_nothing_else_happens() -> None:
     """An idle device is promised to a wide job: whoever would delay that starts as soon as its deadline presses."""
     presses_s, length_s = 5000.0, LAUNCH_S + 25_000.0
+    deadline_s = presses_s + (1 + tuning.TUNING.slack) * length_s
     jobs = (
         Arrival(at_s=0.0, spec=still(told("runs", {1: 1.0}, 20_000))),
         Arrival(at_s=1.0, spec=still(told("wide", {2: 1.0}, 1000))),
-        Arrival(at_s=2.0, spec=still(told("late", {1: 1.0}, 25_000)), deadline_s=presses_s + (1 + SLACK) * length_s),
+        Arrival(
+            at_s=2.0,
+            spec=still(told("late", {1: 1.0}, 25_000)),
+            deadline_s=deadline_s,
+        ),
     )
     outcomes = simulate(Trace(name="press", arrivals=jobs), cluster_of(1, 2), seed=0).outcomes
     assert outcomes[2].started_at_s == pytest.approx(presses_s, abs=1e-3)
