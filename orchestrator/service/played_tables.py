@@ -42,6 +42,10 @@ def simulated_table(run: Simulated) -> Table:
             f"slowest {1e3 * taken_s[-1]:.1f} ms",
         ),
     ]
+    if report["guaranteed"]:
+        refused = report["guaranteed"] - report["promised"]
+        kept = f"{report['promises_kept']} of {report['promised']}, {refused} refused"
+        rows.insert(4, ("promises kept", kept))
     if report["deadlines"]:
         met = f"{report['deadlines_met']} of {report['deadlines']}"
         late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"

@@ -52,16 +52,18 @@ class Outcome:
     alone_s: float  # from its launch to its end, had it had the cluster for itself
     deadline_s: float | None
     attempts: tuple[Process, ...]
-    request_step_s: float | None = None  # true seconds of a step as its request would run, where it asks for a promise
+    guaranteed: bool = False  # it asks for a promise
+    request_step_s: float | None = None  # true seconds of a step as it would run as requested; None: not told
     starts_by_s: float | None = None  # as promised; None: it was promised nothing
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether it started in time, and no attempt trained slower than its request would have."""
-        if self.starts_by_s is None or self.started_at_s is None or self.request_step_s is None:
+        """Whether it started in time, and no attempt trained slower than its request would have, where that is told."""
+        if self.starts_by_s is None or self.started_at_s is None:
             return False
+        slowest_s = inf if self.request_step_s is None else self.request_step_s * AS_FAST
         in_time = self.started_at_s <= self.starts_by_s + ROUNDING_S
-        return in_time and all(one.step_s <= self.request_step_s * AS_FAST for one in self.attempts)
+        return in_time and all(one.step_s <= slowest_s for one in self.attempts)
 
     @property
     def completion_s(self) -> float:
@@ -266,6 +268,7 @@ def _outcome(arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: flo
         alone_s=launch_cost_s + alone_s(arrival, devices, attempts),
         deadline_s=arrival.deadline_s,
         attempts=attempts,
+        guaranteed=arrival.spec.guarantee is not None,
         request_step_s=_request_step_s(arrival),
         starts_by_s=attempts[0].job.starts_by_s if attempts else None,
     )
@@ -318,7 +321,7 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
         deadlines=sum(one.deadline_s is not None for one in outcomes),
         deadlines_met=sum(one.in_time for one in outcomes),
         mean_lateness_s=fmean([one.lateness_s for one in finished if one.lateness_s] or [0.0]),
-        guaranteed=sum(one.request_step_s is not None for one in outcomes),
+        guaranteed=sum(one.guaranteed for one in outcomes),
         promised=sum(one.starts_by_s is not None for one in outcomes),
         promises_kept=sum(one.keeps_promise for one in outcomes),
         restarts=sum(max(0, len(one.attempts) - 1) for one in outcomes),

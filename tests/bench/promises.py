@@ -116,8 +116,8 @@ def _of_runs(where: str, runs: Sequence[Simulated], *, is_told: bool) -> list[Fi
 
 
 KINDS: Mapping[str, Callable[[Outcome], bool]] = {
-    "guaranteed jobs": lambda one: one.request_step_s is not None,
-    "best-effort jobs": lambda one: one.request_step_s is None,
+    "guaranteed jobs": lambda one: one.guaranteed,
+    "best-effort jobs": lambda one: not one.guaranteed,
 }
 
 

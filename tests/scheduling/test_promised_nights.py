@@ -113,7 +113,7 @@ def test_where_lengths_are_told_truly_every_promise_is_kept_and_everybody_else_e
     assert [one for one in promised if not one.keeps_promise] == []
     late = [one for one in promised if one.starts_by_s and one.started_at_s and _waited(one) > ROUNDING_S]
     assert late == [], "nobody needs the quarter that is added to a wait"
-    assert [one.name for one in outcomes if one.ended_at_s is None and one.request_step_s is None] == []
+    assert [one.name for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
 
 
 @settings(UNSHRUNK, max_examples=40)
@@ -122,7 +122,7 @@ def test_where_lengths_are_told_wrongly_everybody_ends_who_is_not_refused(seed: 
     trace, cluster = random_night(random.Random(seed))
     outcomes = simulate(misjudged(trace, 0.7, seed), cluster, seed=seed).outcomes
     assert [one for one in outcomes if one.ended_at_s is None and one.attempts] == []
-    assert [one for one in outcomes if one.ended_at_s is None and one.request_step_s is None] == []
+    assert [one for one in outcomes if one.ended_at_s is None and not one.guaranteed] == []
 
 
 def _waited(one: Outcome) -> float:
@@ -135,9 +135,9 @@ def _waited(one: Outcome) -> float:
 def test_promises_are_given_and_refused_in_these_nights() -> None:
     """Otherwise the law above would hold of nothing."""
     outcomes = [one for seed in range(10) for one in outcomes_of(seed)]
-    asked = [one for one in outcomes if one.request_step_s is not None]
+    asked = [one for one in outcomes if one.guaranteed]
     waited = [one for one in asked if one.starts_by_s is not None and one.starts_by_s > one.submitted_at_s]
-    moved = [one for one in outcomes if one.request_step_s is None and len(one.attempts) > 1]
+    moved = [one for one in outcomes if not one.guaranteed and len(one.attempts) > 1]
     assert min(len(asked), len(waited), len(moved)) > 10
 
 

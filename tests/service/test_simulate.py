@@ -6,16 +6,19 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from orchestrator.backends.simulated_process import Process
 from orchestrator.backends.traces import Arrival, Trace, misjudged
 from orchestrator.cli import main
 from orchestrator.scheduling.step import step
 from orchestrator.service.gantt import figure, picture
+from orchestrator.service.played_tables import simulated_table
 from orchestrator.service.simulate import Outcome, Simulated, Trouble, from_queue, quantile, simulate
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
@@ -180,6 +183,22 @@ def test_the_report_counts_what_happened() -> None:
     assert report["utilisation"] == pytest.approx(1.0)
     assert report["deadlines_met"] == 1
     assert report["restarts"] == 0
+
+
+def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
+    """One runs as fast as it was told, one half as fast, and nothing holds the request of the third."""
+    asked = {"guarantee": "requested"}
+    arrivals = (
+        Arrival(at_s=0.0, spec=job("kept", 10, {4: 1.0}, **asked)),
+        Arrival(at_s=0.0, spec=job("slow", 10, {4: 1.0}, **asked), shapes=(((4,), 2.0),)),
+        Arrival(at_s=0.0, spec=job("wide", 10, {1: 9.0}, gpus={"min": 1, "max": 4}, **asked)),
+        Arrival(at_s=0.0, spec=job("other", 10, {1: 1.0})),
+    )
+    run = simulate(Trace(name="four", arrivals=arrivals), CLUSTER, seed=0)
+    assert [run.report[key] for key in ("guaranteed", "promised", "promises_kept", "finished")] == [3, 2, 1, 3]
+    shown = Console(record=True, file=StringIO())
+    shown.print(simulated_table(run))
+    assert "1 of 2, 1 refused" in shown.export_text()
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_another_night() -> None:
