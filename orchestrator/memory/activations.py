@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from orchestrator.memory.moments import FORWARDED, FP32_BYTES, NOTHING, Passage, Point, Rank, passages, traced_passages
+from orchestrator.memory.moments import FORWARDED, NOTHING, Passage, Point, Rank, passages, traced_passages
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
@@ -82,7 +82,7 @@ def _of_one_micro_batch(
         count, (all_saved, all_copied) = segments[place].count, kept[place]
         return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
 
-    gradient_bytes = FP32_BYTES if casts or stage.precision is Precision.FP32 else 2
+    gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
     found = []
     for passage in passages(stage, has_loss, gathers=gathers):
@@ -101,6 +101,8 @@ def _of_one_micro_batch(
         own_saved, summed = _backward(passage, mode)
         summed += waiting
         cast_bytes = passage.segment.cast_bytes if casts else 0
+        if passage.segment.holds_boundaries and mode is ActivationCheckpointing.FULL:
+            saved_before += 2 * passage.position * passage.segment.checkpointed_bytes
         found.append(Activations(saved_before + own_saved, copied_before + cast_bytes + gradient_bytes * summed))
     last_layers = max(range(len(segments)), key=lambda place: (segments[place].is_unit, place))
     found.append(Activations(*up_to(last_layers, segments[last_layers].count - 1)))

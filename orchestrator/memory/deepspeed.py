@@ -99,7 +99,7 @@ def _build(rank: Rank, plan: Plan) -> Moment:
     Stages 1 and 2 then copy what is trained of it into a flat tensor.
     """
     profile, width = rank.held, _width(plan)
-    made, cast = profile.weight_bytes(FP32_BYTES), profile.weight_bytes(width)
+    made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
     if plan.zero_stage is ZeroStage.PARAMETERS:
         layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
         rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit)

@@ -201,8 +201,9 @@ def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) 
             return torch_engines.fsdp2_moments(rank, plan, places, cuda=cuda)
         return torch_engines.ddp_moments(rank, plan, places, bucket_views=True, cuda=cuda)
     if plan.zero_stage is not ZeroStage.NONE:
-        sharded = torch_engines.fsdp2_moments if plan.sharding is Sharding.FSDP else deepspeed.moments
-        return sharded(rank, plan, places, cuda=cuda)
+        if plan.sharding is Sharding.FSDP:
+            return torch_engines.fsdp2_moments(rank, plan, places, cuda=cuda, foreach=cuda)
+        return deepspeed.moments(rank, plan, places, cuda=cuda)
     return torch_engines.ddp_moments(rank, plan, places, bucket_views=False, cuda=cuda, foreach=cuda)
 
 

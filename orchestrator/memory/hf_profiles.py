@@ -131,7 +131,9 @@ def as_transformers(
         layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
     else:
         beside = _adapted_layer(model.lora, shape, low=low, autocast=autocast, cuda=cuda)
-        embedding, layer, head = _with_adapters((embedding, layer, head), model.lora, shape, beside, sequence_length)
+        embedding, layer, head = _with_adapters(
+            (embedding, layer, head), model.lora, shape, beside, sequence_length, model.weight_bytes_each
+        )
         profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
     profile = replace(profile, segments=(embedding, layer, head))
     if shape.experts is None:
@@ -140,14 +142,20 @@ def as_transformers(
 
 
 def _with_adapters(
-    segments: tuple[Segment, Segment, Segment], lora: LoraSpec, shape: DecoderShape, beside: AdaptedLayer, tokens: int
+    segments: tuple[Segment, Segment, Segment],
+    lora: LoraSpec,
+    shape: DecoderShape,
+    beside: AdaptedLayer,
+    tokens: int,
+    rest: int,
 ) -> tuple[Segment, Segment, Segment]:
     """A frozen base without gradients and states, and adapters beside the projections of every layer.
 
     Under low precision the base's matrices are held in it (training/hf_model.py), or in 4 bits; embedding and norms
-    stay fp32. A projection without an adapter does not keep its input, an adapter also what stands between its two
-    matrices; under selective checkpointing also what the second returned, since a matrix product did. A norm whose
-    weight is frozen does not keep what the weight is multiplied with.
+    have `rest` bytes each, which are 4 but where a script says otherwise. A projection without an adapter does not keep
+    its input, an adapter also what stands between its two matrices; under selective checkpointing also what the second
+    returned, since a matrix product did. A norm whose weight is frozen does not keep what the weight is multiplied
+    with.
     """
     embedding, layer, head = segments
     sizes, h, f, width = list(beside.adapted.values()), shape.hidden_size, shape.intermediate_size, beside.width
@@ -161,15 +169,15 @@ def _with_adapters(
     base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
     inputs, forward = tokens * beside.inputs_bytes, tokens * beside.forward_bytes
     backward = tokens * beside.backward_bytes
-    frozen_layer = round(held * beside.matrices) + 4 * (layer.parameters - beside.matrices)
+    frozen_layer = round(held * beside.matrices) + rest * (layer.parameters - beside.matrices)
     own_table = 0 if shape.tie_word_embeddings else table
-    head_width = 4 if shape.tie_word_embeddings or lora.quantise_base or not low else 2
+    head_width = rest if shape.tie_word_embeddings or lora.quantise_base or not low else 2
     cast_head = 2 * table if autocast and head_width == 4 else 0
     return (
         replace(
             embedding,
             trained=0,
-            frozen_bytes=4 * embedding.parameters,
+            frozen_bytes=rest * embedding.parameters,
             summed_gradients=0,
             waiting_gradients=0,
             looked_up=0,
@@ -197,7 +205,7 @@ def _with_adapters(
             head,
             trained=0,
             saved_bytes=head.saved_bytes - normed,
-            frozen_bytes=head_width * own_table + 4 * (head.parameters - own_table),
+            frozen_bytes=head_width * own_table + rest * (head.parameters - own_table),
             waiting_gradients=0,
             factored=0,
             tensors=(),

@@ -108,8 +108,8 @@ class Rank:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """In fp32, but for those that are frozen in a form of their own."""
-        return self.held.weight_bytes(FP32_BYTES)
+        """As they are trained, in fp32 or as a script holds them; frozen ones in a form of their own."""
+        return self.held.weight_bytes(self.held.parameter_bytes)
 
     @cached_property
     def end_parameters(self) -> int:

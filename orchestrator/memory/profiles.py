@@ -8,14 +8,16 @@ from functools import lru_cache
 from orchestrator.memory.bart import bart_profile, bart_shape
 from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, config_of, decoder_shape
 from orchestrator.memory.t5 import t5_profile, t5_shape
+from orchestrator.specs.frameworks import switched_on
 from orchestrator.specs.job import DeclaredProfile, JobSpec
 from orchestrator.specs.model import DecoderSpec, ModelSpec
-from orchestrator.specs.plan import Engine, Plan, Precision, ZeroStage
+from orchestrator.specs.plan import Engine, Plan, Precision, Sharding, ZeroStage
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
 LOW_SHARE = 0.65
+TRANSFORMERS_TRAINERS = ("hf", "trl")  # those of specs/frameworks.py that are transformers' Trainer
 CHUNK_TOKENS = 1024  # of training/cross_entropy.py (a test compares the two)
 
 
@@ -53,19 +55,21 @@ def profile_of(
         share = LOW_SHARE if lower else 1.0
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
     model, length = spec.known_model, sequence_length or spec.data.sequence_length
+    if model is not None and model.weight_bytes_each == 2:
+        autocast = False  # nothing is left to cast
     if freezes(spec) and tensor_parallel == pipeline_parallel == 1:
         known = _traced(spec.traced, precision, length, autocast, cuda)
         if known is not None:
             return known
     if model is not None and model.decoder is not None:
         ours = decoder_profile(model.decoder, spec.family_name, precision, length, tensor_parallel, autocast, cuda)
-        return with_all_logits(ours, model.decoder.vocab_size, length) if spec.is_script else ours
+        return _as_script_runs(spec, ours, model, model.decoder.vocab_size, length) if spec.is_script else ours
     if model is not None and model.hf is not None:
         shape = decoder_shape(model, length)
         if shape is not None and (tensor_parallel == 1 or shape.experts is None):
             ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
             theirs = as_transformers(ours, model, shape, length, autocast=autocast, cuda=cuda)
-            return with_all_logits(theirs, shape.vocab_size, length) if spec.is_script else theirs
+            return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
         if tensor_parallel == 1 and not spec.training.freeze:
             known = _encoder_decoder(model, spec.family_name, precision, length, autocast=autocast, cuda=cuda)
             if known is not None:
@@ -73,6 +77,33 @@ def profile_of(
     if tensor_parallel > 1:
         return None
     return _traced(spec.traced, precision, length, autocast, cuda)
+
+
+def _as_script_runs(
+    spec: JobSpec, profile: ModelProfile, model: ModelSpec, vocab_size: int, sequence_length: int
+) -> ModelProfile:
+    """The profile with the script's own loss, and trained weights in the type in which it holds them.
+
+    transformers' Trainer replaces the loss by one in chunks where it is told to (`use_liger_kernel`). Adapters stay in
+    fp32 beside a frozen base (`autocast_adapter_dtype` in peft/tuners/tuners_utils.py, peft 0.19).
+    """
+    fused = spec.trainer in TRANSFORMERS_TRAINERS and switched_on(spec.command or (), "--use_liger_kernel")
+    known = profile if fused else with_all_logits(profile, vocab_size, sequence_length)
+    return known if model.lora is not None else replace(known, parameter_bytes=model.weight_bytes_each)
+
+
+def with_held_boundaries(spec: JobSpec, profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile where transformers' Trainer shards adapters beside a frozen base by FSDP.
+
+    Reentrant checkpointing wraps FSDP's units, whose hook for frozen weights holds the input of every layer, and its
+    gradient, until the backward pass is over (torch/distributed/fsdp/_runtime_utils.py,
+    `_register_post_backward_reshard_only_hook`; counted on two gloo ranks of torch 2.13, 2026-11).
+    """
+    adapts = spec.trains is not None and spec.trains.lora is not None
+    if plan.sharding is not Sharding.FSDP or not adapts or spec.trainer not in TRANSFORMERS_TRAINERS:
+        return profile
+    segments = (replace(part, holds_boundaries=part.is_unit) for part in profile.segments)
+    return replace(profile, segments=tuple(segments))
 
 
 def _encoder_decoder(

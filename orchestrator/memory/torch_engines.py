@@ -19,8 +19,8 @@ def ddp_moments(
     last one, in whose backward pass it goes into the buckets: of two micro-batches the second has less and less of it.
     A single rank has no buckets, and its gradients appear as the backward pass goes on.
     """
-    profile, count = rank.held, rank.trained_parameters
-    buckets = FP32_BYTES * count if plan.layout.dp > 1 else 0
+    profile, count, width = rank.held, rank.trained_parameters, rank.held.parameter_bytes
+    buckets = width * count if plan.layout.dp > 1 else 0
     fixed = (
         ("parameters", rank.weight_bytes),
         ("optimizer states", state_bytes(profile, plan, 1)),
@@ -33,23 +33,23 @@ def ddp_moments(
             whole = passage.turn or count
             if buckets and bucket_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
                 whole = max(passage.done + passage.own, whole - passage.done)
-            return FP32_BYTES * (whole + passage.fresh)
+            return width * (whole + passage.fresh)
         if buckets and bucket_views and plan.layout.pp == 1:
-            return FP32_BYTES * passage.fresh
-        return FP32_BYTES * (passage.done + passage.own)
+            return width * passage.fresh
+        return width * (passage.done + passage.own)
 
     found = []
     for at in places:
         passage = rank.passages[at]
         found.append(Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at))
-    own = 0 if buckets and bucket_views else FP32_BYTES * max(profile.turns, default=count)
+    own = 0 if buckets and bucket_views else width * max(profile.turns, default=count)
     largest, before = profile.largest_trained, profile.updated_before_largest
-    temporary = FP32_BYTES * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
+    temporary = width * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
     found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
     return found
 
 
-def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> list[Moment]:
+def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, foreach: bool = False) -> list[Moment]:
     """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
 
     Layers are units of their own, everything else is the root unit, which stays gathered from forward to the
@@ -79,7 +79,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) 
         fresh = max(0, passage.done - passage.ends_done)
         whole = of_turn.get(passage.turn, rank.trained_parameters)
         reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
-        gradients = ("gradients", device * FP32_BYTES * -(-reduced // shards))
+        gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
         found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
     unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
     if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
@@ -91,9 +91,13 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) 
     found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
     if device:
         largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
+        shard = -(-rank.trained_parameters // shards)
         step = (
-            ("gradients", FP32_BYTES * -(-rank.trained_parameters // shards)),
-            ("optimizer temporaries", temporaries(plan, largest, cuda=cuda, before=before)),
+            ("gradients", profile.parameter_bytes * shard),
+            (
+                "optimizer temporaries",
+                profile.parameter_bytes * shard if foreach else temporaries(plan, largest, cuda=cuda, before=before),
+            ),
         )
         found.append(Moment("optimizer step", (*fixed, *step)))
     return found
@@ -138,7 +142,9 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
-            here = max(reduction, start, key=lambda one: compute * (one[0] + one[1]) + FP32_BYTES * one[2])
+            here = max(
+                reduction, start, key=lambda one: compute * (one[0] + one[1]) + rank.held.parameter_bytes * one[2]
+            )
         gathered, named, reducing = gathered + here[0], here[1], here[2]
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
@@ -149,7 +155,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
         gathered += next((each.parameters for each in earlier if each.is_unit), 0)
-    whole = compute * (passage.ends_done + passage.own + named) + FP32_BYTES * reducing
+    whole = compute * (passage.ends_done + passage.own + named) + rank.held.parameter_bytes * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
@@ -162,7 +168,10 @@ def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int
     keeps = plan.zero_stage is ZeroStage.GRADIENTS
     gathered = (rank.parameters if keeps else rank.end_parameters + unit) + 2 * unit
     return (
-        ("gradients", device * FP32_BYTES * -(-(rank.trained_parameters if rank.accumulates else 0) // shards)),
+        (
+            "gradients",
+            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if rank.accumulates else 0) // shards),
+        ),
         ("gathered parameters", compute * gathered),
     )
 
@@ -195,19 +204,20 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     weights are still there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
     compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
+    width = rank.held.parameter_bytes
     root, trained = rank.end_parameters, rank.trained_end_parameters
     reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
     if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
-    shard = FP32_BYTES * -(-trained // shards)
+    shard = width * -(-trained // shards)
     if plan.layout.pp > 1:
-        gathered, whole = compute * (root + -(-root // shards)), 2 * FP32_BYTES * trained + shard
+        gathered, whole = compute * (root + -(-root // shards)), 2 * width * trained + shard
     else:
         last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
-        gathered, whole = 0, max((compute + FP32_BYTES) * trained, copies * FP32_BYTES * trained + shard + named)
+        gathered, whole = 0, max((compute + width) * trained, copies * width * trained + shard + named)
     return (
-        ("gradients", device * FP32_BYTES * -(-reduced // shards)),
+        ("gradients", device * width * -(-reduced // shards)),
         ("gathered parameters", gathered),
         ("whole gradients", whole),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from orchestrator.memory.moments import FP32_BYTES
-from orchestrator.specs.plan import Offload, Optimizer, Plan
+from orchestrator.specs.plan import Offload, Optimizer, Plan, Sharding, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
 ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
@@ -17,11 +17,13 @@ ADAM_8BIT_BYTES = 2 + 2 * 4 / 256
 def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
     """Bytes of the optimizer's states on a rank that has one of `shards` equal shards of what is trained."""
     trained = profile.trained_parameters
+    has_masters = plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED
+    narrow = 1 if has_masters else FP32_BYTES // profile.parameter_bytes  # torch.optim's have their weight's type
     if plan.optimizer is Optimizer.ADAFACTOR:
         return FP32_BYTES * -(-_factored(profile) // shards)
     if plan.optimizer is Optimizer.ADAMW_8BIT:
         return math.ceil(ADAM_8BIT_BYTES * trained / shards)
-    return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) * -(-trained // shards)
+    return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) // narrow * -(-trained // shards)
 
 
 def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:

@@ -11,7 +11,7 @@ from math import ceil, floor, gcd, inf, log2, prod
 from orchestrator.memory.correction import corrected_bytes
 from orchestrator.memory.estimate import DeviceBytes, alike
 from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.profiles import autocasts, profile_of
+from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
@@ -187,7 +187,7 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
         cuda=hardware.device.kind is DeviceKind.CUDA,
     )
     if known is not None:
-        return known
+        return with_held_boundaries(spec, known, plan)
     assumed = assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
     return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
 

@@ -274,6 +274,11 @@ def taken(words: tuple[str, ...], flag: str) -> tuple[str | None, tuple[str, ...
     return None, words
 
 
+def switched_on(command: Sequence[str], flag: str) -> bool:
+    """Whether a command turns a flag on, as HfArgumentParser reads it: bare, or `true`."""
+    return str(taken(tuple(command), flag)[0]).lower() == "true"
+
+
 def _is_said(knob: Mapping[str, Any] | None, words: tuple[str, ...]) -> bool:
     word = (knob or {}).get("flag") or (knob or {}).get("switch")
     return word is not None and taken(words, word)[0] is not None

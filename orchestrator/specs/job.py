@@ -298,6 +298,10 @@ class JobSpec(Noun):
             if sum(way is not None for way in ways) != 1:
                 word = "model" if self.model is not None else "trains"
                 raise ValueError(f"`{word}` says exactly one of `decoder`, `hf` and `factory`")
+        if self.model is not None and self.model.weights is not None:
+            raise ValueError("`model.weights` is said of what a script `trains`: ours keep fp32 masters")
+        if self.trains is not None and self.trains.weights not in (None, Precision.FP32, self.precision):
+            raise ValueError("`trains.weights` is fp32 or the job's `precision`")
         if self.trains is not None and self.command is None:
             raise ValueError("`trains` says which model somebody's script trains: it needs a `command`")
         if self.model is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.plan import Optimizer
+from orchestrator.specs.plan import Optimizer, Precision
 from orchestrator.specs.words import StrEnum
 
 FORBID_EXTRA = {"extra": "forbid"}  # read by pydantic where these nouns stand inside a JobSpec
@@ -95,12 +95,14 @@ class ModelSpec:
     `hf` is a folder, a name on the hub, or a configuration (`model_type` and what it takes) with random weights.
     The factory is called with `config`. Of a folder, `config` is what stands in its config.json; of a name on the hub,
     what the job says where the hub cannot be reached. A model without a tokenizer, its own or `data`'s, reads bytes.
+    `weights` is a script's: the type in which it holds its weights while it trains, frozen ones included.
     """
 
     decoder: DecoderSpec | None = None
     hf: str | dict[str, Any] | None = field(default=None, hash=False)
     lora: LoraSpec | None = None
     factory: str | None = None
+    weights: Precision | None = None  # None: fp32, computed in the job's precision
     config: dict[str, Any] = field(default_factory=dict, hash=False)
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
@@ -108,6 +110,11 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.lora is not None and self.hf is None:
             raise SpecError("adapters stand beside the layers of a transformers model", path="lora", hint="say `hf`")
+
+    @property
+    def weight_bytes_each(self) -> int:
+        """Bytes of one weight as a script holds it."""
+        return 4 if self.weights in (None, Precision.FP32) else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

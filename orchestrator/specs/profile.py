@@ -69,6 +69,7 @@ class Segment:
     last_parameter: int | None = None  # elements of what stands last in its module; None: of the first of `tensors`
     peaks: tuple[BackwardPeak, ...] = ()  # none: one, when its largest gradient has been made, of `transient_bytes`
     arrivals: tuple[BackwardPeak, ...] = ()  # the most that is live as its gradients come, up to so many; none: unknown
+    holds_boundaries: bool = False  # recomputed parts keep their input, and its gradient, to the end of backward
     registered: tuple[int, ...] = ()  # `tensors` in the order of the module; none: in that of its forward pass
 
     @property
@@ -166,6 +167,7 @@ class ModelProfile:
     # How often over its live bytes CUDA's allocator needs, beside SEGMENTS_BYTES, under each kind of checkpointing
     fragmentation: tuple[tuple[ActivationCheckpointing, float], ...] = ()  # none: its steps were not replayed
     updated_before_largest: int = 0  # elements that an update holds besides those for the largest tensor
+    parameter_bytes: int = 4  # of one trained weight, and of its gradient and each of its states without masters
 
     def __hash__(self) -> int:
         return self._hash

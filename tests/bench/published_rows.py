@@ -1,4 +1,8 @@
-"""Published memory figures as jobs: a row is a job, the settings of a plan, a cluster and what was measured."""
+"""Published memory figures as jobs: a row is a job, the settings of a plan, a cluster and what was measured.
+
+`at` is the file or page of the source, with its commit. Where a table leaves a setting to the framework (the type of
+weights, a recipe's adapters), the row says what that code does.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ GIB = 2**30
 Kind = Literal["allocated", "reserved", "device"]
 KINDS: tuple[Kind, ...] = ("allocated", "reserved", "device")
 OUTCOMES = ("ran", "out of memory")
-SOURCE_KEYS = {"source", "path", "commit", "looked_at", "models", "devices", "rows"}
-ROW_KEYS = {"id", "job", "plan", "cluster", "measured", "outcome"}
+SOURCE_KEYS = {"source", "url", "looked_at", "models", "devices", "rows"}
+ROW_KEYS = {"id", "at", "job", "plan", "cluster", "measured", "outcome"}
 
 
 class Row(NamedTuple):

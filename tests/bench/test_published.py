@@ -13,8 +13,8 @@ from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import job_from_data
 from tests.bench.published_rows import read_rows
 
-HEADER = "{source: s, path: p, commit: c, looked_at: true, rows: [%s]}"
-ROW = "{id: a, job: {}, plan: {}, cluster: %s, measured: {%s: 1}, outcome: %s}"
+HEADER = "{source: s, url: u, looked_at: true, rows: [%s]}"
+ROW = "{id: a, at: b, job: {}, plan: {}, cluster: %s, measured: {%s: 1}, outcome: %s}"
 
 
 def test_there_are_eighty_rows_and_each_is_one() -> None:

@@ -1,0 +1,100 @@
+"""What a script's trainer and the type of its weights change in the estimate of its plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.service.forecast import CandidateView, forecast_of
+from orchestrator.specs.cluster import ClusterSpec, idle_nodes
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.parse import job_from_data
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+FULL = {"dp": "1", "micro_batch_size": "1", "activation_checkpointing": "full"}
+FSDP = {"dp": "2", "micro_batch_size": "1", "activation_checkpointing": "full", "zero_stage": "3"}
+
+
+def answer(plan: dict[str, str], command: str = "python train.py", **more: Any) -> CandidateView:
+    job = {
+        "name": "script",
+        "command": command,
+        "trainer": "hf",
+        "gpus": int(plan["dp"]),
+        "global_batch_size": int(plan["dp"]),
+        "precision": "bf16",
+        "trains": {"hf": LLAMA},
+        "data": {"sequence_length": 2048},
+        **more,
+    }
+    node = {"name": "node", "devices": 2, "device": "a100-80gb", "host_memory": "1TiB"}
+    cluster = ClusterSpec.model_validate({"name": "two", "nodes": [node]})
+    return forecast_of(job_from_data(job, "test"), list(plan.items()), idle_nodes(cluster))
+
+
+@pytest.mark.parametrize("plan", [FULL, FSDP])
+def test_weights_in_bf16_halve_parameters_and_states(plan: dict[str, str]) -> None:
+    wide = answer(plan)["estimate"]["by_cause"]
+    narrow = answer(plan, trains={"hf": LLAMA, "weights": "bf16"})["estimate"]["by_cause"]
+    for cause in ("parameters", "optimizer states"):
+        assert narrow[cause] == pytest.approx(wide[cause] / 2, rel=1e-6)
+
+
+def test_deepspeed_keeps_fp32_masters_of_weights_in_bf16() -> None:
+    knobs = {"deepspeed_config": {"flag": "--deepspeed"}, "zero_stage": None}
+    said = [answer(FSDP, knobs=knobs, trains={"hf": LLAMA, "weights": word}) for word in ("fp32", "bf16")]
+    wide, narrow = (one["estimate"]["by_cause"]["optimizer states"] for one in said)
+    assert wide == narrow
+
+
+def test_a_fused_loss_is_the_trainers_own() -> None:
+    command = "python train.py --use_liger_kernel true"
+    adapted = {"hf": LLAMA, "lora": {"rank": 8}}
+    plain, fused = (answer(FULL, said, trains=adapted)["estimate"] for said in ("python train.py", command))
+    assert plain["allocated_bytes"] - fused["allocated_bytes"] > 4 * 2048 * 32000
+    knobs = {"micro_batch_size": {"flag": "--batch"}, "activation_checkpointing": {"switch": "--checkpointing"}}
+    own = [answer(FULL, said, trains=adapted, trainer=None, knobs=knobs) for said in ("python train.py", command)]
+    assert own[0]["estimate"] == own[1]["estimate"]
+
+
+def test_transformers_trainer_holds_what_frozen_fsdp_units_were_given() -> None:
+    deep = {**LLAMA, "vocab_size": 1000, "num_hidden_layers": 32}
+    trains = {"hf": deep, "lora": {"rank": 8}}
+    knobs = {
+        "micro_batch_size": {"flag": "--batch"},
+        "activation_checkpointing": {"switch": "--checkpointing"},
+        "zero_stage": {"flag": "--shard"},
+    }
+    held = answer(FSDP, trains=trains)["estimate"]["by_cause"]["activations"]
+    own = answer(FSDP, trains=trains, trainer=None, knobs=knobs, launch="torchrun")["estimate"]["by_cause"]
+    boundary_bytes = 2 * 2048 * 1024
+    assert held - own["activations"] > 20 * boundary_bytes
+
+
+@pytest.mark.parametrize("weights", ["fp16", "int8"])
+def test_weights_are_fp32_or_as_the_job_computes(weights: str) -> None:
+    with pytest.raises(SpecError, match="weights"):
+        answer(FULL, trains={"hf": LLAMA, "weights": weights})
+
+
+def test_our_own_models_keep_fp32_masters() -> None:
+    with pytest.raises(SpecError, match="weights"):
+        job_from_data(
+            {
+                "name": "ours",
+                "global_batch_size": 1,
+                "precision": "bf16",
+                "model": {"hf": LLAMA, "weights": "bf16"},
+                "data": {"text": ["a"]},
+            },
+            "test",
+        )
