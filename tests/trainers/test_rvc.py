@@ -13,7 +13,8 @@ import yaml
 
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.state import JobStatus
-from tests.trainers.driver import Drive, checkout, cluster, log, story
+from tests.fake_card import environment
+from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 
 SET_ASIDE = Path(__file__).parents[2] / "jobs" / "rvc" / "set_aside.py"
 JOB = SET_ASIDE.with_name("rvc_v2_48k.yaml")
@@ -100,3 +101,16 @@ def test_a_pair_that_a_kill_tore_is_set_aside_before_a_restart(tmp_path: Path) -
     subprocess.run([sys.executable, str(SET_ASIDE), str(tmp_path / "G_5.pth")], check=True)
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["D_5.pth", "G_5.pth"]
     assert sorted(path.name for path in tmp_path.glob("*.torn")) == ["D_10.torn", "G_10.torn", "G_15.torn"]
+
+
+def test_on_cards_two_ranks_that_it_spawned_train_in_fp16_over_gloo_to_its_end(tmp_path: Path) -> None:
+    cards = environment(tmp_path, [1536, 1536])
+    job = Drive(tmp_path / "home", card_cluster(cards)).run(
+        rvc(checkout("rvc", tmp_path / "rvc"), gpus=2, env=cards, precision="fp16")
+    )
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(tmp_path / "home", 1))
+    evidence = job.attempts[0].evidence
+    assert evidence is not None
+    assert (evidence.virtual, evidence.unwatched) == (False, ())
+    assert [beat.rank for beat in evidence.heartbeats] == [0, 1]
+    assert all(beat.peak_bytes > 0 and beat.allocator_room_bytes for beat in evidence.heartbeats)

@@ -342,6 +342,18 @@ def _before_nccl():
             torch.ops.fake_card.answer_nccl(group.boxed())
             return group._get_backend(torch.device("cuda"))
 
+    register = c10d.ProcessGroup._register_backend
+
+    def _register_backend(group, device, kind, backend=None):
+        """gloo takes tensors of cards, too, where it was built with CUDA."""
+        if device.type == "cuda" and kind == c10d.ProcessGroup.BackendType.GLOO:
+            both = c10d.ProcessGroup(backend.rank(), backend.size())
+            register(both, torch.device("cpu"), kind, backend)
+            torch.ops.fake_card.answer_nccl(both.boxed())
+            kind, backend = c10d.ProcessGroup.BackendType.CUSTOM, both._get_backend(device)
+        register(group, device, kind, backend)
+
+    c10d.ProcessGroup._register_backend = _register_backend
     ProcessGroupNCCL.Options = Options
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
     c10d._DEFAULT_PG_NCCL_TIMEOUT = datetime.timedelta(minutes=10)

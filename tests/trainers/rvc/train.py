@@ -49,9 +49,14 @@ def run(rank, ranks):
     size = args.bs * ranks  # as upstream: the sampler of every rank is given batch_size * n_gpus
     sampler = torch.utils.data.distributed.DistributedSampler(Clips(), ranks, rank, shuffle=False)
     loader = torch.utils.data.DataLoader(Clips(), size, sampler=sampler, num_workers=1, persistent_workers=True)
+    on_card = torch.cuda.is_available()  # as upstream: then cuda tensors over gloo, in fp16 with a GradScaler
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    if on_card:
+        torch.cuda.set_device(rank)
+        net = net.cuda(rank)
     optimizer = torch.optim.AdamW(net.parameters())
-    net = nn.parallel.DistributedDataParallel(net)
+    scaler = torch.amp.GradScaler("cuda", enabled=on_card)
+    net = nn.parallel.DistributedDataParallel(net, device_ids=[rank] if on_card else None)
     try:
         saved = torch.load(newest("G_*.pth"), weights_only=True)
         net.load_state_dict(saved["model"])
@@ -61,9 +66,15 @@ def run(rank, ranks):
         first = 1
     for epoch in range(first, args.epochs + 1):
         for batch in loader:
+            if on_card:
+                batch = batch.cuda(rank, non_blocking=True)
+            with torch.autocast("cuda", enabled=on_card):
+                loss = (net(batch) - batch).square().mean()
             optimizer.zero_grad()
-            (net(batch) - batch).square().mean().backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
             if rank == 0:
                 print(f"Train Epoch: {epoch} samples {len(batch) * ranks}", flush=True)
         if rank == 0:
