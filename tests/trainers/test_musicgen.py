@@ -11,7 +11,8 @@ import yaml
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.specs.state import JobStatus
-from tests.trainers.driver import Drive, checkout, cluster, log, story
+from tests.fake_card import environment
+from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 
 CARRY_OVER = Path(__file__).parents[2] / "jobs" / "musicgen" / "carry_over.py"
 JOB = CARRY_OVER.with_name("musicgen_small.yaml")
@@ -85,3 +86,16 @@ def test_an_end_after_the_last_epochs_training_is_no_success(tmp_path: Path) -> 
     job = Drive(home, cluster("64MiB", 1)).run(musicgen(folder, command=argv, gpus=1, success=success))
     assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["preempted", "finished"]), job.reason
     assert re.findall(r"Epoch (\d) \|", log(home, 2)) == ["3"]
+
+
+def test_on_cards_one_worker_for_each_trains_over_nccl_to_its_end(tmp_path: Path) -> None:
+    folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
+    cards = environment(tmp_path, [1536, 1536])
+    cards["PYTHONPATH"] = f"{folder}:{cards['PYTHONPATH']}"
+    job = Drive(home, card_cluster(cards)).run(musicgen(folder, env=cards))
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(home, 1))
+    evidence = job.attempts[0].evidence
+    assert evidence is not None
+    assert (evidence.virtual, evidence.unwatched) == (False, ())
+    assert [(beat.rank, beat.steps_done) for beat in evidence.heartbeats] == [(0, 6), (1, 6)]
+    assert all(beat.peak_bytes > 0 and beat.allocator_room_bytes for beat in evidence.heartbeats)

@@ -46,25 +46,30 @@ class LM(nn.Module):
 def solve(xp):
     cfg, ranks = xp.cfg, int(os.environ.get("WORLD_SIZE", "1"))
     assert cfg.get("autocast") != cfg.get("fsdp.use", "false") or cfg.get("autocast") == "false", "autocast XOR fsdp"
+    on_card = torch.cuda.is_available()
+    rank = int(os.environ.get("RANK", "0")) if ranks > 1 else 0
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_card else torch.device("cpu")
+    if on_card:
+        torch.cuda.set_device(device)
     if ranks > 1:
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if ranks > 1 else 0
+        dist.init_process_group("nccl" if on_card else "gloo")
     size, rest = divmod(int(cfg["dataset.batch_size"]), ranks)
     assert not rest, "dataset.batch_size must be divisible by the world size"
     torch.manual_seed(0)
-    lm = LM(cfg["transformer_lm.checkpointing"] == "torch")
-    model = nn.parallel.DistributedDataParallel(lm) if ranks > 1 else lm
+    lm = LM(cfg["transformer_lm.checkpointing"] == "torch").to(device)
+    devices = [device.index] if on_card else None
+    model = nn.parallel.DistributedDataParallel(lm, device_ids=devices) if ranks > 1 else lm
     optimizer = torch.optim.AdamW(model.parameters())
     first, saved = 1, xp.folder / "checkpoint.th"
     if saved.exists():
-        state = torch.load(saved, weights_only=True)
+        state = torch.load(saved, weights_only=True, map_location="cpu")
         lm.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["epoch"] + 1
     xp.folder.mkdir(parents=True, exist_ok=True)
     for epoch in range(first, int(cfg["optim.epochs"]) + 1):
         for _ in range(2):
-            x = torch.randn(size, 256 if epoch < 3 else 512, 64)
+            x = torch.randn(size, int(cfg.get("frames", "256")) * (1 if epoch < 3 else 2), 64, device=device)
             (model(x) - x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -75,6 +80,8 @@ def solve(xp):
                 os.kill(os.getpid(), signal.SIGKILL)  # as upstream: validation and the checkpoint come after the line
             torch.save({"model": lm.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, saved)
             (xp.folder / "history.json").write_text("[]")
+    if on_card:
+        torch.cuda.synchronize()
     if rank == 0:
         (xp.folder / "done").touch()
 
