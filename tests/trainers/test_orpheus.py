@@ -12,7 +12,8 @@ from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import Sharding, ZeroStage
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import JobStatus
-from tests.trainers.driver import Drive, checkout, cluster, log, story
+from tests.fake_card import MIB, environment
+from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 
 
 def orpheus(folder: Path, **changes: object) -> JobSpec:
@@ -68,3 +69,26 @@ def test_the_script_finds_our_config_where_it_looks_and_the_users_stays_as_it_wa
     work = JobFolder(home, "job").attempt(1).path / "work"
     assert (work / "tokens.txt").is_symlink()
     assert yaml.safe_load((work / "config.yaml").read_text())["batch_size"] == 1
+
+
+def test_on_cards_accelerate_shards_transformers_trainer_by_fsdp_to_its_end(tmp_path: Path) -> None:
+    """Over nccl in bf16: no card holds 16 bytes for each of 26M parameters, and no smaller batch would help."""
+    folder, home = checkout("orpheus", tmp_path / "orpheus"), tmp_path / "home"
+    cards = environment(tmp_path, [1280, 1280])
+    job = Drive(home, card_cluster(cards)).run(
+        orpheus(
+            folder,
+            command="python train_on_gpus.py",
+            env=cards,
+            precision="bf16",
+            profile={"parameters": 10_000_000, "layers": 6, "activations_per_sample": "4MiB"},  # of 26M
+        )
+    )
+    assert (job.status, story(job)) == (JobStatus.SUCCEEDED, ["finished"]), (job.reason, log(home, 1))
+    (only,) = job.attempts
+    assert only.plan.sharding is Sharding.FSDP
+    assert only.evidence is not None
+    assert (only.evidence.virtual, only.evidence.unwatched) == (False, ())
+    assert [(beat.rank, beat.steps_done) for beat in only.evidence.heartbeats] == [(0, 4), (1, 4)]
+    assert all(0 < beat.peak_bytes < 400 * MIB for beat in only.evidence.heartbeats)
+    assert (home / "jobs/job/output/done").read_text() == "True"
