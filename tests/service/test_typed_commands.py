@@ -1,4 +1,4 @@
-"""Laws of `orc init COMMAND`: what people type becomes a job that keeps its words, by each trainer's files and flags."""
+"""Laws of `orc init COMMAND`: what people type becomes a job that keeps its words, by the files of each trainer."""
 
 from __future__ import annotations
 
