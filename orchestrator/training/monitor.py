@@ -190,8 +190,9 @@ class Monitor:
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        if self.device is not None and self.device.has_left:
+        if self.device is not None:
             self.device.rejoin()
+            self.device.enter_thread()
         if time.monotonic() >= self._next_beat_s:
             self.beat()
 

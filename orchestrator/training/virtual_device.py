@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which CPU storages are device memory: `live_bytes` of them, never more than `capacity_bytes`.
 
     The operation that crosses the capacity raises torch.OutOfMemoryError. Counted is what operations of the entering
-    thread return (the backward pass on CPU runs in the calling thread); scratch inside a kernel and what other threads
+    threads return (the backward pass on CPU runs in the calling thread); scratch inside a kernel and what other threads
     or forked children make is not, nor what is made within `host_memory()`. Storages made elsewhere count from the
     first operation that returns a view of them. What only gloo's thread holds on to, for a moment after a collective is
     done, is waited for. Enter it once and before the model is built.
@@ -47,6 +48,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.capacity_bytes = self._whole_bytes = capacity_bytes
         self.has_left = False  # in a forked child
+        self._thread = threading.local()  # whether it is known to be on the device
         self.live_bytes = 0
         self.allocations = 0  # storages that were ever made on it
         self.peak_bytes = 0  # highest since construction
@@ -131,6 +133,16 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.has_left:
             self.has_left, self.capacity_bytes = False, self._whole_bytes
             self.__enter__()
+
+    def enter_thread(self) -> None:
+        """In a thread that has turned out to train: from now on what it makes counts, too.
+
+        Parameters count wherever they are made. Other threads read data for the host.
+        """
+        if not getattr(self._thread, "is_known", False):
+            self._thread.is_known = True
+            if self not in _get_current_dispatch_mode_stack():
+                super().__enter__()  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> int:
         """Bytes by which the storage has grown since it was last counted; negative where it shrank."""

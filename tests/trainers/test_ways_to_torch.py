@@ -94,6 +94,18 @@ sys.exit(subprocess.run([sys.executable, "-P", os.path.abspath("inner.py")]).ret
 import os, sys
 os.execv(sys.executable, [sys.executable, "inner.py"])
 """,
+    "a thread": """
+import concurrent.futures
+concurrent.futures.ThreadPoolExecutor(1).submit(lambda: __import__("inner").train()).result()
+""",
+    "imported by a thread": """
+import threading
+first = threading.Thread(target=__import__, args=("inner",))
+first.start()
+first.join()
+import inner
+inner.train()
+""",
     "os.fork": """
 import os, sys
 if not os.fork():
@@ -164,6 +176,7 @@ def holds(tmp_path: Path, only: Attempt, evidence: Evidence) -> None:
     assert (beat.rank, beat.steps_done, bool(beat.torch_version)) == (0, 3, True), said
     assert [(report.rank, report.step) for report in evidence.ooms] == [(0, 3)], said
     assert evidence.ooms[0].requested_bytes == 256 * 2**20
+    assert evidence.ooms[0].message.startswith("Virtual device" if evidence.virtual else "CUDA"), "the cap's own"
     assert (beat.peak_bytes > 0) is evidence.virtual
     assert only.failure is not None
     assert only.failure.kind is FailureKind.DEVICE_OOM
