@@ -10,7 +10,7 @@ PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,6 +64,9 @@ bench-gpu: $(READY)  # on a machine with a CUDA device
 
 bench-scheduler: $(READY)
 	$(BIN)/python -m tests.bench scheduler fairness journal
+
+bench-recovery: $(READY)
+	$(BIN)/python -m tests.bench recovery
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

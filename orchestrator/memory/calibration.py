@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from statistics import median, median_high
 
+from orchestrator.memory.belief import Belief, belief, factor_within
 from orchestrator.memory.correction import corrected_bytes, corrected_peak, observed_correction
 from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
 from orchestrator.specs.plan import Engine, Plan
@@ -23,6 +24,7 @@ from orchestrator.specs.state import Observation
 
 # A plan fits where it does so with this probability.
 CONFIDENCE = 0.99
+EVEN = 0.5
 # The room that a plan must leave where nothing was measured, by where its profile comes from. Of 240 plans on virtual
 # devices that were drawn at random (tests/memory/test_fits.py, 2026-11-22) the closed form falls short of 60 by 0.7 %
 # at most, a trace of the others by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is declared or assumed is
@@ -125,6 +127,7 @@ class Calibration:
     """What outcomes say of the predictions for one family on one kind of device."""
 
     correction: float = 1.0  # on the activations; never below 1
+    belief: Belief | None = None  # of a job that ran out of memory itself: what its activations may be
     errors: Mapping[Engine, Errors] = field(default_factory=dict)
     refuted: tuple[Refuted, ...] = ()
     proven: tuple[Proven, ...] = ()
@@ -171,7 +174,7 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
 
     `observations` come oldest first, as `remembered` gives them. The correction is the upper median of the factors
     observed, none above CORRECTION_MAX, so that one outlier among two or more others does not take it out of their
-    range; but a job that ran out of memory itself is held to what it needed then, however far off that was. Outcomes
+    range; but a job that ran out of memory itself is held to the median of what is believed of it since. Outcomes
     under another torch than the newest do not count, save that what was refuted stays refuted.
     """
     of_device = [seen for seen in observations if seen.device == device]
@@ -179,14 +182,17 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     counted = [seen for seen in _of_newest_torch(of_family) if not seen.probe]
     observed = [observed_correction(seen.moments, seen.measured_bytes) for seen in counted[-WINDOW:]]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
-    own = (observed_correction(seen.moments, seen.measured_bytes) for seen in counted if _ran_out_itself(seen, job))
-    correction = max(1.0, median_high(factors) if factors else 1.0, *own)
+    believed = _belief(counted, job)
+    correction = max(1.0, median_high(factors) if factors else 1.0)
+    if believed is not None:
+        correction = max(correction, believed.quantile(EVEN))
     by_engine = {
         engine: [seen for seen in counted if seen.plan.engine is engine][-WINDOW:]
         for engine in {seen.plan.engine for seen in counted}
     }
     return Calibration(
         correction=correction,
+        belief=believed,
         errors={engine: _errors(seen, correction) for engine, seen in by_engine.items()},
         refuted=tuple(
             Refuted(plan=seen.plan, predicted_bytes=seen.predicted_bytes, needed_bytes=seen.measured_bytes)
@@ -276,6 +282,8 @@ def fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibratio
     """The probability that the plan runs within `capacity_bytes` of one device; 0 where the family saw it fail."""
     if calibrated.refutes(plan, estimate, capacity_bytes):
         return 0.0
+    if calibrated.belief is not None and calibrated._proof_of(plan, estimate) is None:
+        return calibrated.belief.within(factor_within(estimate, capacity_bytes))
     room = capacity_bytes / max(1, corrected_bytes(estimate, calibrated.correction_of(plan, estimate)))
     share = calibrated.judging(plan, estimate).within(room)
     return min(share, SUPPOSED.within(room)) if _has_unmeasured_cache(estimate) else share
@@ -289,6 +297,14 @@ def _has_unmeasured_cache(estimate: MemoryEstimate) -> bool:
 def _of_newest_torch(observations: Sequence[Observation]) -> list[Observation]:
     told = [seen.torch_version for seen in observations if seen.torch_version]
     return [seen for seen in observations if seen.torch_version in ("", *told[-1:])]
+
+
+def _belief(counted: Sequence[Observation], job: str) -> Belief | None:
+    """What is believed of the job; None where it never ran out of memory."""
+    burst = [seen for seen in counted if _ran_out_itself(seen, job)]
+    trained = [seen for seen in counted if not seen.ran_out]
+    own = [seen for seen in trained if seen.job == job]
+    return belief(burst, own, [seen for seen in trained if seen.job != job][-WINDOW:]) if burst else None
 
 
 def _ran_out_itself(seen: Observation, job: str) -> bool:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from orchestrator.memory import calibration
+from orchestrator.memory.calibration import EVEN, Calibration
 from orchestrator.memory.calibration import MARGIN as MARGIN
-from orchestrator.memory.calibration import Calibration
 from orchestrator.specs.plan import Degradation, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes
-
-EVEN = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +51,12 @@ def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> 
 def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -> Candidate | None:
     """Of candidates with the bytes that a device has for each, the one that most probably runs; None where none does.
 
-    At least as likely as not: what is known by now then takes no more than there is, but for its margin.
+    At least as likely as not: what is known by now then takes no more than there is, but for its margin. A job that ran
+    out of memory tries what is left to it, however unlikely: it has paid for more than a launch already.
     """
     chances = [(fit_probability(one, capacity_bytes, calibrated), one) for one, capacity_bytes in rooms]
     best, candidate = max(chances, key=itemgetter(0), default=(0.0, None))
-    return candidate if best >= EVEN else None
+    return candidate if best >= EVEN or (best > 0 and calibrated.belief is not None) else None
 
 
 def fits_as_measured(candidate: Candidate, capacity_bytes: int, peak_bytes: int) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from orchestrator.memory.calibration import CORRECTION_MAX, Calibration, calibration
+from orchestrator.memory.calibration import CORRECTION_MAX, MARGIN, Calibration, calibration
 from orchestrator.memory.correction import (
     corrected,
     corrected_allocated_bytes,
@@ -182,6 +182,11 @@ def _learned(state: State, attempt: Attempt, seen: Observation) -> str:
     was, now = _before_and_after(state, seen)
     engine = attempt.plan.engine
     said = f"learned: activations of {seen.family} on {seen.device} x{was.correction:.2f} -> x{now.correction:.2f}"
+    if seen.ran_out and now.belief is not None:
+        seen_of_pass = (
+            "" if seen.pass_done is None else f" with {100 * seen.pass_done:.0f} % of the {seen.phase} pass done"
+        )
+        said += f": at least x{now.belief.least:.2f}{seen_of_pass}, below x{now.belief.quantile(0.9):.2f} with 90 %"
     margins = [_percent(known.errors_of(engine, attempt.estimate.source).margin) for known in (was, now)]
     if margins[0] != margins[1]:
         said += f", margin of {engine} {' -> '.join(margins)}"
@@ -203,7 +208,7 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
         if candidate.plan == following.plan:
             break
         is_answer = candidate.plan in answers
-        faster[_why_not(job, candidate, failed, following.correction, is_answer=is_answer)] += 1
+        faster[_why_not(job, candidate, failed, following, _memory_of(state, following), is_answer=is_answer)] += 1
     else:
         return said
     if not faster:
@@ -211,13 +216,23 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     return f"{said}: the fastest left; {', '.join(f'{count} faster {why}' for why, count in faster.items())}"
 
 
-def _why_not(job: Job, candidate: Candidate, failed: Attempt, correction: float, *, is_answer: bool) -> str:
+def _memory_of(state: State, attempt: Attempt) -> int:
+    group = _group(state, attempt.device)
+    return 0 if group is None else group.hardware.device.memory
+
+
+def _why_not(
+    job: Job, candidate: Candidate, failed: Attempt, following: Attempt, memory_bytes: int, *, is_answer: bool
+) -> str:
+    correction = following.correction
     if any(ran_out(attempt) and attempt.plan == candidate.plan for attempt in job.attempts[: failed.number]):
         return "ran out of memory"
     if not is_answer:
         return "no lighter in the optimizer step, where it ran out"
     if corrected_bytes(candidate.estimate, correction) >= corrected_bytes(failed.estimate, correction):
         return "no lighter than what ran out"
+    if corrected_bytes(candidate.estimate, correction) * MARGIN <= memory_bytes:
+        return "too likely to run out of memory again for their speed"
     return "too big with what was learned"
 
 

@@ -11,11 +11,12 @@ from math import inf
 from orchestrator.memory.calibration import Calibration, calibration
 from orchestrator.memory.correction import corrected_bytes
 from orchestrator.planning.explain import why_nothing_fits
-from orchestrator.planning.frontier import Candidate, likeliest, needed_bytes
+from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.degrade import answered_by_phase, answering
 from orchestrator.scheduling.groups import Group
-from orchestrator.scheduling.outcome import is_truncated, ran_out
+from orchestrator.scheduling.hedge import restart_s, soonest
+from orchestrator.scheduling.outcome import is_truncated
 from orchestrator.scheduling.probe import measured_spec, probe_of
 from orchestrator.scheduling.shape import Shape, shape_of
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -23,19 +24,15 @@ from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.plan import Engine, Plan
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.profile import UNTIMED, MemoryEstimate
 from orchestrator.specs.state import Job, State
 
 # What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
 # shorter, and its devices are promised to nobody too soon.
 UNKNOWN_LENGTH_S = 86_400.0
-# Each failure after the third makes the next plan leave a quarter more room. Of 240 recoveries of six jobs whose
-# activations were 1 to 23 times what was predicted (11 beyond every plan), five were given up after nine attempts
-# without any, none with this (seven at most). The steps of what was found are 0 to 6 % slower than the best, of one job
-# of the six 12 % instead of 9; a quarter after the second, or a half, costs up to 97 and 58 % (drawn, and played over
-# the frontiers of the jobs, 2026-11-23).
-HEADROOM = 1.25
-BURSTS_WITHOUT_HEADROOM = 3
+# How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is known: then every
+# fifth such job runs out of memory once more.
+LIKELY = 0.8
 AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 
@@ -111,15 +108,14 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
 
     needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
-    room = device.memory / _headroom(job, device.name)
-    fitting = [one for one in fitting if one[2] <= room or one[0].plan in measured] or fitting
     if fitting:
-        return of(fitting)
+        return of(_hedged(job, group, calibrated, fitting, launch_cost_s))
     why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
     one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
     if one is None or (shape := shapes(one.plan)) is None:
         return NeverFits(why=why)
-    least = corrected_bytes(one.estimate, calibrated.correction_of(one.plan, one.estimate))
+    correction = calibrated.correction_of(one.plan, one.estimate)
+    least = corrected_bytes(one.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction)
     likely = of([(one, shape, least)])
     return NeverFits(why=why, likeliest=likely) if isinstance(likely, Menu) else likely
 
@@ -149,16 +145,31 @@ def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
     return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
 
 
-def _headroom(job: Job, device: str) -> float:
-    """How often over what the job's next plan is to fit this kind of device.
+def _hedged(
+    job: Job,
+    group: Group,
+    calibrated: Calibration,
+    fitting: Sequence[tuple[Candidate, Shape, int]],
+    launch_cost_s: float,
+) -> Sequence[tuple[Candidate, Shape, int]]:
+    """Those at least as likely to fit as the plan by which a job that ran out of memory ends soonest (hedge.py).
 
-    What ran out of memory tells the least that it needed, not how much; so a job that is told far too little would go
-    down its frontier plan by plan until its retries are spent.
+    Of the mildest degradation only: a hedge is no reason to leave what the user asked for.
     """
-    burst = sum(
-        one.device == device and ran_out(one) and answered_by_phase(job.spec, one) is None for one in job.attempts
-    )
-    return float(HEADROOM ** max(0, burst - BURSTS_WITHOUT_HEADROOM))
+    if calibrated.belief is None or not fitting:
+        return fitting
+    device = group.hardware.device
+    measured = measured_peaks(job, device.name)
+    mildest = [one for one in fitting if one[0].degradation == fitting[0][0].degradation]
+    chances = [
+        1.0 if one.plan in measured else fit_probability(one, device.memory, calibrated) for one, _, _ in mildest
+    ]
+    seconds = _lengths(job, [one for one, _, _ in mildest], group, calibrated)
+    if mildest[0][0].estimate.source in UNTIMED:
+        least = min(LIKELY, max(chances))
+        return [one for one, chance in zip(mildest, chances, strict=True) if chance >= least]
+    first = soonest(list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds))
+    return [one for one, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
 
 
 def best_of_each(fitting: Iterable[Entry]) -> tuple[Entry, ...]:

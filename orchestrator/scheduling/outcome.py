@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.memory.correction import corrected_allocated_bytes, lasting
 from orchestrator.scheduling.classify import caught_in_words, needed_bytes, oom_reports
 from orchestrator.scheduling.phases import OUTSIDE_TRAINING
-from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat
+from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
 from orchestrator.specs.profile import UNTIMED
 from orchestrator.specs.state import Job, Observation
 
@@ -20,6 +20,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
     if measured is None or (is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))):
         return None
     estimate, taken_s = attempt.estimate, attempt.measured_step_s
+    burst = _worst_report(attempt)
     is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source not in UNTIMED
     return Observation(
         job=job.key,
@@ -35,6 +36,8 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
         at_s=attempt.ended_at_s,
         probe=attempt.probe,
+        phase="" if burst is None else burst.phase,
+        pass_done=None if burst is None else burst.pass_done,
         finished=_ran_through(job, attempt),
         overhead_bytes=_overhead_bytes(attempt),
     )
@@ -65,6 +68,13 @@ def warnings(attempt: Attempt) -> tuple[str, ...]:
     if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
         said.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
     return tuple(said)
+
+
+def _worst_report(attempt: Attempt) -> OomReport | None:
+    """That of the rank that needed most; None where none ran out of memory, or none told."""
+    if attempt.evidence is None or not ran_out(attempt):
+        return None
+    return max(oom_reports(attempt.evidence), key=needed_bytes, default=None)
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:

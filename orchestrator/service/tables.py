@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.memory.calibration import EVEN
 from orchestrator.planning.explain import why_taken
-from orchestrator.planning.frontier import EVEN
 from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
 from orchestrator.service.forecast import CandidateView, Forecast
 from orchestrator.service.views import (

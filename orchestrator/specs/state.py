@@ -85,6 +85,8 @@ class Observation:
     step_ratio: float | None  # measured / predicted seconds of a step, where both are known
     at_s: float  # when it ended
     probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
+    phase: str = ""  # where it ran out of memory, in the guard's words; "" elsewhere, or where nobody told
+    pass_done: float | None = None  # share of that forward or backward pass that was done; None: unknown
     finished: bool = False  # it ended the training, and did at least half of it
     overhead_bytes: int | None = None  # that its worst device held beside PyTorch's allocator; None: not told
 

@@ -59,6 +59,14 @@ def _ran_before(job: Job, attempt: Attempt) -> bool:
     )
 
 
+def _is_last_resort(job: Job, attempt: Attempt) -> bool:
+    """A job that ran out of memory tries what may fit, however unlikely, before it is given up."""
+    burst = any(
+        one.failure and one.failure.kind is FailureKind.DEVICE_OOM for one in job.attempts[: attempt.number - 1]
+    )
+    return burst and (attempt.fit_probability or 0.0) > 0.0
+
+
 def _launches(t: Transition) -> Iterator[str]:
     """A launch is a new attempt of a queued job, as wide as its plan, on nodes that live, for the batch asked."""
     nodes = {node.name: node for node in t.before.nodes} | {node.name: node for node in t.after.nodes}
@@ -73,9 +81,9 @@ def _launches(t: Transition) -> Iterator[str]:
             yield f"{attempt.name} has {len(set(held))} devices for {attempt.plan.world_size} ranks"
         if any(name not in nodes or not 0 <= index < nodes[name].devices for name, index in held):
             yield f"{attempt.name} is placed on devices that are not there"
-        elif not _ran_before(job, attempt) and corrected_bytes(attempt.estimate, attempt.correction) > min(
-            nodes[name].device.memory for name, _ in held
-        ):
+        elif not (_ran_before(job, attempt) or _is_last_resort(job, attempt)) and corrected_bytes(
+            attempt.estimate, attempt.correction
+        ) > min(nodes[name].device.memory for name, _ in held):
             yield f"{attempt.name} is predicted not to fit its devices"
         if not job.spec.gpus.min <= attempt.plan.world_size <= job.spec.gpus.max:
             yield f"{attempt.name} takes {attempt.plan.world_size} devices, outside of what its job allows"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from orchestrator.memory.correction import observed_correction
 from orchestrator.planning.picture import Mark
 from orchestrator.scheduling.account import lessons, picture_of
 from orchestrator.specs.attempt import Heartbeat
@@ -44,7 +45,7 @@ def test_the_wrong_term_is_named_by_as_much_as_it_was_wrong() -> None:
     job = only_job(state)
     (seen,) = state.observations
     wrong = lessons(state, job, job.attempts[0])[2]
-    factor = job.attempts[1].correction
+    factor = observed_correction(seen.moments, seen.measured_bytes)
     (moment,) = (
         one
         for one in seen.moments

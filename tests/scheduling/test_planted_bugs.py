@@ -88,7 +88,7 @@ def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(menu, "_smallest_refuted", lambda *_: float("inf"))
-    patch.setattr(menu, "HEADROOM", 1.0)
+    patch.setattr(menu, "_hedged", lambda *told: told[3])
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:

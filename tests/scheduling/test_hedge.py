@@ -1,0 +1,58 @@
+"""Laws of what is believed of a job after it ran out of memory, and of the plan that follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.memory.belief import belief
+from orchestrator.scheduling.hedge import soonest
+from tests.memory.test_calibration import observation
+
+BURST = observation(correction=4.0, job="mine", ran_out=True)
+
+
+def test_an_out_of_memory_error_is_a_lower_bound() -> None:
+    alone = belief([BURST], [], [])
+    assert alone.within(3.99) == 0.0
+    assert alone.within(8.0) == pytest.approx(0.5, abs=0.02), "Pareto's law of index 1"
+
+
+def test_the_share_of_the_forward_pass_that_was_done_tells_the_rest() -> None:
+    for done in (0.1, 0.25, 0.5, 0.9):
+        told = belief([replace(BURST, phase="forward", pass_done=done)], [], [])
+        assert told.quantile(0.5) == pytest.approx(4.0 / done, rel=0.25)
+
+
+def test_a_backward_pass_is_past_the_peak_of_its_forward_pass() -> None:
+    assert belief([replace(BURST, phase="backward")], [], []).quantile(0.9) < 1.3 * 4.0
+
+
+def test_what_the_job_or_its_family_measured_narrows_what_is_believed() -> None:
+    trained = observation(correction=6.0, job="mine")
+    assert belief([BURST], [trained], []).quantile(0.9) < 1.4 * 6.0
+    spread = [belief([BURST], [], others) for others in ([], [replace(trained, job="other")])]
+    near = [one.within(7.5) - one.within(5.0) for one in spread]
+    assert near[1] > 1.5 * near[0]
+
+
+def test_every_further_failure_raises_the_bound() -> None:
+    both = belief([BURST, replace(BURST, measured_bytes=2 * BURST.measured_bytes)], [], [])
+    assert both.least > 4.0
+
+
+@pytest.mark.parametrize(
+    ("plans", "restart_s", "first"),
+    [
+        ([(100.0, 0.5), (110.0, 0.9)], 60.0, 1),  # a restart costs more than the speed
+        ([(100.0, 0.5), (1000.0, 0.9)], 60.0, 0),  # the speed is worth the odds
+        ([(100.0, 0.9), (101.0, 0.9)], 60.0, 0),  # equal odds: the faster
+        ([(100.0, 0.0), (500.0, 0.6), (510.0, 0.99)], 60.0, 2),
+        ([(10_000.0, 0.3)], 60.0, 0),
+    ],
+)
+def test_the_plan_that_comes_first_is_that_of_the_soonest_expected_end(
+    plans: list[tuple[float, float]], restart_s: float, first: int
+) -> None:
+    assert soonest(plans, restart_s) == first
