@@ -49,7 +49,7 @@ def test_an_out_of_memory_failure_that_exits_0_is_seen_in_the_rank_and_cured_by_
     first, second = job.attempts
     report = first.evidence.ooms[0] if first.evidence else None
     assert report is not None
-    assert (report.capacity_bytes, report.phase) == (32 * 2**20, "startup"), "in a process that the script spawned"
+    assert (report.capacity_bytes, report.phase) == (32 * 2**20, "forward"), "in a process that the script spawned"
     assert (first.plan.world_size, second.plan.world_size) == (1, 2)
     assert second.evidence is not None
     assert [beat.rank for beat in second.evidence.heartbeats] == [0, 1], "both, though it ends by os._exit"
