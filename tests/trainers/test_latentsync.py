@@ -64,7 +64,7 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
     assert first.evidence is not None
     assert second.evidence is not None
     assert first.evidence.hung_for_s is not None, "nothing but the watchdog saw it"
-    assert [report.rank for report in first.evidence.ooms] == [1]
+    assert [report.rank for report in first.evidence.caught] == [1]
     assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
     assert "resumed at 1, without the optimizer" in log(home, 2), "found below another start's folder"
     assert second.evidence.lost == ("the state of the optimizer",)
