@@ -89,6 +89,7 @@ class Symptom:
     others: int | None = SIGTERM
     last_words: str = ""
     error: str | None = None  # type of the exception that the guard reports
+    unwatched: tuple[str, ...] = ()  # processes that trained without the guard, on a virtual device
 
 
 SYMPTOMS = {
@@ -103,6 +104,7 @@ SYMPTOMS = {
         exit_code=1, last_words="OSError: [Errno 28] No space left on device", error="OSError"
     ),
     FailureKind.USER_ERROR: Symptom(exit_code=1, last_words="ValueError: 3 labels for 2 classes", error="ValueError"),
+    FailureKind.GUARD_ABSENT: Symptom(exit_code=0, others=0, unwatched=("python -I: nothing told it of the guard",)),
     FailureKind.CANCELLED: Symptom(exit_code=SIGTERM),
     FailureKind.PROBED: Symptom(exit_code=SIGTERM),
 }
@@ -127,7 +129,7 @@ def evidence_of(
     symptom = SYMPTOMS[ending]
     ranks = range(process.attempt.plan.world_size)
     culprit = draw.choice(ranks)
-    last_words = dict.fromkeys(ranks, SURVIVORS_WORDS if ending else "") | {culprit: symptom.last_words}
+    last_words = dict.fromkeys(ranks, SURVIVORS_WORDS if symptom.exit_code != 0 else "") | {culprit: symptom.last_words}
     steps_done = step - process.first_step
     return Evidence(
         ranks=tuple(
@@ -158,6 +160,8 @@ def evidence_of(
         hung_for_s=process.job.spec.hang_timeout if ending is FailureKind.HUNG else None,
         stopped=stopped,
         checkpoint_step=checkpoint_step,
+        unwatched=symptom.unwatched,
+        virtual=bool(symptom.unwatched),
     )
 
 

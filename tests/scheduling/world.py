@@ -222,6 +222,7 @@ STORM = {
     FailureKind.HUNG: 0.1,
     FailureKind.STARTUP: 0.1,
     FailureKind.DISK_FULL: 0.03,
+    FailureKind.GUARD_ABSENT: 0.03,
     FailureKind.USER_ERROR: 0.1,
 }
 
