@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import combinations
 from zoneinfo import ZoneInfo
@@ -140,19 +141,26 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
 def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str]:
     """Whoever is past its aging limit has devices promised before anybody who came later and is no better starts.
 
-    What is promised nobody delays. Its hours, its array, drained nodes and memory that others hold
-    bind it.
+    What is promised nobody delays. Its hours, its array, drained nodes and memory that others hold bind it.
     """
     launches = list(of(Launch, t.actions))
     if not launches or (t.after.policy is not None and t.after.policy.has_quotas):
         return
-    desk, promised = Desk(t.after), {one.job_id for one in t.after.reservations}
+    undone = [replace(one.job, status=JobStatus.QUEUED, attempts=one.job.attempts[:-1]) for one in launches]
+    jobs = {**t.after.jobs, **{job.id: job for job in undone}}
+    desk, idle = Desk(t.after), Desk(replace(t.after, jobs=jobs, reservations=()))  # `idle`: before they started
+    promised = {one.job_id for one in t.after.reservations}
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
     for waiting in desk.waiting.values():
         job = waiting.job
         closed = job.spec.between is not None and job.spec.between.span(t.after.at_s)[0] > t.after.at_s
         bound = closed or job.not_before_s > t.after.at_s or crowded(desk, job, of_array) is not None
-        if bound or job.id in promised or waiting.due_s > t.after.at_s or not _could_be_held(desk, waiting):
+        if (
+            bound
+            or job.id in promised
+            or waiting.due_s > t.after.at_s
+            or not _could_be_held(idle, idle.waiting[job.id])
+        ):
             continue
         for launch in launches:
             alike = job.spec.priority == launch.job.spec.priority
