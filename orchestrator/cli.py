@@ -198,7 +198,7 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     from orchestrator.service.teams import teams_table
 
     shared = _client(home).teams()
-    words = "Nothing is shared: the cluster file has no `policy`."
+    words = "Nothing is shared: the cluster file's `policy` names no teams."
     tell({"teams": shared}, as_json, teams_table(shared) if shared else words)
 
 

@@ -184,7 +184,7 @@ def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: floa
     """
     spec, wanted = waiting.job.spec, desk.wanted(now_s)
     hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
-    goes_first = min(waiting.due_s, waiting.presses_s) <= now_s or spec.priority > 0 or desk.state.policy is not None
+    goes_first = min(waiting.due_s, waiting.presses_s) <= now_s or spec.priority > 0 or desk.state.policy.is_shared
     if spec.between is not None or goes_first or is_elastic(waiting.job):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 

@@ -389,14 +389,14 @@ class Desk:
     def _ordered(self, line: Line) -> Sequence[Standing]:
         """Where the cluster is shared it counts whose turn it is, not who could end together."""
         at_s = self.state.at_s
-        return line.in_order(at_s) if self._policy is not None else line.largest_first(at_s, self.devices)
+        return line.in_order(at_s) if self._policy.is_shared else line.largest_first(at_s, self.devices)
 
     def _line_of(self, job: Job) -> tuple[int, str]:
-        return job.spec.priority, "" if self._policy is None else job.user
+        return job.spec.priority, job.user if self._policy.is_shared else ""
 
     def _places(self) -> Callable[[str], Place]:
         """Whose turn it is."""
-        if self._policy is None:
+        if not self._policy.is_shared:
             return nobodys
         now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
         if now != self._tree[0]:

@@ -67,7 +67,7 @@ def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
             state, done, waits, late = _round(replace(state, reservations=()), desk, unheard)
             actions += done
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
-        has_quotas = state.policy is not None and state.policy.has_quotas
+        has_quotas = state.policy.has_quotas
         is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
     of_array = Counter[str | None]()
     if any(waiting.job.array is not None for waiting in unheard.values()):

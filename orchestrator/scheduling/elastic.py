@@ -120,7 +120,7 @@ def _in_time(desk: Desk, one: Moving, waiting: Waiting, by_s: float, at_s: float
     if waiting.job.spec.between is not None:
         return None
     classes = one.job.spec.priority, waiting.job.spec.priority
-    if classes[0] > classes[1] or (classes[0] == classes[1] and desk.state.policy is not None):
+    if classes[0] > classes[1] or (classes[0] == classes[1] and desk.state.policy.is_shared):
         return None
     if one.slack_s < inf and one.job.deadline_s is not None and one.job.deadline_s <= by_s:
         return None
@@ -165,7 +165,7 @@ def _ahead_of(
     if one.slack_s < inf:
         return []
     room, place = one.devices + one.pool.idle, _place(one.job, desk.due_s(one.job), desk.state.at_s)
-    shorter_s = tuning.TUNING.shorter * one.left_s if desk.state.policy is None else -inf
+    shorter_s = -inf if desk.state.policy.is_shared else tuning.TUNING.shorter * one.left_s
     found = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority

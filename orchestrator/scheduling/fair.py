@@ -19,8 +19,8 @@ Place = tuple[float, float]  # usage per share of the team, then of the user wit
 
 
 def charged(state: State, job: Job, attempt: Attempt) -> tuple[Usage, ...]:
-    """What everybody has used once an attempt of the job has given its devices back, now; as it was without policy."""
-    if state.policy is None:
+    """What everybody has used once an attempt of the job has ended; the same as before where nothing is shared."""
+    if not state.policy.is_shared:
         return state.usage
     half_life_s = state.policy.half_life
     kept = {one.user: one for one in state.usage if _left(one, state.at_s, half_life_s) >= FORGOTTEN_DEVICE_S}
@@ -36,7 +36,7 @@ def used_s(state: State, running: Iterable[Job]) -> dict[str, float]:
     A device-second counts 2 ** (-age / half-life): an attempt on n devices since t seconds counts
     n * half-life / ln 2 * (1 - 2 ** (-t / half-life)). Sums are exact, whatever their order.
     """
-    if state.policy is None:
+    if not state.policy.is_shared:
         return {}
     half_life_s = state.policy.half_life
     parts: dict[str, list[float]] = {one.user: [_left(one, state.at_s, half_life_s)] for one in state.usage}

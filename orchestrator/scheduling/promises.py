@@ -69,7 +69,7 @@ def answered(
 
 def _beyond_quota(state: State, waiting: Waiting) -> str | None:
     """Why the team may not ask for so many guaranteed devices; None: it may."""
-    if state.policy is None or not state.policy.has_quotas:
+    if not state.policy.has_quotas:
         return None
     team = state.policy.team_of(waiting.job.user)
     promised = sum(

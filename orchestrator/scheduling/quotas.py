@@ -42,7 +42,7 @@ class Turns:
         self._without: set[str] = set()  # teams that wait and hold nothing
         self._heard: set[str] = set()  # jobs that have their answer
         self._promised = desk.promised_first()
-        if self._policy is None or not self._policy.has_quotas:
+        if not self._policy.has_quotas:
             return
         teams = set(map(self._team_of, desk.users))
         if len(teams) > 1:
@@ -108,5 +108,4 @@ class Turns:
             self._left[team] -= sum(len(part.devices) for part in placement)
 
     def _team_of(self, user: str) -> str:
-        assert self._policy is not None
         return self._policy.team_of(user).name

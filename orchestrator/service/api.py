@@ -252,7 +252,7 @@ def _job(service: Service, job_id: str) -> Job:
 # --------------------------------------------------------------------------------------------- files of the attempt
 
 
-def _view(home: Path, job: Job, policy: PolicySpec | None) -> JobView:
+def _view(home: Path, job: Job, policy: PolicySpec) -> JobView:
     """The job, with what the live attempt's processes have left of themselves so far."""
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:

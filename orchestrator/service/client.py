@@ -85,7 +85,7 @@ class Client:
         return answer.content, int(answer.headers["x-next-offset"])
 
     def teams(self) -> list[TeamView]:
-        """Teams and users of a shared cluster, whose turn it is on top; empty where it has no policy."""
+        """Teams and users of a shared cluster, whose turn it is on top; empty where its file names none."""
         return self._json("GET", "/teams")["teams"]
 
     def cluster(self) -> dict[str, Any]:

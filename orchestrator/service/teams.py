@@ -42,9 +42,9 @@ class TeamView(TypedDict):
 
 
 def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Every team of the policy, whose turn it is on top; none where the cluster file has no policy."""
+    """Every team of the policy, whose turn it is on top; none where the cluster file names none."""
     policy = state.policy
-    if policy is None:
+    if not policy.is_shared:
         return []
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     tree = fair_tree(policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()))

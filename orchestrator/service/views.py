@@ -18,7 +18,7 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placem
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import in_short, settings
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.state import Job, JobStatus, Observation, State
 
@@ -103,7 +103,7 @@ class JobView(TypedDict):
     cancelling: bool
     priority: int
     user: str  # "" where nobody said
-    team: str | None  # None: the cluster file has no policy
+    team: str | None  # None: the cluster file names no teams
     order: int
     submitted_at_s: float
     not_before_s: float
@@ -162,9 +162,7 @@ class NodeView(TypedDict):
     network_bandwidth: int  # bytes per second
 
 
-def job_view(
-    job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec | None = None, unwatched: str = ""
-) -> JobView:
+def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
     """The job with its attempts.
 
     Of the live attempt, `beats` are the last signs of life of its ranks, `unwatched` is a process without the guard.
@@ -177,7 +175,7 @@ def job_view(
         cancelling=job.cancelling,
         priority=job.spec.priority,
         user=job.user,
-        team=None if policy is None else policy.team_of(job.user).name,
+        team=policy.team_of(job.user).name if policy.is_shared else None,
         order=job.order,
         submitted_at_s=job.submitted_at_s,
         not_before_s=job.not_before_s,

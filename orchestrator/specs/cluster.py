@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job import Bandwidth, Bytes, Seconds
 from orchestrator.specs.noun import Noun
 from orchestrator.specs.plan import Precision
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
 # what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
@@ -139,7 +139,7 @@ class ClusterSpec(Noun):
     network_bandwidth: Bandwidth = 12_500_000_000  # between nodes, per node and direction
     launch_cost: Seconds = Field(default=LAUNCH_COST_S, ge=0)  # from a launch to the first training step
     maintenance: tuple[Maintenance, ...] = ()
-    policy: PolicySpec | None = None  # how it is shared; None: by priority and what is due alone
+    policy: PolicySpec = UNSHARED
 
     @model_validator(mode="after")
     def _distinct_names(self) -> ClusterSpec:
@@ -166,7 +166,7 @@ class ClusterSpec(Noun):
     @model_validator(mode="after")
     def _owned_once(self) -> ClusterSpec:
         devices = sum(node.devices * node.count for node in self.nodes)
-        quotas = sum(team.quota for team in self.policy.teams) if self.policy else 0
+        quotas = sum(team.quota for team in self.policy.teams)
         if quotas > devices:
             raise ValueError(f"the quotas of all teams together are {quotas} devices: there are {devices}")
         return self

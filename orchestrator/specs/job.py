@@ -200,7 +200,7 @@ class JobSpec(Noun):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     family: str | None = None  # jobs of one family share their calibration; None: the name
     priority: Priority = 0
-    user: UserName | None = None  # whose turn it takes on a cluster with a policy; None: who submits it
+    user: UserName | None = None  # whose turn it takes on a shared cluster; None: who submits it
     after: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
     member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
     by: By | None = None  # when it should be done; without a zone: that of the machine that reads it

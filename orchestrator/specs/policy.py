@@ -39,9 +39,20 @@ class PolicySpec(Noun):
                 raise ValueError(f"{kind} {twice[0]!r} is said twice")
         return self
 
+    @model_validator(mode="after")
+    def _shared_by_somebody(self) -> PolicySpec:
+        if self.half_life != HALF_LIFE_S and not self.teams:
+            raise ValueError("`half_life` counts what teams have used: name `teams`, or leave it out")
+        return self
+
     def team_of(self, user: str) -> TeamSpec:
         """The team that names the user; OTHERS, with one share unless the policy says more, where none does."""
         return self._teams.get(user, self._others)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it counts whose turn it is: where teams are named. Elsewhere only priority and what is due count."""
+        return bool(self.teams)
 
     @property
     def has_quotas(self) -> bool:
@@ -54,3 +65,6 @@ class PolicySpec(Noun):
     @cached_property
     def _others(self) -> TeamSpec:
         return next((team for team in self.teams if team.name == OTHERS), TeamSpec(name=OTHERS))
+
+
+UNSHARED = PolicySpec()  # what a cluster file means that says no policy

@@ -14,7 +14,7 @@ from orchestrator.specs.fault import Fault
 from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import MomentBytes
 
 
@@ -135,7 +135,7 @@ class State:
     look_at_s: float | None = None  # when somebody has left room for shorter jobs long enough, as of the last decision
     demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
     drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
-    policy: PolicySpec | None = None
+    policy: PolicySpec = UNSHARED
     usage: tuple[Usage, ...] = ()  # of each user, by name
     at_s: float = 0.0
 
@@ -182,7 +182,7 @@ class NodesSeen:
 
     nodes: tuple[Node, ...]
     declared: tuple[Node, ...] = ()
-    policy: PolicySpec | None = None
+    policy: PolicySpec = UNSHARED
     at_s: float
     type: Literal["nodes_seen"] = "nodes_seen"
 

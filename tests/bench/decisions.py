@@ -14,7 +14,7 @@ from orchestrator.service.controller import Controller
 from orchestrator.service.simulate import FOREVER_S, Trouble, Unkept, backend_for, quantile
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job import JobSpec
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.state import Action, Event, JobStatus, Released, State, Submitted
 from tests.bench.figure import Figure, at_most, informs, say
 
@@ -38,12 +38,14 @@ SHARED = PolicySpec(
 def decision_figures(cluster: ClusterSpec, depths: Sequence[int], decisions: int) -> list[Figure]:
     """Of one `step` on a full cluster, with so many waiting, one in for each that ends; shared where a bar is."""
     found, means = [], {}
-    for policy, pending in [(None, each) for each in depths] + [(SHARED, each) for each in depths if each in LIMITS_MS]:
-        name = f"2,048 GPUs, {pending} pending" + (", shared by 8 teams with quotas" if policy else "")
+    for policy, pending in [(UNSHARED, each) for each in depths] + [
+        (SHARED, each) for each in depths if each in LIMITS_MS
+    ]:
+        name = f"2,048 GPUs, {pending} pending" + (", shared by 8 teams with quotas" if policy.is_shared else "")
         say(f"{decisions} decisions, {name}")
         running, unsorted_s = decisions_at(cluster.model_copy(update={"policy": policy}), pending, decisions)
         taken_s = sorted(unsorted_s)
-        if policy is None:
+        if not policy.is_shared:
             means[pending] = fmean(taken_s)
         p99_ms, limit_ms = 1e3 * quantile(taken_s, 0.99), LIMITS_MS.get(pending)
         found += [

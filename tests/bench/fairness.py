@@ -20,7 +20,7 @@ from statistics import fmean
 
 from orchestrator.backends.traces import Arrival, Trace, told
 from orchestrator.service.simulate import Outcome, simulate
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from tests.bench import peers
 from tests.bench.figure import Figure, at_least, at_most, informs, say
 from tests.bench.scheduler import cluster_of
@@ -48,7 +48,7 @@ def figures() -> list[Figure]:
     say(f"{SEEDS} nights of {FLOOD} jobs at once, under three queues")
     nights = [night(seed) for seed in range(SEEDS)]
     fair = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, ALIKE, seed))]
-    alone = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, None, seed))]
+    alone = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, UNSHARED, seed))]
     fifo = [one for seed, trace in enumerate(nights) for one in waits(trace, first_come(trace, seed))]
     say(f"{SEEDS} nights of two teams with shares 2 : 1")
     large = [share_of(seed) for seed in range(SEEDS)]
@@ -87,7 +87,7 @@ def arrival(at_s: float, user: str, draw: random.Random) -> Arrival:
     return Arrival(at_s=at_s, spec=spec.model_copy(update={"user": user}))
 
 
-def ours(trace: Trace, policy: PolicySpec | None, seed: int) -> tuple[Outcome, ...]:
+def ours(trace: Trace, policy: PolicySpec, seed: int) -> tuple[Outcome, ...]:
     cluster = cluster_of(DEVICES // 8, LAUNCH_S).model_copy(update={"policy": policy})
     return simulate(trace, cluster, seed=seed).outcomes
 

@@ -55,7 +55,7 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
             return
         if other.status is not JobStatus.QUEUED or other.spec.priority < spec.priority:
             yield f"{attempt.name} makes way for {other.id}, which is {other.status} and of a lower class or none"
-        if other.spec.priority == spec.priority and t.after.policy is not None:
+        if other.spec.priority == spec.priority and t.after.policy.is_shared:
             yield f"{attempt.name} makes way for {other.id}, although it is not its turn"
     else:
         yield f"{attempt.name} is stopped although nobody asked"

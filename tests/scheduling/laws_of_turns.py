@@ -31,7 +31,7 @@ def _order(t: Transition) -> Iterator[str]:
         return
     launches = list(of(Launch, t.actions))
     places = [-launch.job.spec.priority for launch in launches]
-    if (t.after.policy is None or not t.after.policy.has_quotas) and places != sorted(places):
+    if not t.after.policy.has_quotas and places != sorted(places):
         yield f"jobs start out of order: {[launch.job.id for launch in launches]}"
     turn = _turns(t.after)
     for launch, is_own in zip(launches, _within_guarantees(t), strict=True):
@@ -61,7 +61,7 @@ def _claims(t: Transition) -> Iterator[tuple[Launch, int, int]]:
     policy = t.after.policy
     held = _held_by_teams(t)
     for launch in of(Launch, t.actions):
-        team = None if policy is None else policy.team_of(launch.job.user)
+        team = policy.team_of(launch.job.user) if policy.is_shared else None
         if team is None:
             yield launch, 0, -1
         else:
@@ -74,7 +74,7 @@ def _held_by_teams(t: Transition) -> Counter[str]:
     held: Counter[str] = Counter()
     launched = {launch.attempt.name for launch in of(Launch, t.actions)}
     for attempt in attempts(t.after):
-        if t.after.policy is not None and not attempt.released and attempt.name not in launched:
+        if t.after.policy.is_shared and not attempt.released and attempt.name not in launched:
             held[t.after.policy.team_of(t.after.jobs[attempt.job_id].user).name] += len(devices(attempt))
     return held
 
@@ -85,7 +85,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
     Only jobs without a choice are held to it: one with a choice may wait for more of its own devices.
     """
     policy = t.after.policy
-    if policy is None:
+    if not policy.is_shared:
         return
     promised: Counter[str] = Counter()
     for one in t.after.reservations:
@@ -109,13 +109,13 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
 
 def _is_overdue(t: Transition, launch: Launch) -> bool:
     """Whether a job is due: where quotas are, it comes before them once its team holds nothing."""
-    has_quotas = t.after.policy is not None and t.after.policy.has_quotas
+    has_quotas = t.after.policy.has_quotas
     return has_quotas and Desk(t.after).seated(launch.job).due_s <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
     """Priority; then, on a shared cluster, who used less per share, first of the teams and then of their users."""
-    if state.policy is None:
+    if not state.policy.is_shared:
         return lambda job: (-job.spec.priority, job.order)
     tree = fair_tree(state.policy, used_s(state, state.jobs.values()))
     return lambda job: (-job.spec.priority, *tree.place(job.user), job.order)
@@ -144,7 +144,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     What is promised nobody delays. Its hours, its array, drained nodes and memory that others hold bind it.
     """
     launches = list(of(Launch, t.actions))
-    if not launches or (t.after.policy is not None and t.after.policy.has_quotas):
+    if not launches or (t.after.policy.has_quotas):
         return
     undone = [replace(one.job, status=JobStatus.QUEUED, attempts=one.job.attempts[:-1]) for one in launches]
     jobs = {**t.after.jobs, **{job.id: job for job in undone}}
@@ -164,7 +164,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
             continue
         for launch in launches:
             alike = job.spec.priority == launch.job.spec.priority
-            alike = alike and (t.after.policy is None or job.user == launch.job.user)
+            alike = alike and (not t.after.policy.is_shared or job.user == launch.job.user)
             if alike and job.order < launch.job.order and not (claims_of(launch.job) or launch.job.spec.guarantee):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 

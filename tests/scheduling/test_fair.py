@@ -11,7 +11,7 @@ from orchestrator.backends.traces import Arrival, Trace, told
 from orchestrator.scheduling.fair import fair_tree, used_s
 from orchestrator.scheduling.step import step
 from orchestrator.service.simulate import simulate
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.state import Event, NodesSeen, Released, State, Woke
 from tests.bench.scheduler import cluster_of
 from tests.scheduling.factories import node
@@ -25,7 +25,7 @@ POLICY = PolicySpec(
 ALIKE = PolicySpec(half_life="1d", teams=[{"name": "all", "users": ["ada", "bob"]}])
 
 
-def seen(devices: int, policy: PolicySpec | None = POLICY) -> NodesSeen:
+def seen(devices: int, policy: PolicySpec = POLICY) -> NodesSeen:
     nodes = (node(devices=devices),)
     return NodesSeen(nodes=nodes, declared=nodes, policy=policy, at_s=0.0)
 
@@ -66,7 +66,7 @@ def test_a_flood_does_not_keep_another_user_waiting() -> None:
     late = submitted(31, script({1: 100.0}, user="bob"), 50.0)
     _, launches = played(seen(1, ALIKE), *flood, late, *gone(1, 131.0))
     assert list(launches) == ["job-1", "job-31"]
-    _, launches = played(seen(1, None), *flood, late, *gone(1, 131.0))
+    _, launches = played(seen(1, UNSHARED), *flood, late, *gone(1, 131.0))
     assert list(launches) == ["job-1", "job-2"]
 
 
@@ -85,7 +85,7 @@ def test_users_in_the_same_place_take_turns_as_their_jobs_are_due() -> None:
     assert [job.user for job in state.jobs.values()] == ["b", "a", "b"]
 
 
-def night(policy: PolicySpec | None, *jobs: tuple[float, str, int], devices: int = 4) -> list[float]:
+def night(policy: PolicySpec, *jobs: tuple[float, str, int], devices: int = 4) -> list[float]:
     """When each of (submitted at, user, seconds) started, on its one device."""
     arrivals = tuple(
         Arrival(at_s=at_s, spec=told("job", {1: 1.0}, steps).model_copy(update={"user": user}))
@@ -116,9 +116,9 @@ def test_nobody_starves_however_much_they_used() -> None:
     assert ada[0] - 10 * DAY_S < 1.2 * DAY_S
 
 
-def test_without_a_policy_users_change_nothing() -> None:
+def test_without_teams_users_change_nothing() -> None:
     jobs = [(60.0 * number, "abc"[number % 3], 100 + 37 * number % 500) for number in range(60)]
-    assert night(None, *jobs) == night(None, *((at_s, "all", steps) for at_s, _, steps in jobs))
+    assert night(UNSHARED, *jobs) == night(UNSHARED, *((at_s, "all", steps) for at_s, _, steps in jobs))
 
 
 def test_what_the_state_keeps_of_usage_ends() -> None:
@@ -128,5 +128,5 @@ def test_what_the_state_keeps_of_usage_ends() -> None:
     for event in later:
         state, _ = step(state, event)
     assert [one.user for one in state.usage] == ["bob"]
-    assert used_s(replace(state, policy=None), ()) == {}
+    assert used_s(replace(state, policy=UNSHARED), ()) == {}
     assert State().usage == ()

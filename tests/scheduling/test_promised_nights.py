@@ -15,6 +15,7 @@ from orchestrator.scheduling.desk import OVERDUE
 from orchestrator.service.simulate import ROUNDING_S, Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job import Guarantee, JobSpec
+from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import JobStatus, Launch, Stop
 from tests.bench.scheduler import cluster_of
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK, played
@@ -29,7 +30,7 @@ ROUNDING = 1 + 1e-6
 def random_promises(draw: random.Random) -> Scenario:
     """Waves of short and long jobs, many of them with a guarantee, some on shared clusters."""
     tide = random_tide(draw)
-    policy = draw.choice((None, None, SHARED, OWNED))
+    policy = draw.choice((UNSHARED, UNSHARED, SHARED, OWNED))
 
     def one(spec: JobSpec) -> JobSpec:
         said: dict[str, object] = {"user": draw.choice(USERS)}

@@ -20,6 +20,7 @@ from orchestrator.service.controller import Controller
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import (
     Archive,
     CancelRequested,
@@ -254,7 +255,7 @@ def random_event(draw: random.Random, state: State) -> Event:
             for node in nodes
             if draw.random() < 0.8
         )
-        return NodesSeen(nodes=seen, policy=draw.choice((None, SHARED, OWNED)), at_s=at_s)
+        return NodesSeen(nodes=seen, policy=draw.choice((UNSHARED, SHARED, OWNED)), at_s=at_s)
     if kind is Finished:
         return Finished(job_id=job_id, number=number, evidence=random_evidence(draw, state, job_id, number), at_s=at_s)
     if kind is Woke:

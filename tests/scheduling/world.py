@@ -16,7 +16,7 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, Nod
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job import JobSpec, Member
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.state import (
     Action,
     Archive,
@@ -235,7 +235,7 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     asked = [(at_s, random_job(draw, most), random_fault(draw)) for at_s in submissions]
     sharing = random.Random(repr(asked))
     scenario = Scenario(
-        cluster=chosen.model_copy(update={"policy": sharing.choice((None, None, SHARED, OWNED))}),
+        cluster=chosen.model_copy(update={"policy": sharing.choice((UNSHARED, UNSHARED, SHARED, OWNED))}),
         jobs=tuple(
             (
                 at_s,

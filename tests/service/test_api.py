@@ -21,7 +21,7 @@ from orchestrator.service.tables import explanation_panel, job_panel, promise_wo
 from orchestrator.service.teams import teams_table
 from orchestrator.service.views import node_from_view, observations_from_view, observations_view
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.run import JobFolder
 from tests.scheduling.factories import observation
 
@@ -39,7 +39,7 @@ data: {text: [/corpus.txt], sequence_length: 32}
 class World:
     """An application over a simulated cluster, and the doors to it."""
 
-    def __init__(self, home: Path, policy: PolicySpec | None = None) -> None:
+    def __init__(self, home: Path, policy: PolicySpec = UNSHARED) -> None:
         self.home = home
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
         cluster = read_cluster(None).model_copy(update={"policy": policy})

@@ -21,14 +21,22 @@ policy:
 
 def test_users_are_in_the_team_that_names_them_and_all_others_in_one() -> None:
     policy = parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy
-    assert policy is not None
     assert policy.half_life == 2 * 86_400
     assert [policy.team_of(user).name for user in ("ada", "bob", "cyd", "")] == ["vision", "vision", "others", "others"]
     assert policy.team_of("cyd").shares == 1
     more = parse_cluster(EMBEDDED_CLUSTER + POLICY + "    - {name: others, shares: 5}\n", "c.yaml").policy
-    assert more is not None
     assert more.team_of("cyd").shares == 5
-    assert parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy is None
+
+
+def test_a_cluster_is_shared_where_teams_are_named() -> None:
+    assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.is_shared
+    assert not parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy.is_shared
+    assert not parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {}\n", "c.yaml").policy.is_shared
+
+
+def test_a_half_life_without_teams_is_refused() -> None:
+    with pytest.raises(SpecError, match="name `teams`, or leave it out"):
+        parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {half_life: 2d}\n", "c.yaml")
 
 
 @pytest.mark.parametrize(
