@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from orchestrator.memory.correction import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
-from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool, Slot
 from orchestrator.scheduling.demand import room_from_s
 from orchestrator.scheduling.desk import Desk
@@ -72,12 +71,12 @@ class _Later(NamedTuple):
 def price_of(desk: Desk) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
     others = max(0, len(desk.waiting) + len(desk.running) - 1)
-    return tuning.TUNING.price_alone + tuning.TUNING.price * others / max(1, desk.devices)
+    return desk.tuning.price_alone + desk.tuning.price * others / max(1, desk.devices)
 
 
 def price_of_idle(desk: Desk) -> float:
     """The same of devices that nobody can use now: only who waits counts."""
-    return tuning.TUNING.price_idle + tuning.TUNING.price * len(desk.waiting) / max(1, desk.devices)
+    return desk.tuning.price_idle + desk.tuning.price * len(desk.waiting) / max(1, desk.devices)
 
 
 def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | None:

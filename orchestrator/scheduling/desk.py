@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 from itertools import groupby, takewhile
 from math import inf
 
-from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.demand import devices_wanted
 from orchestrator.scheduling.drain import closures, maintained, next_change_s
@@ -23,6 +22,7 @@ from orchestrator.scheduling.line import Line, Standing, Waiting, merged
 from orchestrator.scheduling.menu import Menu, attempt_seconds
 from orchestrator.scheduling.moves import claims_of, is_elastic, may_grow
 from orchestrator.scheduling.prospects import Prospects
+from orchestrator.scheduling.tuning import tuned_for
 from orchestrator.scheduling.windows import opening_s
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
@@ -50,6 +50,7 @@ class Desk:
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
         self._policy = state.policy
+        self.tuning = tuned_for(state.policy.objective)
         # by priority and, where it counts, user
         self._lines: dict[tuple[int, str], Line] = {}
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
@@ -304,17 +305,15 @@ class Desk:
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
-        limit_s = tuning.TUNING.aging * self.prospects.size_of(job)[0]
+        limit_s = self.tuning.aging * self.prospects.size_of(job)[0]
         if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
-        return job.deadline_s + tuning.TUNING.aging_late * limit_s
+        return job.deadline_s + self.tuning.aging_late * limit_s
 
     def presses_s(self, job: Job) -> float:
         """From when on its deadline leaves it little slack, so that it goes first; infinity: it has none."""
         return (
-            inf
-            if job.deadline_s is None
-            else job.deadline_s - (1 + tuning.TUNING.slack) * self.prospects.size_of(job)[1]
+            inf if job.deadline_s is None else job.deadline_s - (1 + self.tuning.slack) * self.prospects.size_of(job)[1]
         )
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
@@ -389,7 +388,7 @@ class Desk:
     def _ordered(self, line: Line) -> Sequence[Standing]:
         """Where the cluster is shared it counts whose turn it is, not who could end together."""
         at_s = self.state.at_s
-        return line.in_order(at_s) if self._policy.is_shared else line.largest_first(at_s, self.devices)
+        return line.in_order(at_s) if self._policy.is_shared else line.largest_first(at_s, self.devices, self.tuning)
 
     def _line_of(self, job: Job) -> tuple[int, str]:
         return job.spec.priority, job.user if self._policy.is_shared else ""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from math import inf
 
 from orchestrator.planning.explain import why_taken
-from orchestrator.scheduling import tuning
 from orchestrator.scheduling.decide import (
     RESERVATIONS_MAX,
     Chosen,
@@ -156,7 +155,7 @@ def _round(
             desk.forget_promises()
             desk.promise((*slots.values(), *promised))
         if claims := claims_of(waiting.job):
-            devices_max, its_price = sum(len(part.devices) for part in claims), tuning.TUNING.price_idle
+            devices_max, its_price = sum(len(part.devices) for part in claims), desk.tuning.price_idle
         else:
             its_price = price
         outcome = crowded(desk, waiting.job, of_array) or decide(

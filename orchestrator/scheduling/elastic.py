@@ -12,7 +12,6 @@ from itertools import islice
 from math import inf
 from typing import NamedTuple
 
-from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.decide import price_of_idle
 from orchestrator.scheduling.desk import Desk
@@ -66,9 +65,8 @@ class _Way(NamedTuple):
     gain_s: float  # of waiting
     cost_s: float  # until it goes on
 
-    @property
-    def is_worth(self) -> bool:
-        return self.gain_s > tuning.TUNING.worth * self.cost_s
+    def is_worth(self, worth: float) -> bool:
+        return self.gain_s > worth * self.cost_s
 
 
 def growth(desk: Desk, at_s: float) -> Move | None:
@@ -142,11 +140,11 @@ def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: f
     for one in movable(desk, islice(desk.last_elastic(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(desk, one, waits)
         ways = [_way(one, ahead[first:], at_s) for first in range(len(ahead))]
-        if not any(way.is_worth for way in ways):
+        if not any(way.is_worth(desk.tuning.worth) for way in ways):
             continue  # whoever could start first: this is soon asked, and that is not
         starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(one, entry, at_s))
         way = next(starts, None)
-        if way is not None and way.is_worth:
+        if way is not None and way.is_worth(desk.tuning.worth):
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
             gain, cost = format_seconds(way.gain_s), format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
@@ -165,7 +163,7 @@ def _ahead_of(
     if one.slack_s < inf:
         return []
     room, place = one.devices + one.pool.idle, _place(one.job, desk.due_s(one.job), desk.state.at_s)
-    shorter_s = -inf if desk.state.policy.is_shared else tuning.TUNING.shorter * one.left_s
+    shorter_s = -inf if desk.state.policy.is_shared else desk.tuning.shorter * one.left_s
     found = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority
@@ -219,6 +217,6 @@ def movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[Moving]
         attempt = job.last
         pool = desk.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
         if attempt is not None and pool is not None and desk.ends_s[job_id] < inf:
-            from_s = attempt.launched_at_s + (1 + tuning.TUNING.rest) * pool.launch_cost_s
+            from_s = attempt.launched_at_s + (1 + desk.tuning.rest) * pool.launch_cost_s
             slack_s = inf if job.deadline_s is None else job.deadline_s - desk.ends_s[job_id]
             yield Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from heapq import merge
 from math import inf
 
-from orchestrator.scheduling import tuning
 from orchestrator.scheduling.availability import Pool
 from orchestrator.scheduling.menu import Menu, NeverFits
+from orchestrator.scheduling.tuning import Tuning
 from orchestrator.specs.state import Job
 
 Standing = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
@@ -96,14 +96,14 @@ class Line:
         """The others, who is due first."""
         return self._standing[self._due(at_s) :]
 
-    def largest_first(self, at_s: float, devices: int) -> Sequence[Standing]:
+    def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[Standing]:
         """The same, but the largest have changed places where they could end together as the last.
 
         On so many devices.
         """
-        if len(self) < 2 or not self._ends_last(devices):
+        if len(self) < 2 or not self._ends_last(devices, tuning):
             return self.in_order(at_s)
-        least_device_s = tuning.TUNING.as_large * self._sizes[-1][0]
+        least_device_s = tuning.as_large * self._sizes[-1][0]
         largest = [one for one in self._sizes[-LARGEST_MAX:] if one[0] >= least_device_s and one[1][0] > at_s]
         by_size = [standing for _, standing, _ in sorted(largest, key=lambda one: (-one[0], one[1]))]
         changed = self._standing[:]
@@ -114,12 +114,12 @@ class Line:
     def _due(self, at_s: float) -> int:
         return bisect_right(self._standing, (at_s, LAST, ""))
 
-    def _ends_last(self, devices: int) -> bool:
+    def _ends_last(self, devices: int, tuning: Tuning) -> bool:
         """Whether the largest may end last, and another of its size could run beside it."""
         device_s, _, least_devices = self._sizes[-1]
-        if self._sizes[-2][0] < tuning.TUNING.as_large * device_s or 2 * least_devices > devices:
+        if self._sizes[-2][0] < tuning.as_large * device_s or 2 * least_devices > devices:
             return False
-        return tuning.TUNING.large * self._total_device_ms <= round(1e3 * device_s)
+        return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
 def merged(lines: Sequence[Sequence[Standing]]) -> Iterable[Standing]:

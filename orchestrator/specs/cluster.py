@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job import Bandwidth, Bytes, Seconds
 from orchestrator.specs.noun import Noun
 from orchestrator.specs.plan import Precision
-from orchestrator.specs.policy import UNSHARED, PolicySpec
+from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
 # what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
@@ -170,6 +170,10 @@ class ClusterSpec(Noun):
         if quotas > devices:
             raise ValueError(f"the quotas of all teams together are {quotas} devices: there are {devices}")
         return self
+
+    def aiming(self, objective: Objective) -> ClusterSpec:
+        """The cluster with a queue that aims at this."""
+        return self.model_copy(update={"policy": self.policy.model_copy(update={"objective": objective})})
 
     def maintenance_of(self, node: str) -> tuple[Window, ...]:
         """When nothing runs on this node, in seconds since 1970."""

@@ -1,7 +1,8 @@
-"""PolicySpec: who shares the cluster, and how. Read from the cluster file's `policy:`."""
+"""PolicySpec: what the queue aims at, who shares the cluster, and how. Read from the cluster file's `policy:`."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import cached_property
 
 from pydantic import Field, model_validator
@@ -11,6 +12,13 @@ from orchestrator.specs.noun import Noun
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
 OTHERS = "others"  # the team of whoever is in none
+
+
+class Objective(StrEnum):
+    """What the queue makes small: the mean time from submission to end, or the time until all jobs have ended."""
+
+    COMPLETION = "completion"
+    MAKESPAN = "makespan"
 
 
 class TeamSpec(Noun):
@@ -23,8 +31,9 @@ class TeamSpec(Noun):
 
 
 class PolicySpec(Noun):
-    """Teams, and how soon what they have used is forgotten."""
+    """What the queue aims at; teams, and how soon what they have used is forgotten."""
 
+    objective: Objective = Objective.COMPLETION
     half_life: Seconds = Field(default=HALF_LIFE_S, gt=0)  # after which a device-second used counts half
     teams: tuple[TeamSpec, ...] = ()
 

@@ -11,7 +11,7 @@ from orchestrator.backends.traces import Arrival, Trace, told
 from orchestrator.scheduling.fair import fair_tree, used_s
 from orchestrator.scheduling.step import step
 from orchestrator.service.simulate import simulate
-from orchestrator.specs.policy import UNSHARED, PolicySpec
+from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import Event, NodesSeen, Released, State, Woke
 from tests.bench.scheduler import cluster_of
 from tests.scheduling.factories import node
@@ -118,7 +118,8 @@ def test_nobody_starves_however_much_they_used() -> None:
 
 def test_without_teams_users_change_nothing() -> None:
     jobs = [(60.0 * number, "abc"[number % 3], 100 + 37 * number % 500) for number in range(60)]
-    assert night(UNSHARED, *jobs) == night(UNSHARED, *((at_s, "all", steps) for at_s, _, steps in jobs))
+    for policy in (PolicySpec(objective=objective) for objective in Objective):
+        assert night(policy, *jobs) == night(policy, *((at_s, "all", steps) for at_s, _, steps in jobs))
 
 
 def test_what_the_state_keeps_of_usage_ends() -> None:

@@ -31,6 +31,7 @@ def random_promises(draw: random.Random) -> Scenario:
     """Waves of short and long jobs, many of them with a guarantee, some on shared clusters."""
     tide = random_tide(draw)
     policy = draw.choice((UNSHARED, UNSHARED, SHARED, OWNED))
+    policy = policy.model_copy(update={"objective": tide.cluster.policy.objective})
 
     def one(spec: JobSpec) -> JobSpec:
         said: dict[str, object] = {"user": draw.choice(USERS)}

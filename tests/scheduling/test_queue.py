@@ -261,6 +261,24 @@ def test_without_a_price_the_first_job_would_take_everything(monkeypatch: pytest
     assert launches["job-1"].plan.world_size == 4
 
 
+@pytest.mark.parametrize(("objective", "devices"), [("completion", 2), ("makespan", 1)])
+def test_for_the_makespan_a_job_takes_the_devices_that_waste_least(objective: str, devices: int) -> None:
+    """Of four devices, where another job runs on two of them."""
+    here, half_as_long = (node(devices=4),), script({1: 1000.0, 2: 600.0})
+    aiming = NodesSeen(nodes=here, declared=here, policy=PolicySpec(objective=objective), at_s=0.0)
+    _, launches = played(aiming, submitted(1, script({2: 1000.0})), submitted(2, half_as_long))
+    assert launches["job-2"].plan.world_size == devices
+
+
+def test_a_running_service_takes_another_objective_at_once() -> None:
+    """A desk that was carried along decides as one that is made anew."""
+    here, narrow = (node(devices=4),), script({1: 1000.0, 2: 600.0})
+    events: list[Event] = [seen(*here), submitted(1, script({2: 1000.0}))]
+    events += [NodesSeen(nodes=here, declared=here, policy=PolicySpec(objective="makespan"), at_s=1.0)]
+    _, launches = played(*events, submitted(2, narrow))
+    assert launches["job-2"].plan.world_size == 1
+
+
 def test_a_gang_is_promised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: promises that keep nobody out are seen by the law of reservations."""
     monkeypatch.setattr(Pool, "promise", lambda *_, **__: None)

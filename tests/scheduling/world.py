@@ -16,7 +16,7 @@ from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, Nod
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job import JobSpec, Member
-from orchestrator.specs.policy import UNSHARED, PolicySpec
+from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import (
     Action,
     Archive,
@@ -227,6 +227,12 @@ STORM = {
 }
 
 
+def aimed(scenario: Scenario) -> Scenario:
+    """The scenario with an objective: every second one aims at the makespan."""
+    objective = random.Random(scenario.seed).choice(tuple(Objective))
+    return replace(scenario, cluster=scenario.cluster.aiming(objective))
+
+
 def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     """Jobs of several shapes and families within a simulated hour; every second world is stormy, or shared."""
     chosen = draw.choice(CLUSTERS)
@@ -255,7 +261,7 @@ def random_scenario(draw: random.Random, jobs: int = 8) -> Scenario:
     )
     scenario = timed(scenario, random.Random(scenario.seed))
     cluster = maintained(draw, chosen, scenario.begin_s)
-    return replace(scenario, cluster=cluster, drains=random_drains(draw, chosen))
+    return aimed(replace(scenario, cluster=cluster, drains=random_drains(draw, chosen)))
 
 
 # An hour or two past midnight of an ordinary day, and of days on which clocks are put forward or back soon after
@@ -338,7 +344,7 @@ def random_crowd(draw: random.Random) -> Scenario:
     kinds = [script("red", training={"max_steps": 500}), script("blue", gpus={"min": 1, "max": 2}, steps=2000)]
     submissions = sorted(draw.uniform(0, HOUR_S / 4) for _ in range(draw.randint(8, 20)))
     users = draw.sample(USERS, 3)
-    return Scenario(
+    scenario = Scenario(
         cluster=draw.choice(CLUSTERS[1:3]).model_copy(update={"policy": draw.choice((SHARED, OWNED))}),
         jobs=tuple(
             (at_s, draw.choice(kinds).model_copy(update={"user": draw.choice(users)}), None) for at_s in submissions
@@ -348,6 +354,7 @@ def random_crowd(draw: random.Random) -> Scenario:
         repeat_chance=draw.choice((0.0, 0.3)),
         seed=draw.randint(0, 2**32),
     )
+    return aimed(scenario)
 
 
 def random_tide(draw: random.Random) -> Scenario:
@@ -370,7 +377,7 @@ def random_tide(draw: random.Random) -> Scenario:
             asked.append((wave_s + draw.uniform(0, 300), spec, None))
     asked += [(draw.uniform(0, HOUR_S), told("long", draw.uniform(2000, 20_000), **resumes), None)]
     chosen = draw.choice(CLUSTERS[1:3])
-    return Scenario(
+    scenario = Scenario(
         cluster=maintained(draw, chosen),
         jobs=tuple(sorted(asked, key=lambda one: one[0])),
         cancels=(),
@@ -379,6 +386,7 @@ def random_tide(draw: random.Random) -> Scenario:
         repeat_chance=draw.choice((0.0, 0.3)),
         seed=draw.randint(0, 2**32),
     )
+    return aimed(scenario)
 
 
 def random_rush(draw: random.Random) -> Scenario:

@@ -8,6 +8,7 @@ from orchestrator.service.intake import EMBEDDED_CLUSTER
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job import JobSpec
 from orchestrator.specs.parse import parse_cluster
+from orchestrator.specs.policy import Objective
 
 POLICY = """
 policy:
@@ -31,7 +32,17 @@ def test_users_are_in_the_team_that_names_them_and_all_others_in_one() -> None:
 def test_a_cluster_is_shared_where_teams_are_named() -> None:
     assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.is_shared
     assert not parse_cluster(EMBEDDED_CLUSTER, "c.yaml").policy.is_shared
-    assert not parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {}\n", "c.yaml").policy.is_shared
+    assert not parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {objective: makespan}\n", "c.yaml").policy.is_shared
+
+
+def test_the_queue_aims_at_the_mean_completion_unless_the_file_says_the_makespan() -> None:
+    assert parse_cluster(EMBEDDED_CLUSTER + POLICY, "c.yaml").policy.objective is Objective.COMPLETION
+    said = parse_cluster(EMBEDDED_CLUSTER + POLICY + "  objective: makespan\n", "c.yaml").policy
+    assert said.objective is Objective.MAKESPAN
+    with pytest.raises(SpecError) as refused:
+        parse_cluster(EMBEDDED_CLUSTER + "\npolicy: {objective: makespam}\n", "c.yaml")
+    for told in ("policy.objective", "'completion' or 'makespan'", "did you mean 'makespan'?"):
+        assert told in str(refused.value)
 
 
 def test_a_half_life_without_teams_is_refused() -> None:
