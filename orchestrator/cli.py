@@ -54,6 +54,14 @@ class QueueTime(StrEnum):
     NOW = "now"
 
 
+class Aim(StrEnum):
+    """What `orc simulate` lets the queue aim at: an objective, or one after the other."""
+
+    COMPLETION = "completion"
+    MAKESPAN = "makespan"
+    BOTH = "both"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     try:
@@ -355,6 +363,9 @@ def simulate(
     launch_cost: Annotated[
         float | None, typer.Option("--launch-cost", min=0.0, metavar="SECONDS", help="Instead of the cluster file's.")
     ] = None,
+    objective: Annotated[
+        Aim | None, typer.Option("--objective", help="What the queue aims at, instead of the cluster file's.")
+    ] = None,
     gantt: Annotated[Path | None, typer.Option("--gantt", metavar="FILE", help="Draw who ran where (PNG).")] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
@@ -369,10 +380,11 @@ def simulate(
     from orchestrator.service.intake import read_cluster
     from orchestrator.service.job_list import read_list
     from orchestrator.service.lifecycle import journal_url
-    from orchestrator.service.played_tables import simulated_table
+    from orchestrator.service.played_tables import compared_table, simulated_table
     from orchestrator.service.replay import kept_state
     from orchestrator.service.simulate import Trouble, from_queue
     from orchestrator.service.simulate import simulate as play
+    from orchestrator.specs.policy import Objective
 
     home = home.expanduser()
     if (trace is None) == (queue is None):
@@ -388,7 +400,17 @@ def simulate(
     if launch_cost is not None:
         hardware = hardware.model_copy(update={"launch_cost": launch_cost})
     told = misjudged(played, noise, seed)
-    run = play(told, hardware, seed=seed, trouble=Trouble(oom_chance=oom, node_loss_chance=node_loss))
+    trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
+    if objective is Aim.BOTH:
+        if gantt is not None:
+            raise SpecError("a chart shows one objective", path="--gantt", allowed="--objective completion or makespan")
+        runs = {each: play(told, hardware.aiming(each), seed=seed, trouble=trouble) for each in Objective}
+        reports = {each.value: one.report for each, one in runs.items()}
+        tell(reports, as_json, compared_table(runs))
+        return
+    if objective is not None:
+        hardware = hardware.aiming(Objective(objective.value))
+    run = play(told, hardware, seed=seed, trouble=trouble)
     if gantt is not None:
         drawing.figure(f"{told.name} on {hardware.name}", run.outcomes, hardware).savefig(gantt)
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from rich.console import Group, RenderableType
@@ -13,13 +13,21 @@ from rich.text import Text
 from orchestrator.service.replay import Decision, ExpectedJob
 from orchestrator.service.simulate import Simulated, quantile
 from orchestrator.service.tables import coloured, local_minute
+from orchestrator.specs.policy import Objective
 from orchestrator.specs.units import format_seconds
 
 
 def simulated_table(run: Simulated) -> Table:
     """A simulated run in numbers, and what its decisions took on this machine."""
-    report, taken_s = run.report, sorted(run.decisions_s)
     table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in _rows(run):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(run: Simulated) -> list[tuple[str, str]]:
+    """What is told of a run, and how much of it: the same names for every run of a trace."""
+    report, taken_s = run.report, sorted(run.decisions_s)
     rows = [
         ("jobs finished", f"{report['finished']} of {report['jobs']}"),
         (
@@ -50,8 +58,18 @@ def simulated_table(run: Simulated) -> Table:
         met = f"{report['deadlines_met']} of {report['deadlines']}"
         late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
         rows.insert(4, ("deadlines met", met + (late if report["mean_lateness_s"] else "")))
-    for name, value in rows:
-        table.add_row(name, value)
+    return rows
+
+
+def compared_table(runs: Mapping[Objective, Simulated]) -> Table:
+    """Runs of the same jobs under several objectives, side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("OBJECTIVE")
+    columns = [_rows(run) for run in runs.values()]
+    for objective in runs:
+        table.add_column(objective, overflow="fold")
+    for rows in zip(*columns, strict=True):
+        table.add_row(rows[0][0], *(value for _, value in rows))
     return table
 
 

@@ -91,6 +91,7 @@ class Report(TypedDict):
 
     trace: str
     cluster: str
+    objective: str
     devices: int
     seed: int
     commit: str  # of this program; "" where it is not run from its repository
@@ -305,6 +306,7 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
     return Report(
         trace=trace.name,
         cluster=cluster.name,
+        objective=cluster.policy.objective.value,
         devices=devices,
         seed=seed,
         commit=_commit(),

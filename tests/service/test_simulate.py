@@ -254,6 +254,45 @@ def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.Ca
     assert "decisions" in said
 
 
+def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
+    """The exit code where jobs that may have one or both of two devices are played."""
+    (folder / "job.yaml").write_text(
+        "name: job\ncommand: python x.py\nglobal_batch_size: 4\nsteps: 100\nspeeds: {1: 2s, 2: 1.2s}\n"
+    )
+    (folder / "x.py").write_text("")
+    (folder / "night.yaml").write_text("jobs:\n" + "- {at: 0s, file: job.yaml}\n" * 6)
+    (folder / "cluster.yaml").write_text(
+        "name: two\nnodes: [{name: n, devices: 2, device: a100-80gb, host_memory: 64GiB}]\n"
+        "policy: {objective: makespan}\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(folder / "night.yaml"), "--cluster", str(folder / "cluster.yaml"), *arguments])
+    return ended.value.code
+
+
+def test_the_command_plays_the_objective_of_the_file_or_another_or_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = []
+    for asked in ((), ("--objective", "completion"), ("--objective", "makespan")):
+        assert simulated_by_command(tmp_path, "--json", *asked) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert [report["objective"] for report in reports] == ["makespan", "completion", "makespan"]
+    assert simulated_by_command(tmp_path, "--json", "--objective", "both") == 0
+    assert json.loads(capsys.readouterr().out) == {"completion": reports[1], "makespan": reports[2]}
+    assert simulated_by_command(tmp_path, "--objective", "both") == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["OBJECTIVE", "completion", "makespan"]
+    assert any(row.split() == ["jobs", "finished", *["6", "of", "6"] * 2] for row in rows)
+
+
+def test_a_chart_of_both_objectives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "gantt.png"
+    assert simulated_by_command(tmp_path, "--objective", "both", "--gantt", str(chart)) == 2
+    assert "a chart shows one objective" in capsys.readouterr().err
+    assert not chart.exists()
+
+
 def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlines() -> None:
     """At noon: one that runs, one that comes after it, one for the evening, and one with a deadline."""
     noon_s = 1782907200.0  # Wednesday, 1 July 2026, 12:00 UTC
