@@ -38,6 +38,8 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         probe=attempt.probe,
         phase="" if burst is None else burst.phase,
         pass_done=None if burst is None else burst.pass_done,
+        steps_done=0 if burst is None else burst.steps_done,
+        steps_left=None if burst is None else _steps_left(job, burst),
         finished=_ran_through(job, attempt),
         overhead_bytes=_overhead_bytes(attempt),
     )
@@ -75,6 +77,11 @@ def _worst_report(attempt: Attempt) -> OomReport | None:
     if attempt.evidence is None or not ran_out(attempt):
         return None
     return max(oom_reports(attempt.evidence), key=needed_bytes, default=None)
+
+
+def _steps_left(job: Job, burst: OomReport) -> int | None:
+    steps = job.spec.optimizer_steps
+    return None if steps is None else max(0, steps - burst.step)
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:

@@ -87,6 +87,8 @@ class Observation:
     probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
     phase: str = ""  # where it ran out of memory, in the guard's words; "" elsewhere, or where nobody told
     pass_done: float | None = None  # share of that forward or backward pass that was done; None: unknown
+    steps_done: int = 0  # that it completed in this attempt before it ran out of memory
+    steps_left: int | None = None  # of the training at that point; None: unknown, or it did not run out
     finished: bool = False  # it ended the training, and did at least half of it
     overhead_bytes: int | None = None  # that its worst device held beside PyTorch's allocator; None: not told
 
