@@ -100,7 +100,7 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
             for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
-            entries = as_guaranteed(job, entries)
+            entries = as_guaranteed(job, entries, group.devices)
             if not entries:
                 return NeverFits(why=lambda: _why_not_guaranteed(job.spec, device.name))
         best = best_of_each(entries)
@@ -120,9 +120,10 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     return NeverFits(why=why, likeliest=likely) if isinstance(likely, Menu) else likely
 
 
-def as_guaranteed(job: Job, entries: Sequence[Entry]) -> Sequence[Entry]:
+def as_guaranteed(job: Job, entries: Sequence[Entry], devices: int) -> Sequence[Entry]:
     """Those of the entries that are as fast as the job's request, each on the fewest nodes; none: its request is not.
 
+    `devices` are those of the group. Where they are fewer than were promised, nodes are away: the job waits for them.
     Where reality has refuted the request since it was promised, the job goes on with no fewer devices, or what is left.
     """
     guarantee = job.spec.guarantee
@@ -134,7 +135,9 @@ def as_guaranteed(job: Job, entries: Sequence[Entry]) -> Sequence[Entry]:
     else:
         mildest = [one.seconds for one in asked if one.candidate.degradation == asked[0].candidate.degradation]
         kept = [one for one in packed if one.seconds <= min(mildest, default=-inf) * AS_FAST]
-    if kept or not (job.attempts or job.starts_by_s is not None):
+    is_promised = bool(job.attempts) or job.starts_by_s is not None
+    are_away = guarantee.step is None and devices < job.spec.guaranteed_gpus
+    if kept or are_away or not is_promised:
         return kept
     return [one for one in packed if one.devices >= job.spec.guaranteed_gpus] or packed
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from orchestrator.backends.traces import Arrival, Trace, misjudged, told, trace_of
 from orchestrator.scheduling import tuning
@@ -66,19 +66,24 @@ def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
                 yield f"{job.id} is refused after it was promised its start"
 
 
+def broken_in_world(seed: int) -> list[str]:
+    """Laws and promises that a world of this seed breaks."""
+    journal = MemoryJournal()
+    return [*played(random_promises(random.Random(seed)), journal), *broken_promises(history(journal.kept))]
+
+
 @settings(UNSHRUNK, max_examples=60)
 @given(SEEDS)
+@example(4911480)  # two of three nodes go while a promise of four devices waits
 def test_every_law_and_every_promise_holds_in_every_world(seed: int) -> None:
-    journal = MemoryJournal()
-    assert played(random_promises(random.Random(seed)), journal) == []
-    assert [*broken_promises(history(journal.kept))] == []
+    assert broken_in_world(seed) == []
 
 
 @pytest.mark.long
 @settings(UNSHRUNK, max_examples=500)
 @given(SEEDS)
 def test_every_law_and_every_promise_holds_in_new_worlds(seed: int) -> None:
-    test_every_law_and_every_promise_holds_in_every_world.hypothesis.inner_test(seed)
+    assert broken_in_world(seed) == []
 
 
 def random_night(draw: random.Random) -> tuple[Trace, ClusterSpec]:

@@ -64,6 +64,23 @@ def test_it_is_promised_the_start_of_its_reservation_and_keeps_it_whoever_comes(
     assert [*launches] == ["job-1", "job-2"]
 
 
+def test_it_waits_for_the_nodes_of_its_request_while_they_are_away() -> None:
+    whole = [node("node0", devices=2), node("node1", devices=2)]
+    left_alone = NodesSeen(nodes=(whole[0],), declared=tuple(whole), at_s=3.0)
+    events = [
+        seen(*whole),
+        submitted(1, script({4: 600.0})),
+        submitted(2, guaranteed(SPEEDS), 2.0),
+        left_alone,
+        *gone(1, 631.0),
+    ]
+    state, launches = played(*events)
+    assert ("job-2" in launches, state.jobs["job-2"].status) == (False, JobStatus.QUEUED)
+    assert state.jobs["job-2"].reason == "waits for nodes with virtual-256mib to come back"
+    _, launches = played(*events, NodesSeen(nodes=tuple(whole), declared=tuple(whole), at_s=700.0))
+    assert launches["job-2"].plan.world_size == 4
+
+
 def test_several_make_way_for_it_together_once_each_has_run_for_long_enough() -> None:
     both = [submitted(number, elastic(LONG)) for number in (1, 2)]
     wide = guaranteed({2: 300.0})
