@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.fake_card import environment
 
 ROOT = Path(__file__).parents[2]
+HELD = "every assertion held"  # the last words of a script
 
 ALONE = """
 import torch
@@ -93,6 +92,7 @@ assert torch.equal(first, torch.rand(3, device="cuda"))
 torch.save({"x": x}, "x.pt")
 assert torch.load("x.pt")["x"].is_cuda and torch.load("x.pt", map_location="cpu")["x"].is_cpu
 assert "sitecustomize of the user" in __import__("os").environ["HIDDEN"]
+print(HELD)
 """
 
 GANG = """
@@ -138,6 +138,7 @@ else:
     raise AssertionError("nccl takes no tensors of the host")
 assert torch.cuda.mem_get_info()[0] < (2048 - 480 - 400) * 2**20, "a communicator holds memory that is not PyTorch's"
 dist.destroy_process_group()
+print(HELD)
 """
 
 
@@ -146,12 +147,14 @@ def test_a_card_counts_caps_computes_and_refuses_as_cards_do(tmp_path: Path) -> 
     (tmp_path / "site/sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'sitecustomize of the user'")
     given = environment(tmp_path, [1024, 1024], used_mib=100)
     given["PYTHONPATH"] += os.pathsep + str(tmp_path / "site")
-    run(tmp_path, ALONE, given)
+    ended = run(tmp_path, ALONE, given)
+    assert (ended.returncode, ended.stdout.count(HELD)) == (0, 1), (ended.stdout + ended.stderr)[-4000:]
 
 
 def test_two_ranks_train_alike_over_nccl_by_ddp_and_both_kinds_of_fsdp(tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run(tmp_path, GANG, environment(tmp_path, [2048, 2048]), *torchrun)
+    ended = run(tmp_path, GANG, environment(tmp_path, [2048, 2048]), *torchrun)
+    assert (ended.returncode, ended.stdout.count(HELD)) == (0, 2), (ended.stdout + ended.stderr)[-4000:]
 
 
 def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
@@ -172,16 +175,15 @@ def test_the_tests_of_a_gpu_hold_on_the_card(tmp_path: Path) -> None:
     assert "skipped" not in ended.stdout, ended.stdout[-300:]
 
 
-def run(folder: Path, script: str, given: dict[str, str], *words: str) -> None:
-    (folder / "script.py").write_text(script)
-    ended = subprocess.run(
+def run(folder: Path, script: str, given: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """How the script ended, with its `assert` statements compiled in whatever PYTHONOPTIMIZE says."""
+    (folder / "script.py").write_text(f"HELD = {HELD!r}\n{script}")
+    return subprocess.run(
         [sys.executable, *words, "script.py"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **given},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONOPTIMIZE": "", **given},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    if ended.returncode:
-        pytest.fail((ended.stdout + ended.stderr)[-4000:])

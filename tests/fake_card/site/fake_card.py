@@ -94,42 +94,18 @@ def _before_cuda():
     """Give torch._C what torch.cuda looks for when it is imported, and later."""
     import torch
 
-    c = torch._C
     library = _Runtime.library
+    given = {**_devices(torch, library), **_memory(library), **_streams(torch, library)}
+    for name, value in given.items():
+        setattr(torch._C, name, value if isinstance(value, type | bool) else _plain(value))
 
-    def memory_stats(index):
-        told = _stats(index)
 
-        def stat(current, peak, allocated=0, freed=0):
-            one = {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
-            return {"all": one, "small_pool": dict.fromkeys(one, 0), "large_pool": one}
+def _nothing(*_args, **_kwargs):
+    return None
 
-        allocated = stat(told["allocated"], told["allocated_peak"])
-        reserved = stat(told["reserved"], told["reserved_peak"])
-        blocks = stat(told["allocations"] - told["frees"], 0, told["allocations"], told["frees"])
-        return {
-            "allocated_bytes": allocated,
-            "requested_bytes": allocated,
-            "active_bytes": allocated,
-            "reserved_bytes": reserved,
-            "inactive_split_bytes": stat(0, 0),
-            "allocation": blocks,
-            "active": blocks,
-            "segment": stat(0, 0),
-            "inactive_split": stat(0, 0),
-            "oversize_allocations": stat(0, 0)["all"],
-            "oversize_segments": stat(0, 0)["all"],
-            "num_alloc_retries": told["retries"],
-            "num_ooms": told["ooms"],
-            "num_sync_all_streams": 0,
-            "num_device_alloc": 0,
-            "num_device_free": 0,
-            "max_split_size": -1,
-        }
 
-    def set_fraction(fraction, index):
-        _Runtime.fractions[index] = fraction
-        library.card_fraction(index, fraction)
+def _devices(torch, library):
+    """How many cards there are, which one is current, and what each of them is."""
 
     def set_device(index):
         if index >= library.card_count():
@@ -154,10 +130,9 @@ def _before_cuda():
     def properties(index):
         return torch._C._CudaDeviceProperties(_stats(index)["total"])
 
-    def nothing(*_args, **_kwargs):
-        return None
-
-    given = {
+    return {
+        "_has_cuda": True,
+        "_CudaDeviceProperties": _Properties,
         "_cuda_getDeviceCount": library.card_count,
         "_cuda_init": init,
         "_cuda_isInBadFork": lambda: _Runtime.pid not in (None, os.getpid()),
@@ -167,36 +142,81 @@ def _before_cuda():
         "_cuda_maybeExchangeDevice": exchange,
         "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
         "_cuda_getArchFlags": lambda: "sm_90",
-        "_cuda_synchronize": nothing,
-        "_cuda_ipc_collect": nothing,
-        "_cuda_sleep": nothing,
+        "_nccl_version": lambda: 2 << 32 | 27 << 16 | 5,
+        "_nccl_version_suffix": lambda: b"",
+    }
+
+
+def _memory(library):
+    """The caching allocator: its numbers, its fraction and its cache."""
+
+    def set_fraction(fraction, index):
+        _Runtime.fractions[index] = fraction
+        library.card_fraction(index, fraction)
+
+    return {
         "_cuda_emptyCache": lambda: [library.card_empty(index) for index in range(library.card_count())] and None,
-        "_cuda_memoryStats": memory_stats,
+        "_cuda_memoryStats": _memory_stats,
         "_cuda_resetPeakMemoryStats": library.card_reset_peaks,
-        "_cuda_resetAccumulatedMemoryStats": nothing,
+        "_cuda_resetAccumulatedMemoryStats": _nothing,
         "_cuda_memorySnapshot": lambda *_: {"segments": [], "device_traces": []},
         "_cuda_setMemoryFraction": set_fraction,
         "_cuda_getMemoryFraction": lambda index: _Runtime.fractions.get(index, 1.0),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_cudaCachingAllocator_set_allocator_settings": nothing,
+        "_cuda_cudaCachingAllocator_set_allocator_settings": _nothing,
+        "_cuda_ipc_collect": _nothing,
+    }
+
+
+def _memory_stats(index):
+    """The nested form that torch.cuda.memory_stats flattens."""
+    told = _stats(index)
+
+    def stat(current, peak, allocated=0, freed=0):
+        one = {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
+        return {"all": one, "small_pool": dict.fromkeys(one, 0), "large_pool": one}
+
+    allocated = stat(told["allocated"], told["allocated_peak"])
+    reserved = stat(told["reserved"], told["reserved_peak"])
+    blocks = stat(told["allocations"] - told["frees"], 0, told["allocations"], told["frees"])
+    return {
+        "allocated_bytes": allocated,
+        "requested_bytes": allocated,
+        "active_bytes": allocated,
+        "reserved_bytes": reserved,
+        "inactive_split_bytes": stat(0, 0),
+        "allocation": blocks,
+        "active": blocks,
+        "segment": stat(0, 0),
+        "inactive_split": stat(0, 0),
+        "oversize_allocations": stat(0, 0)["all"],
+        "oversize_segments": stat(0, 0)["all"],
+        "num_alloc_retries": told["retries"],
+        "num_ooms": told["ooms"],
+        "num_sync_all_streams": 0,
+        "num_device_alloc": 0,
+        "num_device_free": 0,
+        "max_split_size": -1,
+    }
+
+
+def _streams(torch, library):
+    """Streams, events and graphs: all work is done when its call returns."""
+    return {
+        "_cuda_synchronize": _nothing,
+        "_cuda_sleep": _nothing,
         "_cuda_setStream": lambda stream_id, device_index, **_: library.card_set_stream(device_index, stream_id),
         "_cuda_getCurrentStream": lambda index: (library.card_stream(index), index, 1),
         "_cuda_getDefaultStream": lambda index: (0, index, 1),
-        "_nccl_version": lambda: 2 << 32 | 27 << 16 | 5,
-        "_nccl_version_suffix": lambda: b"",
         "_cuda_getCurrentRawStream": library.card_stream,
         "_cuda_isCurrentStreamCapturing": lambda: False,
-        "_cuda_set_sync_debug_mode": nothing,
+        "_cuda_set_sync_debug_mode": _nothing,
         "_cuda_get_sync_debug_mode": lambda: 0,
-        "_has_cuda": True,
         "_CUDAGraph": type("_CUDAGraph", (), {}),
-        "_graph_pool_handle": nothing,
+        "_graph_pool_handle": _nothing,
         "_CudaStreamBase": _stream(torch, library),
         "_CudaEventBase": _Event,
-        "_CudaDeviceProperties": _Properties,
     }
-    for name, value in given.items():
-        setattr(c, name, value if isinstance(value, type | bool) else _plain(value))
 
 
 def _after_cuda(cuda):
