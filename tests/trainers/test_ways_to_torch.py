@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -168,18 +169,37 @@ def attempt_of(tmp_path: Path, devices: str, command: str, **changes: object) ->
     return only, only.evidence
 
 
-def holds(tmp_path: Path, only: Attempt, evidence: Evidence) -> None:
-    """It told of torch, of its steps, and of the error that it died of; and nobody else trained."""
-    said = log(tmp_path / "home", 1)
-    assert evidence.unwatched == (), said
-    (beat,) = evidence.heartbeats
-    assert (beat.rank, beat.steps_done, bool(beat.torch_version)) == (0, 3, True), said
-    assert [(report.rank, report.step) for report in evidence.ooms] == [(0, 3)], said
-    assert evidence.ooms[0].requested_bytes == 256 * 2**20
-    assert evidence.ooms[0].message.startswith("Virtual device" if evidence.virtual else "CUDA"), "the cap's own"
-    assert (beat.peak_bytes > 0) is evidence.virtual
-    assert only.failure is not None
-    assert only.failure.kind is FailureKind.DEVICE_OOM
+@dataclass(frozen=True)
+class Told:
+    """What the guard told of an attempt."""
+
+    unwatched: tuple[str, ...]
+    ranks: tuple[tuple[int, int, bool], ...]  # each with its steps, and whether it told of its torch
+    ooms: tuple[tuple[int, int, int | None, str], ...]  # rank, step, bytes asked for, and the first word of the error
+    measured: bool  # whether it has a peak: only a virtual device has one here
+    failure: FailureKind | None
+
+
+def told_by(only: Attempt, evidence: Evidence) -> Told:
+    return Told(
+        unwatched=evidence.unwatched,
+        ranks=tuple((beat.rank, beat.steps_done, bool(beat.torch_version)) for beat in evidence.heartbeats),
+        ooms=tuple((oom.rank, oom.step, oom.requested_bytes, oom.message.split()[0]) for oom in evidence.ooms),
+        measured=any(beat.peak_bytes > 0 for beat in evidence.heartbeats),
+        failure=only.failure and only.failure.kind,
+    )
+
+
+def as_watched(devices: str) -> Told:
+    """One rank, its three steps, and the error that it died of: that of the cap where the device is virtual."""
+    is_virtual = devices == "virtual"
+    return Told(
+        unwatched=(),
+        ranks=((0, 3, True),),
+        ooms=((0, 3, 256 * 2**20, "Virtual" if is_virtual else "CUDA"),),
+        measured=is_virtual,
+        failure=FailureKind.DEVICE_OOM,
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +213,8 @@ def test_a_rank_is_watched(way: str, launch: str, devices: str, tmp_path: Path) 
     if way == "accelerate":
         pytest.importorskip("accelerate")
     (tmp_path / "program.py").write_text(WAYS[way])
-    holds(tmp_path, *attempt_of(tmp_path, devices, "python program.py", launch=launch))
+    told = told_by(*attempt_of(tmp_path, devices, "python program.py", launch=launch))
+    assert told == as_watched(devices), log(tmp_path / "home", 1)
 
 
 CONSOLE = f"#!{sys.executable}\nimport sys\nsys.path.insert(0, '.')\nimport inner\ninner.train()\n"
@@ -205,7 +226,8 @@ def test_a_console_script_is_watched(launch: str, devices: str, tmp_path: Path) 
     program = tmp_path / "trainer"
     program.write_text(CONSOLE)
     program.chmod(0o755)
-    holds(tmp_path, *attempt_of(tmp_path, devices, str(program), launch=launch))
+    told = told_by(*attempt_of(tmp_path, devices, str(program), launch=launch))
+    assert told == as_watched(devices), log(tmp_path / "home", 1)
 
 
 @pytest.mark.long
@@ -220,7 +242,8 @@ def test_whatever_the_interpreter_is_told_the_program_is_watched(
         f"import sys\nsys.path += {[str(tmp_path), *packages]}\nimport inner\ninner.train()"
     )
     program = "-m program" if flags == "-m" else f"{flags} program.py"
-    holds(tmp_path, *attempt_of(tmp_path, devices, f"python {program}", launch=launch))
+    told = told_by(*attempt_of(tmp_path, devices, f"python {program}", launch=launch))
+    assert told == as_watched(devices), log(tmp_path / "home", 1)
 
 
 @pytest.mark.long
@@ -240,7 +263,8 @@ def test_an_interpreter_of_another_environment_is_watched_and_runs_its_own_sitec
     )
     env = {"PYTHONPATH": f"{tmp_path / 'mine'}{os.pathsep}{packages}", "PYTHONUSERBASE": str(tmp_path / "base")}
     command = f"{sys._base_executable} program.py"  # type: ignore[attr-defined]
-    holds(tmp_path, *attempt_of(tmp_path, devices, command, launch="self", env=env))
+    told = told_by(*attempt_of(tmp_path, devices, command, launch="self", env=env))
+    assert told == as_watched(devices), log(tmp_path / "home", 1)
 
 
 UNWATCHED = """
