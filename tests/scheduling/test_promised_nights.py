@@ -25,6 +25,7 @@ from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario
 LAUNCH_S = 30.0
 HOUR_S = 3600.0
 ROUNDING = 1 + 1e-6
+NOTHING_FITS = "no plan fits "  # what another job of the family has shown since: no device could keep the promise
 
 
 def random_promises(draw: random.Random) -> Scenario:
@@ -62,8 +63,9 @@ def broken_promises(transitions: Sequence[Transition]) -> Iterator[str]:
             known = t.before.jobs.get(job.id)
             if known is not None and known.starts_by_s is not None and known.starts_by_s != job.starts_by_s:
                 yield f"{job.id} was promised {known.starts_by_s}, and is now promised {job.starts_by_s}"
-            if known is not None and known.starts_by_s is not None and job.status is JobStatus.REFUSED:
-                yield f"{job.id} is refused after it was promised its start"
+            was_promised = known is not None and known.starts_by_s is not None
+            if was_promised and job.status is JobStatus.REFUSED and not job.reason.startswith(NOTHING_FITS):
+                yield f"{job.id} is refused after it was promised its start: {job.reason}"
 
 
 def broken_in_world(seed: int) -> list[str]:
@@ -75,6 +77,7 @@ def broken_in_world(seed: int) -> list[str]:
 @settings(UNSHRUNK, max_examples=60)
 @given(SEEDS)
 @example(4911480)  # two of three nodes go while a promise of four devices waits
+@example(271)  # a job of its family runs out of memory under every plan while a promise waits
 def test_every_law_and_every_promise_holds_in_every_world(seed: int) -> None:
     assert broken_in_world(seed) == []
 
