@@ -52,7 +52,8 @@ class Passes:
 def modules_done(frame: types.FrameType | None) -> float | None:
     """The share of a model's innermost modules that are registered before the one that runs; None where none runs.
 
-    Of the outermost module on the stack of `frame`: most are registered in the order in which they run.
+    Of the outermost module on the stack of `frame`: most are registered in the order in which they run. All count as
+    done where code of the whole model runs, outside of its modules: that is most often the loss of its head.
     """
     running: list[Any] = []
     while frame is not None:
@@ -65,4 +66,6 @@ def modules_done(frame: types.FrameType | None) -> float | None:
     leaves = [id(one) for one in running[-1].modules() if not any(True for _ in one.children())]
     here = {id(one) for one in running[0].modules()}
     before = next((place for place, leaf in enumerate(leaves) if leaf in here), None)
-    return None if before is None or len(leaves) < 2 else before / len(leaves)
+    if before is None or len(leaves) < 2:
+        return None
+    return 1.0 if here.issuperset(leaves) else before / len(leaves)

@@ -120,8 +120,8 @@ def test_a_script_with_the_trainer_of_transformers_recovers_without_a_knob_writt
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job) == ["device_oom", "preempted", "finished"]
     last = job.attempts[-1]
-    assert (last.plan.micro_batch_size, last.plan.global_batch_size) == (8, 16)
-    assert "trained 4 steps of 8 samples" in log(tmp_path, 3)
+    assert (last.plan.micro_batch_size, last.plan.global_batch_size) == (4, 16)
+    assert "trained 4 steps of 4 samples" in log(tmp_path, 3)
     resumed = json.loads(JobFolder(tmp_path, "job").attempt(3).resume.read_text())["checkpoint"]
     assert Path(resumed).name == "checkpoint-2"
     assert last.evidence is not None

@@ -302,6 +302,26 @@ def test_an_out_of_memory_report_tells_how_far_the_forward_pass_had_come(tmp_pat
     assert report["pass_done"] == pytest.approx(7.5 / 16, abs=0.07)
 
 
+OWN_LOSS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    def forward(self, rows):
+        return self.layers(rows).repeat(1, 64).sum()  # 64 MiB in the code of the model itself
+
+Model()(torch.ones(4096, 64)).backward()
+"""
+
+
+def test_modules_all_count_as_done_where_the_code_of_the_whole_model_runs_out(tmp_path: Path) -> None:
+    report = run(tmp_path, script(tmp_path, OWN_LOSS), virtual_capacity_bytes=36 * MIB).read("oom")
+    assert (report["phase"], report["pass_done"]) == ("forward", 1.0)
+
+
 def test_an_out_of_memory_error_that_the_script_gives_up_on_is_reported(tmp_path: Path) -> None:
     guarded = train(tmp_path, "--width", "1024", "--catch", "3", virtual_capacity_bytes=4 * 1024 * 1024 * 4)
     assert guarded.exit_code == 3
