@@ -19,7 +19,7 @@ from orchestrator.memory.belief import Belief, belief, factor_within
 from orchestrator.memory.correction import corrected_bytes, corrected_peak, observed_correction
 from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
 from orchestrator.specs.plan import Engine, Plan
-from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, Source
+from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, OwnSettings, Source
 from orchestrator.specs.state import Observation
 
 # A plan fits where it does so with this probability.
@@ -135,6 +135,7 @@ class Calibration:
     line: MeasuredLine | None = None  # of a script that was probed
     is_seen: bool = False  # whether anything of the family ran here before, or a probe ran out of memory
     overhead: Overhead = SUPPOSED_OVERHEAD  # of the device, whatever family it was measured with
+    relative_to: OwnSettings | None = None  # the settings of a script that all of this is told by; None: of no script
 
     def errors_of(self, engine: Engine, source: Source) -> Errors:
         """Those of the engine, where the profile has this source; before it was measured, what is supposed."""
@@ -175,10 +176,14 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     `observations` come oldest first, as `remembered` gives them. The correction is the upper median of the factors
     observed, none above CORRECTION_MAX, so that one outlier among two or more others does not take it out of their
     range; but a job that ran out of memory itself is held to the median of what is believed of it since. Outcomes
-    under another torch than the newest do not count, save that what was refuted stays refuted.
+    under another torch than the newest do not count, save that what was refuted stays refuted. Nor do those of a script
+    that were predicted relative to other settings than the newest that says anything.
     """
     of_device = [seen for seen in observations if seen.device == device]
     of_family = [seen for seen in of_device if seen.family == family]
+    relative_to = _told_by(of_family, job)
+    if relative_to is not None:
+        of_family = [seen for seen in of_family if seen.relative_to in (None, relative_to)]
     counted = [seen for seen in _of_newest_torch(of_family) if not seen.probe]
     observed = [observed_correction(seen.moments, seen.measured_bytes) for seen in counted[-WINDOW:]]
     factors = [min(CORRECTION_MAX, factor) for factor in observed]
@@ -208,7 +213,18 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
         line=_line(of_family),
         is_seen=any(seen.ran_out or not seen.probe for seen in of_family),
         overhead=overhead_of(of_device, device),
+        relative_to=relative_to,
     )
+
+
+def _told_by(of_family: Sequence[Observation], job: str) -> OwnSettings | None:
+    """The settings that the newest telling outcome is relative to, of the job itself where it ran out of memory.
+
+    An outcome that needed no more than was assumed tells nothing: a job with other settings assumes anew.
+    """
+    telling = [seen for seen in of_family if seen.probe or seen.ran_out or seen.measured_bytes > seen.predicted_bytes]
+    own = [seen for seen in telling if _ran_out_itself(seen, job)]
+    return next((seen.relative_to for seen in reversed(own or telling) if seen.relative_to is not None), None)
 
 
 def overhead_of(observations: Iterable[Observation], device: str) -> Overhead:

@@ -28,9 +28,9 @@ from orchestrator.specs.plan import (
     Precision,
     why_pipeline_stalls,
 )
-from orchestrator.specs.profile import MemoryEstimate, ModelProfile, Segment, Source
+from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
 
-__all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "plans", "profile_for"]
+__all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "own_settings", "plans", "profile_for"]
 
 # What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
 UNPLANNED = {
@@ -201,13 +201,10 @@ def assumed_profile(
     micro-batches are the lighter ones. Recomputation is taken to save half, lower precision and shorter samples their
     share.
     """
-    knob = spec.knobs.micro_batch_size
-    micro = knob.default if knob is not None and knob.default is not None else None
-    own_micro = int(micro) if micro is not None else -(-spec.global_batch_size // _fewest_shares(spec))
-    share = 0.5 if spec.precision is Precision.FP32 and precision is not Precision.FP32 else 1.0
-    length = spec.knobs.sequence_length.default if spec.knobs.sequence_length is not None else None
-    stretch = sequence_length / int(length) if sequence_length and length else 1.0
-    saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / own_micro * share * stretch)
+    own = own_settings(spec)
+    share = _width(precision) / _width(own.precision)
+    stretch = sequence_length / own.sequence_length if sequence_length and own.sequence_length else 1.0
+    saved_bytes = int(hardware.device.memory * ASSUMED_FILL / MARGIN / own.micro_batch_size * share * stretch)
     if hardware.device.kind is DeviceKind.CUDA:
         saved_bytes = int(saved_bytes * 0.9)  # room for what `estimate` adds: allocator, context, communicator
     if spec.measured is not None:
@@ -228,6 +225,27 @@ def assumed_profile(
         segments=(part,),
         workspace_bytes=0 if spec.measured is None else spec.measured.fixed_bytes,
     )
+
+
+def own_settings(spec: JobSpec) -> OwnSettings:
+    """Those that what is assumed of the script is relative to: as outcomes of its family are, else the job's own.
+
+    A default that changes between two jobs of a family so changes nothing of what was learned from the first.
+    """
+    if spec.relative_to is not None:
+        return spec.relative_to
+    knob = spec.knobs.micro_batch_size
+    micro = knob.default if knob is not None else None
+    return OwnSettings(
+        micro_batch_size=int(micro) if micro is not None else -(-spec.global_batch_size // _fewest_shares(spec)),
+        sequence_length=_default_length(spec),
+        precision=spec.precision,
+    )
+
+
+def _width(precision: Precision) -> float:
+    """Of an activation, beside that of fp32."""
+    return 1.0 if precision is Precision.FP32 else 0.5
 
 
 def _fewest_shares(spec: JobSpec) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from orchestrator.planning.explain import why_taken
+from orchestrator.planning.search import own_settings
 from orchestrator.scheduling.decide import (
     RESERVATIONS_MAX,
     Chosen,
@@ -21,12 +22,14 @@ from orchestrator.scheduling.elastic import Move, growth, in_time, making_way
 from orchestrator.scheduling.line import Waiting
 from orchestrator.scheduling.menu import Menu, NeverFits
 from orchestrator.scheduling.moves import can_move, claims_of, moved
+from orchestrator.scheduling.probe import measured_spec
 from orchestrator.scheduling.promises import answered, kept_slots, may_start_sooner, room_for_promises
 from orchestrator.scheduling.quotas import Turns
 from orchestrator.scheduling.settle import settled, with_job
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.changed import replace
 from orchestrator.specs.plan import changes
+from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Reservation, State, Stop
 
 
@@ -190,7 +193,7 @@ def _answered(
     actions: tuple[Action, ...] = ()
     match outcome:
         case Chosen() as chosen:
-            job, attempt = _begin(state, job, chosen)
+            job, attempt = _begin(state, desk, job, chosen)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
             if wait.reason == job.reason and job is state.jobs.get(job.id):
@@ -205,7 +208,7 @@ def _answered(
     return state, (*actions, *archived)
 
 
-def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
+def _begin(state: State, desk: Desk, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
     before = next((one for one in reversed(job.attempts) if not one.probe), None)
     attempt = Attempt(
         job_id=job.id,
@@ -221,10 +224,18 @@ def _begin(state: State, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
         change=changes(before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
+        relative_to=_relative_to(desk, job, chosen),
         probe=chosen.probe,
     )
     job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
     return job, attempt
+
+
+def _relative_to(desk: Desk, job: Job, chosen: Chosen) -> OwnSettings | None:
+    """The settings of its script by which the estimate was made; None where the model is known."""
+    if chosen.candidate.estimate.source not in UNTIMED:
+        return None
+    return own_settings(measured_spec(job.spec, desk.prospects.calibrated(job, chosen.device)))
 
 
 def _why(chosen: Chosen, before: Attempt | None) -> str:

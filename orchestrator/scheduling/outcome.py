@@ -42,6 +42,7 @@ def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observati
         steps_left=None if burst is None else _steps_left(job, burst),
         finished=_ran_through(job, attempt),
         overhead_bytes=_overhead_bytes(attempt),
+        relative_to=attempt.relative_to,
     )
 
 

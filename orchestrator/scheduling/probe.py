@@ -22,10 +22,13 @@ ONE_SAMPLE = "more than 1 value per channel"  # torch/nn/functional.py, _verify_
 
 
 def measured_spec(spec: JobSpec, calibrated: Calibration) -> JobSpec:
-    """The job with what its family was probed to need; as it is where nothing was, or where the job says it itself."""
-    if calibrated.line is None or not _is_unknown(spec):
+    """The job with what its family was probed to need, and the settings that outcomes of its family are relative to.
+
+    As it is where there are none, or where the job says itself what it needs.
+    """
+    if not _is_unknown(spec) or (calibrated.line is None and calibrated.relative_to is None):
         return spec
-    return spec.model_copy(update={"measured": calibrated.line})
+    return spec.model_copy(update={"measured": calibrated.line, "relative_to": calibrated.relative_to})
 
 
 def probe_of(

@@ -232,8 +232,8 @@ def forecast_of(
         )
     free_bytes = _free_bytes(group.nodes)
     hardware = group.hardware
-    profile = profile_for(spec, hardware, plan)
     calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
+    profile = profile_for(measured_spec(spec, calibrated), hardware, plan)
     candidate = Candidate(
         plan=plan,
         estimate=estimate(profile, plan, hardware.device, calibrated.overhead),

@@ -66,6 +66,10 @@ def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobS
         raise SpecError("what is traced is no setting", source=source, path="traced", hint="say `profile`")
     if spec.measured is not None:
         raise SpecError("what is measured is no setting", source=source, path="measured", hint="say `profile`")
+    if spec.relative_to is not None:
+        raise SpecError(
+            "what outcomes are told by is no setting", source=source, path="relative_to", hint="say `profile`"
+        )
     resolved = _absolute(spec, path.resolve().parent)
     problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
     if to_run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.specs.plan import Change, Plan
-from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.profile import MemoryEstimate, OwnSettings
 from orchestrator.specs.words import StrEnum
 
 
@@ -214,6 +214,7 @@ class Attempt:
     fit_probability: float | None = None  # on the devices that it got; None: nothing was known, or measured before
     change: tuple[Change, ...] = ()  # against the attempt before
     change_reason: str = ""
+    relative_to: OwnSettings | None = None  # where the estimate assumes what is known of a script's own settings
     probe: bool = False  # only to be measured: it trains PROBE_STEPS, into a folder of its own, and is ended
     status: AttemptStatus = AttemptStatus.LAUNCHING
     moved_for: str = ""  # why we asked for its end, to go on otherwise

@@ -21,7 +21,7 @@ from orchestrator.specs.frameworks import Framework, completed
 from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.noun import Command, Counter, Noun, Words
 from orchestrator.specs.plan import Degradation, Precision
-from orchestrator.specs.profile import MeasuredLine, TracedProfile
+from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
 from orchestrator.specs.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 
 Bytes = Annotated[
@@ -244,6 +244,7 @@ class JobSpec(Noun):
     traced: SkipJsonSchema[tuple[TracedProfile, ...]] = ()  # of a model that no closed form knows: added at intake
     probe: Literal["auto", "never"] = "auto"  # short attempts first, where nobody knows what a script needs
     measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
+    relative_to: SkipJsonSchema[OwnSettings | None] = None  # of its family, those that outcomes are told by: as above
     degrade: Degrade = Degrade()
     retries: Retries = Retries()
     on_caught_oom: Literal["recover", "accept"] = "recover"  # a script that catches it: restart cheaper, or let it be

@@ -151,6 +151,15 @@ class MeasuredLine:
     sample_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSettings:
+    """What a script trains with where no plan says otherwise: what is assumed of its memory is relative to this."""
+
+    micro_batch_size: int
+    sequence_length: int | None  # None: it has no knob for it
+    precision: Precision
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """What a model costs at one precision and sequence length; planning reads only this, thousands of times."""

@@ -15,7 +15,7 @@ from orchestrator.specs.job import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.profile import MomentBytes
+from orchestrator.specs.profile import MomentBytes, OwnSettings
 
 
 class JobStatus(StrEnum):
@@ -91,6 +91,7 @@ class Observation:
     steps_left: int | None = None  # of the training at that point; None: unknown, or it did not run out
     finished: bool = False  # it ended the training, and did at least half of it
     overhead_bytes: int | None = None  # that its worst device held beside PyTorch's allocator; None: not told
+    relative_to: OwnSettings | None = None  # as of its attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
