@@ -139,10 +139,10 @@ def priority_ignored(patch: pytest.MonkeyPatch) -> None:
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
     true_begin = dispatch._begin
 
-    def larger(state: Any, job: Job, chosen: Any) -> Any:
+    def larger(state: Any, desk: Any, job: Job, chosen: Any) -> Any:
         plan = chosen.candidate.plan
         plan = replace(plan, gradient_accumulation_steps=2 * plan.gradient_accumulation_steps)
-        return true_begin(state, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
+        return true_begin(state, desk, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
 
     patch.setattr(dispatch, "_begin", larger)
 
