@@ -60,18 +60,26 @@ def main() -> None:
 
 
 def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
-    """Run everything until `stop` is set; with `down`, Ray and MLflow end too. Raises OrchestratorError."""
+    """Run everything until `stop` is set; with `down`, Ray and MLflow end too. Raises OrchestratorError.
+
+    They also end where it never comes to serve, unless Ray ran before: jobs may run there.
+    """
     prepare(home)
     cluster = read_cluster(_if_there(home / "cluster.yaml"))
+    found, is_serving = ray_cluster.find(home), threading.Event()
+
+    def must_end() -> bool:
+        return down.is_set() or (found is None and not is_serving.is_set())
+
     with ExitStack() as stack:
         rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
         journal = stack.enter_context(closing(Journal(journal_url(home))))
         mlflow = MlflowServer(home)
-        stack.callback(_end, mlflow.stop, down)
+        stack.callback(_end, mlflow.stop, must_end)
         mlflow.ensure_running()
         address = _ray_address(home, cluster)
         if (ours := ray_cluster.started(home)) is not None:  # as noted now: another home may stand in this one's place
-            stack.callback(_end, partial(ray_cluster.stop, home, ours), down)
+            stack.callback(_end, partial(ray_cluster.stop, home, ours), must_end)
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # whoever asks first sees the nodes
@@ -97,6 +105,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
         )
         with served(create_app(service)) as port:
             write_service_file(home, port)
+            is_serving.set()
             log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
             controller.run(stop)
             (home / "service.json").unlink(missing_ok=True)
@@ -112,8 +121,8 @@ def _if_there(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _end(what: Callable[[], None], down: threading.Event) -> None:
-    if down.is_set():
+def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
+    if must_end():
         what()
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from orchestrator.backends import ray_cluster
+from orchestrator.backends.journal import Journal
 from orchestrator.backends.mlflow_server import MlflowServer
 from orchestrator.service.client import process_is_alive, service_file
 from orchestrator.service.lifecycle import journal_url, start, stop
@@ -56,3 +59,17 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
         assert process_is_alive(int(service_file(home)["pid"]))
     finally:
         stop(home, force=True)
+
+
+@pytest.mark.long
+def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_running(tmp_path: Path) -> None:
+    with closing(Journal(journal_url(tmp_path))):
+        pass
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as kept, kept:
+        kept.execute("INSERT INTO snapshots (id, body) VALUES (1, '{\"policy\": 3}')")
+    with pytest.raises(ServiceError, match="ended at once"):
+        start(tmp_path, None, None)
+    ray = ray_cluster.started(tmp_path)
+    begun = [process for _, process, _ in ray["processes"]] if ray else []
+    until(lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])), "all of it", GONE_S)
+    assert ray_cluster.find(tmp_path) is None
