@@ -151,7 +151,7 @@ def drawn(draw: random.Random, number: int) -> tuple[JobSpec, str, Truth]:
 def recovered(draw: random.Random, number: int) -> tuple[int, float | None] | None:
     """(out-of-memory failures, step time beside the fastest plan that fits), None of a job given up.
 
-    No answer of a job that no plan holds, or that ran at once.
+    No answer of a job that no plan holds, or that ran at once; one that is refused at once is given up.
     """
     spec, device, truth = drawn(draw, number)
     said = f"name: here\nnodes: [{{name: n, devices: 4, device: {device}, host_memory: 4TiB}}]"
@@ -171,7 +171,7 @@ def recovered(draw: random.Random, number: int) -> tuple[int, float | None] | No
     for turn in range(1, ATTEMPTS_MAX + 1):
         attempt = _launched(actions)
         if attempt is None:
-            return (bursts, None) if bursts else None
+            return bursts, None  # given up, or refused before its first attempt
         room = memory - (attempt.estimate.device_bytes - attempt.estimate.allocated_bytes)
         evidence, burst = truth.evidence(attempt, room, memory)
         if not burst and not attempt.probe:
@@ -189,7 +189,7 @@ def _launched(actions: tuple[Action, ...]) -> Attempt | None:
 
 
 def _all(seed: int) -> Iterator[tuple[int, float | None]]:
-    """JOBS jobs that ran out of memory and had a plan that fits."""
+    """JOBS jobs that ran out of memory, or were refused, and had a plan that fits."""
     draw, number = random.Random(seed), 0
     count = 0
     while count < JOBS:
@@ -206,7 +206,7 @@ def figures(seed: int = SEED) -> list[Figure]:
     ended = [(bursts, slower) for bursts, slower in jobs if slower is not None]
     bursts = sorted(count for count, _ in ended)
     return [
-        informs("simulated jobs that ran out of memory", len(jobs), "jobs"),
+        informs("simulated jobs that ran out of memory or were given up", len(jobs), "jobs"),
         at_most("simulated: out of memory of a recovered job, mean", statistics.mean(bursts), "failures", 1.3),
         at_most("simulated: out of memory of a recovered job, p95", bursts[int(0.95 * len(bursts))], "failures", 2),
         at_most(

@@ -1,7 +1,8 @@
 """How long from `submit` to the first step, and from an out-of-memory exception to the next attempt's first step?
 
 Each beside a bare start: torchrun on the same training with the same plan. Ray and the service are up already. Then
-jobs with planted profiles (drawn_recoveries.py): how many out-of-memory failures until each runs?
+jobs with planted profiles, simulated (drawn_recoveries.py) and on real ranks (real_recoveries.py): how many
+out-of-memory failures until each runs?
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from orchestrator.service import lifecycle
 from orchestrator.service.client import Client
 from orchestrator.service.intake import read_job
 from orchestrator.specs.run import AttemptFolder, JobFolder, training_run_from_json
-from tests.bench import drawn_recoveries
+from tests.bench import drawn_recoveries, real_recoveries
 from tests.bench.figure import Figure, at_most, informs
 
 ROUNDS = 5
@@ -59,6 +60,7 @@ def figures() -> list[Figure]:
         informs("torchrun with that attempt's plan, median", bare_again_s, "s"),
         at_most("out of memory beyond torchrun", recover_s - bare_again_s, "s", 2.0),
         *drawn_recoveries.figures(),
+        *real_recoveries.figures(),
     ]
 
 
