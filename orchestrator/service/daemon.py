@@ -108,7 +108,8 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             is_serving.set()
             log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
             controller.run(stop)
-            (home / "service.json").unlink(missing_ok=True)
+            if _is_ours(home, token):
+                (home / "service.json").unlink(missing_ok=True)
 
 
 def _ray_address(home: Path, cluster: ClusterSpec) -> str:
@@ -126,14 +127,18 @@ def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
         what()
 
 
+def _is_ours(home: Path, token: str) -> bool:
+    """Whether the folder is still the one that this service was started for."""
+    try:
+        return (home / "token").read_text() == token
+    except FileNotFoundError:
+        return False
+
+
 def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event) -> None:
     """Shut down once the folder is gone, or another one is in its place: nobody can reach this service any more."""
     while not stop.wait(HOME_CHECK_S):
-        try:
-            is_ours = (home / "token").read_text() == token
-        except FileNotFoundError:
-            is_ours = False
-        if not is_ours:
+        if not _is_ours(home, token):
             log.error("the home folder %s is gone: all that was started for it ends", home)
             shut_down()
 
