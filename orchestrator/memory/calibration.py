@@ -67,11 +67,11 @@ class Errors:
     def within(self, room: float) -> float:
         """The probability that a peak stays within `room` times the corrected one.
 
-        The logarithm of a ratio is taken as normal around 0 with a spread that the outcomes tell, beginning with
-        PRIOR_OUTCOMES of the spread that `supposed` means: the next one follows Student's t (Gelman et al. 2013,
-        Bayesian Data Analysis, sections 2.6 and 3.2). Where more than one outcome went beyond `room` that is no outlier
-        but a pattern, and no more is promised than the others' rank says, as in split conformal prediction (Vovk et al.
-        2005, Algorithmic Learning in a Random World, section 2.2).
+        The logarithm of a ratio is taken as normal around 0. The outcomes tell its spread, beginning with
+        PRIOR_OUTCOMES of the spread that `supposed` means. So the next one follows Student's t (Gelman et al. 2013,
+        Bayesian Data Analysis, sections 2.6 and 3.2). More than one outcome beyond `room` is no outlier but a pattern.
+        The share is then bounded by the rank of the others, as in split conformal prediction (Vovk et al. 2005,
+        Algorithmic Learning in a Random World, section 2.2).
         """
         if room <= 0:
             return 0.0

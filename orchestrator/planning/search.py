@@ -69,13 +69,12 @@ def frontier(
     """The plans of the job on this hardware that no other plan beats; remembered for all jobs of the same shape.
 
     Every legal plan is looked at; what needs more than REACH devices' memory is of interest only where all plans do.
-    A plan that keeps less of a sample beats no other where weights are all that counts, but it does where `correction`,
-    the factor on the activations, says that they were taken for too little. What is found is what no other beats at the
-    two steps of a scale around it, or as estimated: a plan may be missing that needs less in between, by no more than
-    a step, since between them nothing grows faster than the correction. `overhead` is what such devices hold beside
-    the allocator.
-    Where the job tells its speeds, these are the step times of the fastest plan on so many devices, and what the cost
-    model says of the others is relative to it.
+    `correction` is the factor on the activations. A plan that keeps less of a sample may beat the others only where it
+    is large. So the plans are those that no other beats as estimated, or at the two steps of a scale around it. A plan
+    that needs less in between may be missing, by no more than a step: nothing grows faster than the correction.
+    `overhead` is what such devices hold beside the allocator.
+    Where the job tells its speeds, these are the step times of the fastest plan on so many devices. What the cost model
+    says of the other plans is relative to it.
     Raises SpecError where the global batch cannot be cut over the devices that the job allows.
     """
     if BLOCKING in spec.env and hardware.device.kind is DeviceKind.CUDA:
@@ -300,8 +299,8 @@ class _Needs:
 def _timed(hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float) -> Iterator[Timed]:
     """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
 
-    What counts beside activations most often does not depend on what is recomputed, nor on the cut of the batch but for
-    its turns, so that one plan that is beyond reach by it speaks for many that are not even made.
+    What counts beside activations most often does not depend on what is recomputed. Nor does it depend on the cut of
+    the batch but for its turns. So one plan that is beyond reach by it speaks for many that are not even made.
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None

@@ -1,4 +1,4 @@
-"""Who starts now, who is promised what, and who is stopped for whom? A look at all who wait and all who run."""
+"""Which waiting jobs start now, which get a reservation, and which running jobs are stopped for them?"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Res
 
 
 def empty_nodes(state: State, desk: Desk) -> tuple[State, tuple[Stop, ...]]:
-    """Whoever runs where a maintenance begins is asked to end, to go on elsewhere or later."""
+    """Ask jobs to end that run on nodes whose maintenance begins: they go on elsewhere or later."""
     stops = []
     for job in [*desk.running.values()] if desk.maintained else ():
         left = [part.node for part in job.attempts[-1].placement if part.node in desk.maintained]
@@ -47,9 +47,9 @@ def empty_nodes(state: State, desk: Desk) -> tuple[State, tuple[Stop, ...]]:
 
 
 def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
-    """Start whom to start. Whoever is ahead has its devices promised, so that nobody behind delays it.
+    """Start jobs on the idle devices, with devices reserved for the first that wait: later jobs delay none of them.
 
-    All is promised anew whenever devices are idle and a job came, devices came free, or other things are known.
+    All reservations are made anew whenever devices are idle and a job came, devices came free, or more is known.
     """
     if not state.nodes:  # what was promised is not there any more
         return replace(state, reservations=(), look_at_s=None), ()

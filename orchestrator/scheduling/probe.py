@@ -37,9 +37,9 @@ def probe_of(
     """The candidate to be measured before the job trains on this kind of device; None where there is no need.
 
     With as few devices as the job takes, at the smallest micro-batch; then at the largest that is sure to fit, or the
-    next. A peak is the maximum of moments that each grow by the sample from what they have without one: it is convex,
-    so a line through two small micro-batches falls short of large ones; and k times the micro-batch never needs more
-    than k times the bytes.
+    next. A peak is the maximum of moments, each of which grows by the sample from what it has without one. So it is
+    convex, and a line through two small micro-batches falls short of large ones. k times the micro-batch never needs
+    more than k times the bytes.
     """
     if job.spec.probe == "never" or not _can_be_probed(job.spec) or job.fault is not None:
         return None

@@ -42,6 +42,8 @@ nodes:
       memory_bandwidth: 8GB/s
       link_bandwidth: 1GB/s
 """  # clusters/two-virtual-devices.yaml, which an installed package does not have
+# Fields of a job that intake and scheduling fill in, and no file.
+LEARNED = {"traced": "what is traced", "measured": "what is measured", "relative_to": "what outcomes are relative to"}
 
 
 def read_job(
@@ -62,14 +64,9 @@ def read_jobs(path: Path, overrides: Sequence[Override] = (), home: Path | None 
 
 def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobSpec:
     source = str(path)
-    if spec.traced:
-        raise SpecError("what is traced is no setting", source=source, path="traced", hint="say `profile`")
-    if spec.measured is not None:
-        raise SpecError("what is measured is no setting", source=source, path="measured", hint="say `profile`")
-    if spec.relative_to is not None:
-        raise SpecError(
-            "what outcomes are told by is no setting", source=source, path="relative_to", hint="say `profile`"
-        )
+    for name, what in LEARNED.items():
+        if getattr(spec, name):
+            raise SpecError(f"{what} is no setting", source=source, path=name, hint="say `profile`")
     resolved = _absolute(spec, path.resolve().parent)
     problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
     if to_run:

@@ -2,8 +2,8 @@
 
     python -m tests.bench.drawn_recoveries [--seed SEED]
 
-The production core plans and recovers; what a plan truly needs follows from no formula of the estimator: layers of
-unlike size, an engine's own overhead, samples of heavy-tailed lengths, and a pass whose progress is told with an error.
+The production core plans and recovers. What a plan truly needs follows from no formula of the estimator. It knows
+layers of unlike size, an engine's own overhead, samples of heavy-tailed lengths, and progress told with an error.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def broken_promises_unheard(patch: pytest.MonkeyPatch) -> None:
-    """Whoever comes after a job runs however that ended."""
+    """A job starts however the job that it depends on ended."""
     true_heard = core.heard
     patch.setattr(core, "heard", lambda job, ended: true_heard(job, replace(ended, status=JobStatus.SUCCEEDED)))
 

@@ -281,3 +281,17 @@ def test_a_setting_is_key_equals_value_once(settings: list[str]) -> None:
 
 def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
     assert read_cluster(None) == read_cluster(Path(__file__).parents[2] / "clusters" / "two-virtual-devices.yaml")
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("measured", "{fixed_bytes: 1, sample_bytes: 1}"),
+        ("relative_to", "{micro_batch_size: 1, sequence_length: 1, precision: fp32}"),
+    ],
+)
+def test_a_file_that_says_what_is_learned_is_refused(tmp_path: Path, field: str, said: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {said}\n")
+    with pytest.raises(SpecError, match=f"(?s){field}.*is no setting"):
+        read_job(path)
