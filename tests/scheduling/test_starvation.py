@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.backends.traces import Arrival, Trace, told
@@ -91,9 +91,10 @@ def random_stream(draw: random.Random) -> Trace:
 
 
 def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = Objective.COMPLETION) -> list[str]:
-    """Jobs that wait past their aging limits for longer than all who came earlier, or are better, could take.
+    """Jobs that wait past their aging limits for longer than all earlier jobs and all of higher priority could take.
 
-    Whatever runs then may end first. Who says hours is bound by them.
+    Whatever runs then may end first. A job with hours is bound by them. Where an earlier or higher one has hours, its
+    devices are reserved from their opening: a job that would not end before waits for them, at most its own length.
     """
     found, numbers = [], tuning.tuned_for(objective)
     for number, (given_, one) in enumerate(zip(trace.arrivals, outcomes, strict=True)):
@@ -107,13 +108,15 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
         if one.deadline_s is not None and one.deadline_s - one.submitted_at_s <= (1 + numbers.slack) * longest_s:
             due_s = one.deadline_s + numbers.aging_late * numbers.aging * longest_s
         before = [
-            process
+            (process, its.spec)
             for other, (its, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True))
             for process in outcome.attempts
             if other != number and (process.ended_at_s or 0.0) > due_s
             if other < number or its.spec.priority > spec.priority or process.launched_at_s <= due_s
         ]
-        others_s = sum((process.ended_at_s or 0.0) - max(due_s, process.launched_at_s) for process in before)
+        others_s = sum((process.ended_at_s or 0.0) - max(due_s, process.launched_at_s) for process, _ in before)
+        opening_s = [process.launched_at_s - due_s for process, its in before if its.between is not None]
+        others_s += sum(min(longest_s, max(0.0, kept_s)) for kept_s in opening_s)
         if one.started_at_s > due_s + others_s + 1.0:
             found.append(f"job {number} starts {one.started_at_s - due_s - others_s:.0f} s after all who may go before")
     return found
@@ -122,6 +125,7 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
 @pytest.mark.parametrize("objective", Objective)
 @settings(UNSHRUNK, max_examples=20)
 @given(seed=st.integers(0, 2**32))
+@example(seed=215367)  # a job of higher priority has its devices from 02:00 on: job 7 does not end before
 def test_nobody_waits_past_its_limit_for_who_came_later(objective: Objective, seed: int) -> None:
     trace, cluster = random_stream(random.Random(seed)), cluster_of(1, 4).aiming(objective)
     assert delayed(trace, simulate(trace, cluster, seed=0).outcomes, objective) == []
