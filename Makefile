@@ -51,22 +51,22 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m tests.bench
+	$(BIN)/python -m benchmarks
 
 bench-memory: $(READY)
-	$(BIN)/python -m tests.bench memory published
+	$(BIN)/python -m benchmarks memory published
 
 bench-cost: $(READY)
-	$(BIN)/python -m tests.bench cost
+	$(BIN)/python -m benchmarks cost
 
 bench-gpu: $(READY)  # on a machine with a CUDA device
 	$(BIN)/python -m tests.gpu.measure .bench/gpu.jsonl
 
 bench-scheduler: $(READY)
-	$(BIN)/python -m tests.bench scheduler fairness journal
+	$(BIN)/python -m benchmarks scheduler fairness journal
 
 bench-recovery: $(READY)
-	$(BIN)/python -m tests.bench recovery
+	$(BIN)/python -m benchmarks recovery
 
 clean:
 	rm -rf $(VENV) .bench .demo build *.egg-info

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from orchestrator.service.terminal import console_on, tell
+from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 
 if TYPE_CHECKING:
-    from orchestrator.service.client import Client
+    from orchestrator.service.server.client import Client
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,9 +82,9 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on two virtual devices of this machine."""
-    from orchestrator.service.client import service_file
-    from orchestrator.service.intake import read_cluster
-    from orchestrator.service.lifecycle import start
+    from orchestrator.service.server.client import service_file
+    from orchestrator.service.server.intake import read_cluster
+    from orchestrator.service.server.lifecycle import start
 
     home = home.expanduser()
     read_cluster(cluster)
@@ -109,7 +109,7 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """Stop the service, its Ray and its MLflow."""
-    from orchestrator.service.lifecycle import stop
+    from orchestrator.service.server.lifecycle import stop
 
     stop(home.expanduser(), force)
     tell({"stopped": True}, as_json, "The service is down. Its queue and records stay in the home folder.")
@@ -120,7 +120,7 @@ def doctor(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Say what is missing on this machine, and how to mend it."""
     from dataclasses import asdict
 
-    from orchestrator.service.doctor import BAD, findings, findings_table
+    from orchestrator.service.commands.doctor import BAD, findings, findings_table
 
     found = findings(home.expanduser())
     tell({"findings": [asdict(finding) for finding in found]}, as_json, findings_table(found))
@@ -138,8 +138,8 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Put jobs into the queue, all or none; 1 where one asks for a guarantee that cannot be given."""
-    from orchestrator.service.intake import read_jobs, read_overrides
-    from orchestrator.service.tables import promise_words
+    from orchestrator.service.server.intake import read_jobs, read_overrides
+    from orchestrator.service.terminal.tables import promise_words
 
     overrides = read_overrides(settings or [])
     specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
@@ -156,8 +156,8 @@ def submit(
 @app.command()
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Submit a job, follow it to its end, and exit with its result; starts the service where it is not up."""
-    from orchestrator.service.follow import run_to_end
-    from orchestrator.service.intake import read_job, read_overrides
+    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.terminal.follow import run_to_end
 
     spec = read_job(file, read_overrides(settings or []), home)
     raise typer.Exit(run_to_end(spec, None, home.expanduser(), as_json))
@@ -174,8 +174,8 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Let a job fail in its first attempt, and watch it recover on the ordinary path."""
-    from orchestrator.service.follow import run_to_end
-    from orchestrator.service.intake import read_job, read_overrides
+    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.terminal.follow import run_to_end
 
     spec = read_job(file, read_overrides(settings or []), home)
     if rank >= spec.gpus.max:
@@ -194,7 +194,7 @@ def queue(
     as_json: AsJson = False,
 ) -> None:
     """List the jobs: how each stands, with which plan, and why."""
-    from orchestrator.service.tables import queue_table
+    from orchestrator.service.terminal.tables import queue_table
 
     jobs = _client(home).jobs(ended)
     tell({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
@@ -203,7 +203,7 @@ def queue(
 @app.command()
 def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show how the cluster is shared: what each team and user has a share of, used, holds and waits for."""
-    from orchestrator.service.teams import teams_table
+    from orchestrator.service.views.teams import teams_table
 
     shared = _client(home).teams()
     words = "Nothing is shared: the cluster file's `policy` names no teams."
@@ -213,7 +213,7 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 @app.command()
 def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show everything about one job: attempts, changes, predicted and measured peaks, failures."""
-    from orchestrator.service.tables import job_panel
+    from orchestrator.service.terminal.tables import job_panel
 
     job, _ = _client(home).job(job_id)
     tell(dict(job), as_json, job_panel(job))
@@ -222,7 +222,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
 @app.command()
 def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Explain a job: bytes by cause and moment beside what was measured, what was wrong, and what it changed."""
-    from orchestrator.service.tables import explanation_panel
+    from orchestrator.service.terminal.tables import explanation_panel
 
     explanation = _client(home).explanation(job_id)
     tell(dict(explanation), as_json, explanation_panel(explanation))
@@ -238,7 +238,7 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print what a rank of a job wrote."""
-    from orchestrator.service.follow import log_lines
+    from orchestrator.service.terminal.follow import log_lines
 
     lines = log_lines(_client(home), job_id, attempt, rank, follow)
     for number, text in lines:
@@ -270,7 +270,7 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Let a node take nothing new: what runs there goes on to its end. Shows who is still on which node."""
-    from orchestrator.service.tables import nodes_table
+    from orchestrator.service.terminal.tables import nodes_table
 
     client = _client(home)
     if node is not None:
@@ -294,10 +294,10 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show which plan a job would get, what it costs, and why not a faster one. Starts nothing."""
-    from orchestrator.service.forecast import forecast
-    from orchestrator.service.hardware import hardware_of
-    from orchestrator.service.intake import read_job, read_overrides
-    from orchestrator.service.tables import forecast_panel
+    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.commands.plan import forecast
+    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.terminal.tables import forecast_panel
 
     spec = read_job(file, read_overrides(settings or []), home, to_run=False)
     nodes, observations = hardware_of(home.expanduser(), cluster)
@@ -316,10 +316,10 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate one given plan of a job: `--set zero_stage=3 --set micro_batch=2 --set dp=8`."""
-    from orchestrator.service.forecast import forecast_of
-    from orchestrator.service.hardware import hardware_of
-    from orchestrator.service.intake import read_job, read_overrides
-    from orchestrator.service.tables import candidate_panel
+    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.commands.plan import forecast_of
+    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.terminal.tables import candidate_panel
 
     spec = read_job(file, (), home, to_run=False)
     given = read_overrides(settings or [])
@@ -335,7 +335,7 @@ def init(
     ],
 ) -> None:
     """Propose a job file for a training command, from its files and flags. Prints it; what it does not know it says."""
-    from orchestrator.service.proposal import proposal
+    from orchestrator.service.commands.init.proposal import proposal
 
     sys.stdout.write(proposal(command, Path.cwd()))
 
@@ -375,15 +375,15 @@ def simulate(
     A list says `jobs: [{at: 10min, file: job.yaml}, ...]`, and `begins: 2026-11-23T18:00` where hours or deadlines are.
     `--queue now` asks what would become of the live queue; jobs that run go on from their newest checkpoint.
     """
-    from orchestrator.backends.traces import misjudged, read_trace
-    from orchestrator.service import gantt as drawing
-    from orchestrator.service.intake import read_cluster
-    from orchestrator.service.job_list import read_list
-    from orchestrator.service.lifecycle import journal_url
-    from orchestrator.service.played_tables import compared_table, simulated_table
-    from orchestrator.service.replay import kept_state
-    from orchestrator.service.simulate import Trouble, from_queue
-    from orchestrator.service.simulate import simulate as play
+    from orchestrator.backends.simulated.traces import misjudged, read_trace
+    from orchestrator.service.commands.job_list import read_list
+    from orchestrator.service.commands.replay import kept_state
+    from orchestrator.service.commands.simulate import Trouble, from_queue
+    from orchestrator.service.commands.simulate import simulate as play
+    from orchestrator.service.server.intake import read_cluster
+    from orchestrator.service.server.lifecycle import journal_url
+    from orchestrator.service.terminal import gantt as drawing
+    from orchestrator.service.terminal.simulation_tables import compared_table, simulated_table
     from orchestrator.specs.policy import Objective
 
     home = home.expanduser()
@@ -426,9 +426,9 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Tell when each job that runs or waits is expected to start and to end, with nothing more submitted."""
     import time
 
-    from orchestrator.service.lifecycle import journal_url
-    from orchestrator.service.played_tables import expected_table
-    from orchestrator.service.replay import expected_jobs, kept_state
+    from orchestrator.service.commands.replay import expected_jobs, kept_state
+    from orchestrator.service.server.lifecycle import journal_url
+    from orchestrator.service.terminal.simulation_tables import expected_table
 
     home = home.expanduser()
     expected = expected_jobs(kept_state(journal_url(home)), time.time())
@@ -444,10 +444,10 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Make every decision of a journal again: what was decided, why, and where this version decides otherwise."""
-    from orchestrator.service.lifecycle import journal_url
-    from orchestrator.service.played_tables import replay_table
-    from orchestrator.service.replay import kept_events
-    from orchestrator.service.replay import replay as decide_again
+    from orchestrator.service.commands.replay import kept_events
+    from orchestrator.service.commands.replay import replay as decide_again
+    from orchestrator.service.server.lifecycle import journal_url
+    from orchestrator.service.terminal.simulation_tables import replay_table
 
     decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
     tell({"decisions": decided}, as_json, replay_table(decided))
@@ -462,7 +462,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Teach the service what attempts of other homes, or of earlier ones, have measured."""
-    from orchestrator.backends.mlflow_outcomes import read_outcomes
+    from orchestrator.backends.mlflow.outcomes import read_outcomes
 
     client = _client(home)
     found = read_outcomes(tracking_uri, experiment)
@@ -474,13 +474,13 @@ def calibrate(
 def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
     """Print the JSON Schema of job or cluster files, for editors."""
     from orchestrator.specs.cluster import cluster_json_schema
-    from orchestrator.specs.job import job_json_schema
+    from orchestrator.specs.job.spec import job_json_schema
 
     print(json.dumps(job_json_schema() if noun is Noun.JOB else cluster_json_schema(), indent=2))
 
 
 def _client(home: Path) -> Client:
-    from orchestrator.service.client import Client
+    from orchestrator.service.server.client import Client
 
     return Client(home.expanduser())
 

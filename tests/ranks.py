@@ -19,7 +19,7 @@ IMPORTED = (
     "deepspeed",
     "torch.distributed.checkpoint",
     "orchestrator.training.loop",
-    "orchestrator.training.hf_adapters",
+    "orchestrator.training.models.hf_adapters",
 )
 OF_ALL = {
     "OMP_NUM_THREADS": "1",

@@ -38,13 +38,16 @@ IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "compile", "__import__
 STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that have nothing of ours installed
     "orchestrator/__init__.py",
     "orchestrator/specs/__init__.py",
-    *(f"orchestrator/specs/{name}.py" for name in ("plan", "attempt", "model", "run", "errors", "profile", "words")),
+    *(
+        f"orchestrator/specs/{name}.py"
+        for name in ("plan", "attempt", "job/__init__", "job/model", "run", "errors", "profile", "str_enum")
+    ),
 }
 EXCEPTIONS = {  # file -> modules that it alone may import
     "orchestrator/specs/run.py": {"os", "pathlib"},  # defines the files of an attempt's folder
     "orchestrator/specs/clock.py": {"datetime", "zoneinfo"},  # calendars; what time it is it never asks
     "orchestrator/specs/parse.py": {"yaml"},  # text to nouns; it reads no file
-    "orchestrator/scheduling/classify.py": {"signal"},  # names of signals
+    "orchestrator/scheduling/failures/classify.py": {"signal"},  # names of signals
 }
 
 
@@ -134,7 +137,11 @@ PLANTED = {
     "upwards by package": ("memory/new.py", "from orchestrator import planning", "memory stands above it"),
     "upwards by relative import": ("planning/new.py", "from ..scheduling import step", "planning stands above it"),
     "sideways": ("training/new.py", "from orchestrator.planning.frontier import fits", "training stands above it"),
-    "inside a function": ("scheduling/new.py", "def f():\n    import orchestrator.backends.journal", "stands above"),
+    "inside a function": (
+        "scheduling/new.py",
+        "def f():\n    import orchestrator.backends.journal.journal",
+        "stands above",
+    ),
     "for types only": (
         "backends/new.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from orchestrator.service import controller",
@@ -152,14 +159,22 @@ PLANTED = {
     "hidden import": ("memory/new.py", "torch = __import__('torch')", "calls __import__"),
     "hidden import by library": ("memory/new.py", "import importlib", "memory is pure"),
     "torch in a pure package": ("memory/estimate.py", "import torch", "memory may not"),
-    "yaml elsewhere": ("specs/job.py", "import yaml", "specs may not"),
+    "yaml elsewhere": ("specs/job/spec.py", "import yaml", "specs may not"),
     "exception of another file": ("specs/plan.py", "import os", "specs is pure"),
     "ray in training": ("training/new.py", "import ray", "training may not"),
     "mlflow in training": ("training/new.py", "def f():\n    from mlflow import log_metric", "training may not"),
     "pydantic in training": ("training/new.py", "from pydantic import BaseModel", "training may not"),
-    "pydantic through specs": ("training/new.py", "from orchestrator.specs.job import JobSpec", "standard library"),
+    "pydantic through specs": (
+        "training/new.py",
+        "from orchestrator.specs.job.spec import JobSpec",
+        "standard library",
+    ),
     "pydantic in plans": ("specs/plan.py", "import pydantic", "standard library only"),
-    "pydantic through plans": ("specs/attempt.py", "from orchestrator.specs.job import JobSpec", "standard library"),
+    "pydantic through plans": (
+        "specs/attempt.py",
+        "from orchestrator.specs.job.spec import JobSpec",
+        "standard library",
+    ),
 }
 
 
@@ -171,12 +186,12 @@ def test_planted_breaches_are_found(name: str) -> None:
 
 ALLOWED = {
     "downwards": ("scheduling/new.py", "from orchestrator.planning.frontier import fits"),
-    "itself": ("scheduling/new.py", "from orchestrator.scheduling.classify import classify"),
+    "itself": ("scheduling/new.py", "from orchestrator.scheduling.failures.classify import classify"),
     "relative": ("scheduling/new.py", "from .classify import classify"),
     "plans in training": ("training/new.py", "import torch\nfrom orchestrator.specs.plan import Plan"),
-    "an exception": ("scheduling/classify.py", "import signal"),
+    "an exception": ("scheduling/failures/classify.py", "import signal"),
     "world": ("backends/new.py", "import time, os, ray\nfrom orchestrator.scheduling.step import step"),
-    "commands": ("cli.py", "import typer\nfrom orchestrator.service.controller import Controller"),
+    "commands": ("cli.py", "import typer\nfrom orchestrator.service.server.controller import Controller"),
 }
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier, plans, profile_for
-from orchestrator.service.intake import read_cluster, read_job
+from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
 

@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 
 from orchestrator.cli import main
-from orchestrator.service import lifecycle
-from orchestrator.specs.job import job_json_schema
+from orchestrator.service.server import lifecycle
+from orchestrator.specs.job.spec import job_json_schema
 
 DECODER = """\
 name: lm

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service import lifecycle
+from orchestrator.service.server import lifecycle
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.run import AttemptFolder, training_run_from_json
 from tests.training.gang import finish, spawn

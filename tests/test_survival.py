@@ -19,12 +19,12 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from orchestrator.backends.mlflow_server import MlflowServer
-from orchestrator.service import lifecycle
-from orchestrator.service.client import Client, service_file
-from orchestrator.service.intake import read_job
+from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.service.server import lifecycle
+from orchestrator.service.server.client import Client, service_file
+from orchestrator.service.server.intake import read_job
 from orchestrator.specs.run import JobFolder
-from orchestrator.training import checkpoint_folder
+from orchestrator.training.checkpoint import folder as checkpoint_folder
 
 STEPS = 60
 PATIENCE_S = 150.0

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import MusicgenDecoderConfig
 
 from jobs.audio.features import Codes, Speech, mapped, once, starts
-from orchestrator.training.recipe import IGNORED_LABEL, Batch
+from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch
 
 PROMPT_WIDTH = 128  # bytes
 BYTES = 256

@@ -17,7 +17,7 @@ import torch
 
 from jobs.audio.features import HOP, Speech, mapped, once
 from jobs.audio.speech import RATE_HZ
-from orchestrator.training.recipe import Batch
+from orchestrator.training.contract.recipe import Batch
 
 VIDEO_HZ = 25  # LatentSync's
 CHANNELS = 4

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # a rank knows this file alone
 from jobs.audio.faces import CHANNELS, Stretches, latents_of
 from jobs.audio.features import MELS, speech_of
 from jobs.audio.weights import read_weights
-from orchestrator.training.recipe import Batch, Recipe
+from orchestrator.training.contract.recipe import Batch, Recipe
 
 HEADS = 4
 

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # a rank knows this file alone
 from jobs.audio.codebooks import BYTES, CodedSpeech, decoder_config, loss_sum, states_of
 from jobs.audio.features import codes_of, speech_of
 from jobs.audio.weights import read_weights
-from orchestrator.training.recipe import Batch, Recipe
+from orchestrator.training.contract.recipe import Batch, Recipe
 
 
 class Positions(MusicgenSinusoidalPositionalEmbedding):

@@ -23,7 +23,7 @@ from torch.nn import functional
 sys.path.append(str(Path(__file__).parents[2]))  # a rank knows this file alone
 from jobs.audio.features import HOP, MELS, QUIET, WINDOW, Codes, Speech, codes_of, mel_filters, speech_of
 from jobs.audio.weights import read_weights
-from orchestrator.training.recipe import Batch, Recipe
+from orchestrator.training.contract.recipe import Batch, Recipe
 
 RATES = (8, 8, 4)  # of the decoder's upsampling: HOP in all
 PERIODS = (2, 3, 5)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.specs.model import DecoderSpec
-from orchestrator.training.decoder import decoder_recipe
-from orchestrator.training.recipe import IGNORED_LABEL, Recipe
+from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe
+from orchestrator.training.models.decoder import decoder_recipe
 
 CORPUS = Path(__file__).parent / "corpus"  # written by corpus.py
 SHORT = 200  # tokens

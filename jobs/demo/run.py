@@ -21,15 +21,15 @@ from rich.panel import Panel
 from rich.text import Text
 
 from jobs.demo.corpus import write_corpus
-from orchestrator.service.client import Client
-from orchestrator.service.tables import attempts_table, queue_table
+from orchestrator.service.server.client import Client
+from orchestrator.service.terminal.tables import attempts_table, queue_table
 
 FOLDER = Path(__file__).parent
 CLUSTER = FOLDER.parents[1] / "clusters" / "two-virtual-devices.yaml"
 HOME = Path(os.environ.get("ORC_HOME", ".demo")).resolve()
 ORC = (sys.executable, "-m", "orchestrator.cli")
 TIMEOUT_S = 1800.0  # on two cores under a load of ten the five audio jobs took 740 s (2026-11-22)
-EXPERIMENT, MLFLOW_TIMEOUT_S = "orchestrator", 20.0  # of backends/mlflow_tracker.py, whose import takes seconds
+EXPERIMENT, MLFLOW_TIMEOUT_S = "orchestrator", 20.0  # of backends/mlflow/tracker.py, whose import takes seconds
 PLAIN_WIDTH = 160  # columns where the output is no terminal
 ENDED = ("succeeded", "failed", "refused", "cancelled")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestrator.training.recipe import Batch, Recipe
+from orchestrator.training.contract.recipe import Batch, Recipe
 
 HOP = 16  # points in time per frame
 FREQUENCIES = HOP + 1  # of a frame and its successor

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from orchestrator.memory import deepspeed, torch_engines
-from orchestrator.memory.activations import activations, highest_places
-from orchestrator.memory.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
-from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.pipeline import in_flight, ranks
+from orchestrator.memory.engines import deepspeed
+from orchestrator.memory.engines import torch as torch_engines
+from orchestrator.memory.engines.activations import activations, highest_places
+from orchestrator.memory.engines.moments import ACTIVATIONS, FP32_BYTES, Moment, Point, Rank
+from orchestrator.memory.engines.optimizers import state_bytes
+from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
+from orchestrator.memory.engines.pipeline import in_flight, ranks
 from orchestrator.memory.profiles import autocasts
-from orchestrator.memory.updates import state_bytes
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
@@ -28,7 +29,7 @@ from orchestrator.specs.profile import SEGMENTS_BYTES, MemoryEstimate, ModelProf
 # Reserved over allocated: +0.9 to +13.2 % over 11 replayed allocator traces (2026-11, a model of the allocator, not
 # compared with a device). With planning's margin of 5 % on top this covers the worst of them. A traced model whose own
 # steps needed more gets that; none gets less, since the replay of a Llama of 1.3 billion parameters at seven
-# micro-batches gave 0.7 to 8.8 %, up and down (training/allocator.py, 2026-11-23).
+# micro-batches gave 0.7 to 8.8 %, up and down (training/tracing/allocator.py, 2026-11-23).
 FRAGMENTATION = 1.08
 # cuBLAS on Hopper keeps 32 MiB per handle and stream (aten/src/ATen/cuda/CublasHandlePool.cpp); cublasLt as much.
 WORKSPACE_BYTES = 64 * 2**20
@@ -227,7 +228,7 @@ def _host_bytes(profile: ModelProfile, plan: Plan) -> int:
 def _checkpoint_bytes(profile: ModelProfile, plan: Plan) -> int:
     """What is trained, in fp32, and its optimizer states; every part is copied by one of the ranks that hold it.
 
-    training/host_copy.py; a script's own checkpoints are its own affair.
+    training/checkpoint/host_copy.py; a script's own checkpoints are its own affair.
     """
     if plan.engine is Engine.SCRIPT:
         return 0

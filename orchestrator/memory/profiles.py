@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from orchestrator.memory.bart import bart_profile, bart_shape
-from orchestrator.memory.hf_profiles import DecoderShape, as_transformers, config_of, decoder_shape
-from orchestrator.memory.t5 import t5_profile, t5_shape
-from orchestrator.specs.frameworks import switched_on
-from orchestrator.specs.job import DeclaredProfile, JobSpec
-from orchestrator.specs.model import DecoderSpec, ModelSpec
+from orchestrator.memory.models.bart import bart_profile, bart_shape
+from orchestrator.memory.models.hf import DecoderShape, as_transformers, config_of, decoder_shape
+from orchestrator.memory.models.t5 import t5_profile, t5_shape
+from orchestrator.specs.job.frameworks import switched_on
+from orchestrator.specs.job.model import DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import DeclaredProfile, JobSpec
 from orchestrator.specs.plan import Engine, Plan, Precision, Sharding, ZeroStage
 from orchestrator.specs.profile import BackwardPeak, LossChunks, ModelProfile, Segment, Source, TracedProfile
 
 # Activations of a user's model in bf16 or fp16 over those in fp32: norms, residuals and losses stay fp32 under
 # autocast. From the closed form below at h = q = kv, f = 4h: (26 + 8 + 32) / (24 + 16 + 64).
 LOW_SHARE = 0.65
-TRANSFORMERS_TRAINERS = ("hf", "trl")  # those of specs/frameworks.py that are transformers' Trainer
-CHUNK_TOKENS = 1024  # of training/cross_entropy.py (a test compares the two)
+TRANSFORMERS_TRAINERS = ("hf", "trl")  # those of specs/job/frameworks.py that are transformers' Trainer
+CHUNK_TOKENS = 1024  # of training/models/cross_entropy.py (a test compares the two)
 
 
 def autocasts(plan: Plan) -> bool:
@@ -203,7 +203,7 @@ def decoder_profile(
     autocast: bool,
     cuda: bool = False,
 ) -> ModelProfile:
-    """The closed form of `training/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
+    """The closed form of `training/models/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 
     Coefficients follow from the tensors that autograd saves; each was measured as a slope, by counting live storages
     of one layer on a CPU (torch 2.13.0, 2026-11), and they agree with Korthikanti et al. 2022 (arXiv:2205.05198) for

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from orchestrator.memory.pipeline import ranks
+from orchestrator.memory.engines.pipeline import ranks
 from orchestrator.planning.collectives import Ring, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
@@ -182,7 +182,7 @@ def _window_s(micro_batch_s: float, plan: Plan) -> float:
 
     Gradients of a step travel while the last micro-batch goes backward, two thirds of its time. What is cut over the
     ranks travels for every micro-batch, while the layer before or behind it computes. DeepSpeed below stage 3 reduces
-    on the stream that computes (training/deepspeed_settings.py: overlap_comm).
+    on the stream that computes (training/engines/deepspeed_settings.py: overlap_comm).
     """
     by_deepspeed = plan.engine is Engine.DEEPSPEED or (plan.engine is Engine.SCRIPT and plan.zero_stage > 0)
     if by_deepspeed and plan.zero_stage is not ZeroStage.PARAMETERS:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.calibration import CONFIDENCE, Calibration
-from orchestrator.memory.correction import corrected
+from orchestrator.memory.calibration.calibrate import CONFIDENCE, Calibration
+from orchestrator.memory.calibration.correction import corrected
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import Degrade, GpuRange, JobSpec
+from orchestrator.specs.job.spec import Degrade, GpuRange, JobSpec
+from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.plan import Degradation, Plan, in_short
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
-from orchestrator.specs.trainer import Knob
 from orchestrator.specs.units import format_bytes, format_probability
 
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from orchestrator.memory import calibration
-from orchestrator.memory.calibration import EVEN, Calibration
-from orchestrator.memory.calibration import MARGIN as MARGIN
+from orchestrator.memory.calibration import calibrate as calibration
+from orchestrator.memory.calibration.calibrate import EVEN, Calibration
+from orchestrator.memory.calibration.calibrate import MARGIN as MARGIN
 from orchestrator.specs.plan import Degradation, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.units import format_bytes

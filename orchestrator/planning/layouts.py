@@ -6,13 +6,13 @@ from functools import lru_cache
 from itertools import product
 from math import gcd
 
-from orchestrator.memory.hf_profiles import DecoderShape, decoder_shape
+from orchestrator.memory.models.hf import DecoderShape, decoder_shape
 from orchestrator.planning.cost import Hardware
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DecoderSpec
+from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import ON_ONE_NODE
 from orchestrator.specs.plan import ParallelLayout
-from orchestrator.specs.trainer import ON_ONE_NODE
 
 
 def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
-from orchestrator.specs.job import JobSpec
+from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import Knob, Knobs
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Offload,
@@ -15,11 +16,10 @@ from orchestrator.specs.plan import (
     Sharding,
     ZeroStage,
 )
-from orchestrator.specs.trainer import Knob, Knobs
 
 SWITCHED_OFF = (ActivationCheckpointing.NONE.value, Precision.FP32.value, "0")  # where a script's bare switch is absent
 
-# As our engines scale (training/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
+# As our engines scale (training/contract/loss_scale.py): from 2**16, doubled after 2000 finite steps, halved at once.
 DYNAMIC_LOSS_SCALE = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
 
 

@@ -8,19 +8,19 @@ from functools import cache, lru_cache, partial
 from itertools import chain
 from math import ceil, floor, gcd, inf, log2, prod
 
-from orchestrator.memory.correction import corrected_bytes
+from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.estimate import DeviceBytes, alike
-from orchestrator.memory.overhead import SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
-from orchestrator.specs import changed
+from orchestrator.specs import replace as changed
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job import JobSpec, Retries
+from orchestrator.specs.job.spec import JobSpec, Retries
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,

@@ -10,7 +10,7 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.layouts import divisors, layers_to_cut
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -88,7 +88,7 @@ def batch_cuts(spec: JobSpec, dp: int) -> tuple[tuple[int, int], ...]:
     share = spec.global_batch_size // dp
     knobs, accumulation = spec.knobs, spec.knobs.gradient_accumulation_steps
     if spec.is_script and knobs.micro_batch_size is None:
-        assert accumulation != "derived", "specs/trainer.py asks for a micro-batch to derive it from"
+        assert accumulation != "derived", "specs/job/trainer.py asks for a micro-batch to derive it from"
         fixed = int(accumulation.default) if accumulation is not None and accumulation.default is not None else 1
         return _exact_cut(share, fixed)
     if spec.is_script and accumulation is None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from orchestrator.memory.calibration import remembered
-from orchestrator.scheduling.classify import classify
-from orchestrator.scheduling.demand import asked
-from orchestrator.scheduling.dependence import entered, heard
-from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.dispatch import empty_nodes, schedule
-from orchestrator.scheduling.drain import drain_requested, next_change_s
-from orchestrator.scheduling.fair import charged
-from orchestrator.scheduling.outcome import observe, warnings
-from orchestrator.scheduling.probe import is_of_batch
-from orchestrator.scheduling.settle import settled, with_job
-from orchestrator.scheduling.windows import opening_s
+from orchestrator.memory.calibration.calibrate import remembered
+from orchestrator.scheduling.base.drain import drain_requested, next_change_s
+from orchestrator.scheduling.base.job_updates import settled, with_job
+from orchestrator.scheduling.base.start_windows import opening_s
+from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.observation import observe, warnings
+from orchestrator.scheduling.options.probe import is_of_batch
+from orchestrator.scheduling.queue.demand import asked
+from orchestrator.scheduling.queue.dependencies import entered, heard
+from orchestrator.scheduling.queue.fair_share import charged
+from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, schedule
+from orchestrator.scheduling.scheduling_pass.index import Desk
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
-from orchestrator.specs.changed import replace
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import (
     Action,
     CancelRequested,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.specs.plan import Change, Plan
 from orchestrator.specs.profile import MemoryEstimate, OwnSettings
-from orchestrator.specs.words import StrEnum
+from orchestrator.specs.str_enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, mode
 
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job import Bandwidth, Bytes, Seconds
-from orchestrator.specs.noun import Noun
+from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
+from orchestrator.specs.spec_model import Noun
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
 # what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says

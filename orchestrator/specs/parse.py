@@ -15,10 +15,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 
-from orchestrator.specs.array import expanded
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.array import expanded
+from orchestrator.specs.job.spec import JobSpec
 
 TEXT_LENGTH_MAX = 2**20
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
@@ -76,7 +76,7 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     """The job that came as JSON (`JobSpec.model_dump(mode="json")`). Raises SpecError."""
     spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
     if spec.known_model is not None and spec.known_model.factory and not (spec.profile or spec.traced):
-        hint = "service/intake.py has it traced where a job file is read; or say `profile`"
+        hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
         raise SpecError("nobody says what the model costs", source=source, path="traced", hint=hint)
     return spec
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.words import StrEnum
+from orchestrator.specs.str_enum import StrEnum
 
 
 class Engine(StrEnum):

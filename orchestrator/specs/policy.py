@@ -7,8 +7,8 @@ from functools import cached_property
 
 from pydantic import Field, model_validator
 
-from orchestrator.specs.job import Seconds, UserName
-from orchestrator.specs.noun import Noun
+from orchestrator.specs.job.spec import Seconds, UserName
+from orchestrator.specs.spec_model import Noun
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
 OTHERS = "others"  # the team of whoever is in none

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
-from orchestrator.specs.words import StrEnum
+from orchestrator.specs.str_enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

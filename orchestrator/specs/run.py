@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.specs.attempt import ErrorReport, Heartbeat, OomReport
-from orchestrator.specs.model import (
+from orchestrator.specs.job.model import (
     DataSpec,
     ModelSpec,
     TrainingSpec,

@@ -11,7 +11,7 @@ from pydantic import InstanceOf
 from orchestrator.specs.attempt import Attempt, Evidence, Pace, Placement, attempt_name
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.fault import Fault
-from orchestrator.specs.job import Dependency, JobSpec
+from orchestrator.specs.job.spec import Dependency, JobSpec
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.policy import UNSHARED, PolicySpec

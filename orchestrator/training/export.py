@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training import checkpoint_folder
-from orchestrator.training.hf_adapters import lora_config
-from orchestrator.training.hf_model import Built, build, read_config
-from orchestrator.training.hf_weights import found_file
-from orchestrator.training.tokenised import read_tokenizer, tokenizer_source
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from orchestrator.training.data.tokenised import read_tokenizer, tokenizer_source
+from orchestrator.training.models.hf_adapters import lora_config
+from orchestrator.training.models.hf_model import Built, build, read_config
+from orchestrator.training.models.hf_weights import found_file
 
 SHARD_BYTES = 4 * 2**30  # of a file of weights, and so what is in host memory at a time
 ADAPTER = ".default"  # peft's name of the only adapter, which its files leave out

@@ -15,13 +15,16 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.specs.run import AttemptFolder, TrainingRun
-from orchestrator.training import checkpoint, checkpoint_folder, freezing, progress
-from orchestrator.training.checkpoint import Cursor, Saved
-from orchestrator.training.dataset import global_batch, micro_batches
-from orchestrator.training.engine import Engine, build_engine, build_recipe
-from orchestrator.training.recipe import Recipe
-from orchestrator.training.resume import newest_intact
-from orchestrator.training.saver import Saver
+from orchestrator.training import progress
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from orchestrator.training.checkpoint.checkpoint import Cursor, Saved
+from orchestrator.training.checkpoint.resume import newest_intact
+from orchestrator.training.checkpoint.saver import Saver
+from orchestrator.training.contract.engine import Engine, build_engine, build_recipe
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.data.dataset import global_batch, micro_batches
+from orchestrator.training.engines import freezing
 
 SAVING_TIMEOUT = timedelta(hours=1)  # a rank may have that much more to write; a dead one is noticed at once
 LAST_SAVE_S = 30.0  # how long a failing attempt waits for the checkpoint in flight; its evidence waits as long

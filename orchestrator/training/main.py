@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, training_run_from_json
 from orchestrator.training import loop
-from orchestrator.training.saver import StaleAttempt
+from orchestrator.training.checkpoint.saver import StaleAttempt
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; this bounds a silent one
 

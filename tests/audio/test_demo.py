@@ -12,13 +12,13 @@ import pytest
 
 from jobs.audio.run import EXPECTED, FOLDER, LEAST_RECOVERIES
 from jobs.demo.run import CLUSTER, recovered
-from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, fitting
 from orchestrator.planning.search import frontier
-from orchestrator.service import lifecycle
-from orchestrator.service.intake import read_cluster, read_job
-from orchestrator.specs.job import JobSpec
+from orchestrator.service.server import lifecycle
+from orchestrator.service.server.intake import read_cluster, read_job
+from orchestrator.specs.job.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]
 TRACED = "parler.yaml"  # takes a child process and half a minute

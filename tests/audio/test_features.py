@@ -15,7 +15,7 @@ from jobs.audio.codebooks import decoder_config, delayed
 from jobs.audio.faces import latents_of
 from jobs.audio.features import Speech
 from orchestrator.specs.errors import SpecError
-from orchestrator.training.recipe import IGNORED_LABEL
+from orchestrator.training.contract.recipe import IGNORED_LABEL
 
 CLIPS = 6
 

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from jobs.audio import orpheus
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec
+from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec
 from orchestrator.specs.plan import ActivationCheckpointing, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training.recipe import Recipe, from_factory
+from orchestrator.training.contract.recipe import Recipe, from_factory
 from tests.training import gang
 from tests.training.gang import Part
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends import ray_cluster
-from orchestrator.backends.ray_backend import RayBackend
+from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray.backend import RayBackend
 from tests.backends import postgres as postgresql
 from tests.backends.ray_jobs import CLUSTER, Reader
 

@@ -11,9 +11,9 @@ import resource
 import sys
 from pathlib import Path
 
-from orchestrator.backends.journal import Journal
+from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import Job, Record, State, Woke
 
 SPEC = JobSpec(name="script", global_batch_size=8, command="python train.py")

@@ -11,8 +11,8 @@ import itertools
 import sys
 import time
 
-from orchestrator.backends import ownership
-from orchestrator.backends.journal import Journal
+from orchestrator.backends.journal import ownership
+from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.state import Woke
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from orchestrator.backends.ray_backend import RayBackend
+from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.run import AttemptFolder, JobFolder

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends.evidence import CHUNK_BYTES, Ending, collect, scan_log
-from orchestrator.scheduling.classify import classify, needed_bytes, oom_reports
-from orchestrator.scheduling.menu import steps_left
+from orchestrator.backends.attempts.evidence import CHUNK_BYTES, Ending, collect, scan_log
+from orchestrator.scheduling.failures.classify import classify, needed_bytes, oom_reports
+from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.attempt import Cause, Evidence, FailureKind, Phase
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import JobFolder
-from orchestrator.training import oom_report
+from orchestrator.training.guard import oom_report
 from tests.scheduling.corpus import REPORTED
 from tests.scheduling.factories import MIB, attempt, job, script_spec
 

@@ -23,16 +23,16 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from orchestrator.backends import journal as journal_module
-from orchestrator.backends.journal import SCHEMA, Journal
-from orchestrator.backends.simulated import SimulatedBackend
-from orchestrator.service.controller import Controller
-from orchestrator.service.replay import kept_events, kept_state
+from orchestrator.backends.journal import journal as journal_module
+from orchestrator.backends.journal.journal import SCHEMA, Journal
+from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.service.commands.replay import kept_events, kept_state
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Attempt, Evidence, NodeDevices
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import IllegalPlan, ServiceError, SpecError
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
+from orchestrator.backends.attempts.launch_request import GUARD, LaunchNode, LaunchRequest, guarded, launch_request
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Engine
 from orchestrator.specs.run import GuardSettings, training_run_from_json
 from tests.backends.ray_jobs import BOTH, DEVICE, launch_of

@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends import gang, ray_cluster
-from orchestrator.backends import launcher as module
-from orchestrator.backends.launcher import Launcher, clear, end_tree, free_port, oom_kills, read_epoch, write_durably
-from orchestrator.specs.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.backends.attempts import launcher as module
+from orchestrator.backends.attempts.launcher import (
+    Launcher,
+    clear,
+    end_tree,
+    free_port,
+    oom_kills,
+    read_epoch,
+    write_durably,
+)
+from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import gang
+from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
 from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, write_json
 from tests.backends.ray_jobs import PROGRAM, alive, said, until

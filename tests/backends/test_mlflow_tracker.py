@@ -15,12 +15,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from orchestrator.backends import mlflow_server, mlflow_tracker
-from orchestrator.backends.journal import Journal
-from orchestrator.backends.mlflow_content import compare_url, hider, job_content, parse_curves, run_key
-from orchestrator.backends.mlflow_outcomes import read_outcomes
-from orchestrator.backends.mlflow_server import MlflowServer
-from orchestrator.backends.mlflow_tracker import EXPERIMENT, MlflowTracker
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.mlflow import server as mlflow_server
+from orchestrator.backends.mlflow import tracker as mlflow_tracker
+from orchestrator.backends.mlflow.content import compare_url, hider, job_content, parse_curves, run_key
+from orchestrator.backends.mlflow.outcomes import read_outcomes
+from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker
 from orchestrator.specs.attempt import (
     Attempt,
     AttemptStatus,
@@ -33,7 +34,7 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Engine, Plan, changes
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder

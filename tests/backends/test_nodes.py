@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.backends.nodes import NodeWatch, live_nodes
 from orchestrator.backends.nvml import NvmlDevice, NvmlReading
+from orchestrator.backends.ray.nodes import NodeWatch, live_nodes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.backends.ray_jobs import DEVICE
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.backends import nodes, nvml
+from orchestrator.backends import nvml
+from orchestrator.backends.ray import nodes
 
 MIB = 2**20
 READ_TWICE = """

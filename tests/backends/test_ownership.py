@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends import ownership
-from orchestrator.backends.journal import Journal
+from orchestrator.backends.journal import ownership
+from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.state import Woke
 from tests.backends.postgres import PASSWORD, Server

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.outcome import lost, missing, newest_checkpoint
-from orchestrator.backends.progress import LogCounter, Progress
+from orchestrator.backends.attempts.progress import LogCounter, Progress
+from orchestrator.backends.attempts.script_output import lost, missing, newest_checkpoint
 from orchestrator.specs.attempt import Heartbeat
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder, write_json
 
 BEAT = Heartbeat(rank=0, step=0, steps_done=0, step_s=None, peak_bytes=0, phase="startup", at_s=1.0)

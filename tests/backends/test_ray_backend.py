@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.backends import gang, ray_cluster
-from orchestrator.backends.launcher import GRACE_AFTER_FAILURE_S, write_durably
+from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S, write_durably
+from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import gang
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import Finished, Launch, NodesSeen, Released, Started, Stop
@@ -271,7 +272,7 @@ def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(
 SERVICE = """
 import sys, time
 from pathlib import Path
-from orchestrator.backends.ray_backend import RayBackend
+from orchestrator.backends.ray.backend import RayBackend
 from tests.backends.ray_jobs import BOTH, CLUSTER, Reader, launch_of, script
 home, address, job_id, *behaviours = sys.argv[1:]
 reader = Reader(RayBackend(Path(home), CLUSTER, address))

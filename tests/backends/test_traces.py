@@ -9,7 +9,7 @@ from statistics import median, pstdev
 
 import pytest
 
-from orchestrator.backends.traces import SCALING, Arrival, Trace, _measured, misjudged, read_trace, shaken
+from orchestrator.backends.simulated.traces import SCALING, Arrival, Trace, _measured, misjudged, read_trace, shaken
 from orchestrator.specs.errors import SpecError
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"

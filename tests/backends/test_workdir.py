@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.backends.workdir import link_all_but, rewritten
+from orchestrator.backends.attempts.workdir import link_all_but, rewritten
 from orchestrator.specs.errors import OrchestratorError
 
 LATENTSYNC = """\

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from orchestrator.memory.calibration import UNMEASURED, needed_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, needed_bytes
+from orchestrator.memory.engines.overhead import supposed_overhead_bytes
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.overhead import supposed_overhead_bytes
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, Optimizer, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import MemoryEstimate
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training.dataset import global_batch, micro_batches
-from orchestrator.training.engine import Engine as RunningEngine
-from orchestrator.training.engine import build_engine, build_recipe
-from orchestrator.training.recipe import Recipe
+from orchestrator.training.contract.engine import Engine as RunningEngine
+from orchestrator.training.contract.engine import build_engine, build_recipe
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.data.dataset import global_batch, micro_batches
 from tests.training.gang import ragged_text
 
 SMALL = DecoderSpec(

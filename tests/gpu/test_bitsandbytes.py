@@ -13,11 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from orchestrator.specs.errors import SpecError  # noqa: E402
-from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec  # noqa: E402
+from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec  # noqa: E402
 from orchestrator.specs.plan import Optimizer, Precision  # noqa: E402
-from orchestrator.training import checkpoint, eight_bit  # noqa: E402
-from orchestrator.training.checkpoint import Cursor, Saved  # noqa: E402
-from orchestrator.training.engine import build_engine, build_recipe  # noqa: E402
+from orchestrator.training.checkpoint import checkpoint  # noqa: E402
+from orchestrator.training.checkpoint.checkpoint import Cursor, Saved  # noqa: E402
+from orchestrator.training.contract.engine import build_engine, build_recipe  # noqa: E402
+from orchestrator.training.engines import eight_bit  # noqa: E402
 from tests.gpu.runs import TRAINING, plan, run_of, train  # noqa: E402
 
 EIGHT_BIT = plan(optimizer=Optimizer.ADAMW_8BIT)

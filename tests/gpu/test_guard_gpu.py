@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from orchestrator.specs.run import OOM_EXIT_CODE, GuardSettings, write_json  # noqa: E402
-from orchestrator.training import guard  # noqa: E402
+from orchestrator.training.guard import guard  # noqa: E402
 
 GIB = 2**30
 

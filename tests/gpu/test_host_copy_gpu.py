@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist  # noqa: E402
 
-from orchestrator.training import checkpoint  # noqa: E402
-from orchestrator.training.checkpoint import Cursor  # noqa: E402
-from orchestrator.training.host_copy import HostCopy  # noqa: E402
+from orchestrator.training.checkpoint import checkpoint  # noqa: E402
+from orchestrator.training.checkpoint.checkpoint import Cursor  # noqa: E402
+from orchestrator.training.checkpoint.host_copy import HostCopy  # noqa: E402
 
 ELEMENTS = 2**24
 

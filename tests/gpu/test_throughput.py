@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec  # noqa: E402
 from orchestrator.specs.plan import ActivationCheckpointing, Plan, Precision, ZeroStage, in_short  # noqa: E402
 from tests.gpu.runs import SMALL, plan, run_of, train  # noqa: E402
 

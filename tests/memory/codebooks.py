@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestrator.training.recipe import Batch, Recipe
+from orchestrator.training.contract.recipe import Batch, Recipe
 
 
 class Frames:

@@ -13,8 +13,8 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, LoraSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,

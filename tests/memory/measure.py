@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.specs.model import DataSpec, Freeze, ModelSpec, TrainingSpec, model_from_json
+from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec, model_from_json
 from orchestrator.specs.plan import Engine, Plan, ZeroStage
 from orchestrator.specs.run import OOM_EXIT_CODE, TrainingRun, plan_from_json
 from tests.ranks import Rank, start_ranks
@@ -134,9 +134,9 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
     import torch
     import torch.distributed as dist
 
-    from orchestrator.training.dataset import global_batch, micro_batches
-    from orchestrator.training.engine import build_engine, build_recipe
-    from orchestrator.training.virtual_device import VirtualDevice
+    from orchestrator.training.contract.engine import build_engine, build_recipe
+    from orchestrator.training.data.dataset import global_batch, micro_batches
+    from orchestrator.training.guard.virtual_device import VirtualDevice
 
     plan = asked.plan
     run = TrainingRun(

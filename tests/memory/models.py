@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from orchestrator.specs.model import DecoderSpec, LoraSpec, ModelSpec
+from orchestrator.specs.job.model import DecoderSpec, LoraSpec, ModelSpec
 from tests.training.tiny_hf import FAMILIES
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"

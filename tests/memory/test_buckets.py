@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.memory.buckets import Reduction, filling, largest_share
+from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import (
+from orchestrator.memory.calibration.calibrate import (
     CONFIDENCE,
     CORRECTION_MAX,
     MARGIN,
@@ -27,7 +27,7 @@ from orchestrator.memory.calibration import (
     needed_bytes,
     remembered,
 )
-from orchestrator.memory.correction import corrected_bytes, lasting, observed_correction
+from orchestrator.memory.calibration.correction import corrected_bytes, lasting, observed_correction
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 from orchestrator.specs.state import Observation

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
-from orchestrator.memory.pipeline import layers_of
+from orchestrator.memory.engines.deepspeed import CUDA_BUCKETS, VIRTUAL_BUCKETS
+from orchestrator.memory.engines.pipeline import layers_of
 from orchestrator.memory.profiles import CHUNK_TOKENS
 from orchestrator.planning.frontier import MARGIN
-from orchestrator.specs.model import LoraSpec, ModelSpec
+from orchestrator.specs.job.model import LoraSpec, ModelSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
-from orchestrator.training import cross_entropy
-from orchestrator.training import deepspeed_settings as engine
-from orchestrator.training.pipeline import layer_range
+from orchestrator.training.engines import deepspeed_settings as engine
+from orchestrator.training.engines.pipeline import layer_range
+from orchestrator.training.models import cross_entropy
 from tests.memory.matrix import (
     ADAPTED,
     DEEP,

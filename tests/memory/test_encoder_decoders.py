@@ -11,17 +11,17 @@ import pytest
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from orchestrator.memory import bart, t5
-from orchestrator.memory.bart import bart_shape
 from orchestrator.memory.estimate import estimate
+from orchestrator.memory.models import bart, t5
+from orchestrator.memory.models.bart import bart_shape
+from orchestrator.memory.models.t5 import t5_shape
 from orchestrator.memory.profiles import autocasts, profile_of
-from orchestrator.memory.t5 import t5_shape
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Plan, Precision
 from orchestrator.specs.profile import ModelProfile, Source
-from orchestrator.training.tracing import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE
 from tests.memory.models import BART, T5
 from tests.memory.test_traced import plan

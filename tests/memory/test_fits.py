@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.calibration import UNMEASURED, needed_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, needed_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.errors import IllegalPlan
-from orchestrator.specs.model import TrainingSpec
+from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -27,7 +27,7 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.tracing import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import ADAPTED, DEVICE, SEQUENCE_LENGTH, job
 from tests.memory.measure import Run, measured
 from tests.memory.models import MODELS

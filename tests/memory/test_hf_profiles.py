@@ -12,20 +12,20 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from orchestrator.memory import experts
 from orchestrator.memory.estimate import estimate
-from orchestrator.memory.hf_profiles import DEFAULTS, decoder_shape
+from orchestrator.memory.models import experts
+from orchestrator.memory.models.hf import DEFAULTS, decoder_shape
 from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.cuda_autocast import as_on_cuda
-from orchestrator.training.hf_adapters import adapt
-from orchestrator.training.hf_model import read_config
-from orchestrator.training.tracing import Arithmetic, Request, profiles
-from orchestrator.training.virtual_device import VirtualDevice
+from orchestrator.training.guard.virtual_device import VirtualDevice
+from orchestrator.training.models.hf_adapters import adapt
+from orchestrator.training.models.hf_model import read_config
+from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE
 
 SIZES: dict[str, Any] = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import WINDOW, calibration, overhead_of, remembered
-from orchestrator.memory.overhead import (
+from orchestrator.memory.calibration.calibrate import WINDOW, calibration, overhead_of, remembered
+from orchestrator.memory.engines.overhead import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     LARGE_COMMUNICATOR_BYTES,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.service.forecast import CandidateView, forecast_of
+from orchestrator.service.commands.plan import CandidateView, forecast_of
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, is_known, profile_of
-from orchestrator.specs.model import Freeze, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -21,7 +21,7 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.profile import ModelProfile, Source, TracedProfile
-from orchestrator.training.tracing import Arithmetic, Request, profiles
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import DEVICE, SEQUENCE_LENGTH, Row, job, table
 from tests.memory.measure import Run, measured, peaks
 from tests.memory.models import DECODER, MODELS, WIDE

@@ -16,7 +16,7 @@ from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops
 from orchestrator.planning.search import plans, profile_for
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.calibration import UNMEASURED, Calibration
-from orchestrator.memory.correction import corrected_bytes, observed_correction
+from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration
+from orchestrator.memory.calibration.correction import corrected_bytes, observed_correction
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import Candidate, fits, fitting, needed_bytes, why_rejected
 from orchestrator.planning.search import Hardware, frontier, plans, profile_for
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Degradation, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
 
 

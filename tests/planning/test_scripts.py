@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.calibration import UNMEASURED
-from orchestrator.memory.correction import corrected, corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED
+from orchestrator.memory.calibration.correction import corrected, corrected_allocated_bytes, corrected_bytes
 from orchestrator.memory.profiles import profile_of
 from orchestrator.planning.explain import breakdown, nearest, what_would_fit, why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fitting, needed_bytes
@@ -16,8 +16,8 @@ from orchestrator.planning.render import accelerate_config, deepspeed_config, sc
 from orchestrator.planning.search import Hardware, frontier, plans
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,

@@ -9,15 +9,15 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory.correction import corrected_bytes
+from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.memory.engines.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
 from orchestrator.memory.estimate import DeviceBytes, alike, estimate
-from orchestrator.memory.overhead import CONTEXT_BYTES, SUPPOSED_OVERHEAD, Overhead
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.pareto import Timed, pareto
 from orchestrator.planning.search import CORRECTION_STEPS, REACH, frontier, plans, profile_for
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Degradation, Engine, ParallelLayout, Plan
 from orchestrator.specs.profile import MemoryEstimate
 

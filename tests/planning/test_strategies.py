@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import Hardware, step_s
 from orchestrator.planning.frontier import fitting
@@ -15,7 +15,7 @@ from orchestrator.planning.layouts import layouts
 from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,

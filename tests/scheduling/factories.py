@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from orchestrator.specs.attempt import Attempt, NodeDevices
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.state import Job, Observation

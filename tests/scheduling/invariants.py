@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
 from typing import Any
 
-from orchestrator.backends.simulated_process import Process
-from orchestrator.scheduling.fair import FORGOTTEN_DEVICE_S, used_s
+from orchestrator.backends.simulated.process import Process
+from orchestrator.scheduling.queue.fair_share import FORGOTTEN_DEVICE_S, used_s
 from orchestrator.specs.attempt import AttemptStatus, FailureKind
 from orchestrator.specs.state import Job, Launch, State
 from tests.scheduling import laws_of_attempts, laws_of_moves, laws_of_turns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.memory.correction import corrected_bytes
+from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.scheduling import step as core
-from orchestrator.scheduling.menu import learned
+from orchestrator.scheduling.options.job_options import learned
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.state import Archive, CancelRequested, Job, JobStatus, Launch, Record, Stop, Woke
 from tests.scheduling.transition import Law, Transition, attempts, devices, of

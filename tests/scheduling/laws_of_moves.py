@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from orchestrator.scheduling import tuning
-from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.menu import Menu
-from orchestrator.scheduling.moves import MOVE_GRACE_S
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.options.job_options import Menu
+from orchestrator.scheduling.scheduling_pass.index import Desk
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.state import DrainRequested, Finished, Job, JobStatus, Launch, Stop

@@ -9,14 +9,14 @@ from datetime import datetime, timedelta
 from itertools import combinations
 from zoneinfo import ZoneInfo
 
-from orchestrator.scheduling.decide import crowded
-from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.fair import fair_tree, used_s
-from orchestrator.scheduling.line import Waiting
-from orchestrator.scheduling.menu import Menu
-from orchestrator.scheduling.moves import claims_of
+from orchestrator.scheduling.base.migration import claims_of
+from orchestrator.scheduling.options.job_options import Menu
+from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.decide import crowded
+from orchestrator.scheduling.scheduling_pass.index import Desk
 from orchestrator.specs.clock import Window
-from orchestrator.specs.job import Retries
+from orchestrator.specs.job.spec import Retries
 from orchestrator.specs.state import Job, JobStatus, Launch, State
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 

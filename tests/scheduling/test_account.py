@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.memory.correction import observed_correction
+from orchestrator.memory.calibration.correction import observed_correction
 from orchestrator.planning.picture import Mark
-from orchestrator.scheduling.account import lessons, picture_of
+from orchestrator.scheduling.reports.explain import lessons, picture_of
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.units import format_bytes
 from tests.scheduling.factories import MIB, decoder_spec, script_spec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling.forecast import forecast
+from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.job import JobSpec, Member
+from orchestrator.specs.job.spec import JobSpec, Member
 from orchestrator.specs.state import Event, Submitted
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller

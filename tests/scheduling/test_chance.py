@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.calibration import CONFIDENCE
-from orchestrator.service.forecast import forecast
+from orchestrator.memory.calibration.calibrate import CONFIDENCE
+from orchestrator.service.commands.plan import forecast
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import JobStatus, NodesSeen
 from orchestrator.specs.units import format_probability
 from tests.scheduling.factories import DEVICE, MIB, node, script_spec

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling import line
-from orchestrator.scheduling.deadline import late
+from orchestrator.scheduling.queue import wait_queue as line
+from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.step import step
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import Event, JobStatus, State
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.planning.frontier import Candidate
-from orchestrator.scheduling.degrade import answered_by_phase, answering, bytes_per_parameter, phase_batch_sizes
+from orchestrator.scheduling.failures.degrade import (
+    answered_by_phase,
+    answering,
+    bytes_per_parameter,
+    phase_batch_sizes,
+)
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import (
     Attempt,
@@ -20,7 +25,7 @@ from orchestrator.specs.attempt import (
     Phase,
     RankEnd,
 )
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Degradation,

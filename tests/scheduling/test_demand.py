@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling import tuning
-from orchestrator.scheduling.demand import asked, devices_wanted
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.queue.demand import asked, devices_wanted
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.state import Event, State, Woke
 from tests.scheduling.factories import node

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling import desk as desks
+from orchestrator.scheduling.scheduling_pass import index as desks
 from orchestrator.scheduling.step import step
-from orchestrator.service.controller import Controller
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, RankEnd
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import Archive, CancelRequested, Event, Finished, JobStatus, Launch, State
 from tests.scheduling import world
 from tests.scheduling.factories import node

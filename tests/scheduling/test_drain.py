@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.forecast import forecast
-from orchestrator.scheduling.moves import MOVE_GRACE_S
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
 from orchestrator.specs.cluster import Node

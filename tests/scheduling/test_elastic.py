@@ -9,12 +9,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from orchestrator.scheduling import tuning
+from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Evidence, FailureKind, RankEnd
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import DrainRequested, Event, Finished, JobStatus, Launch, Released, State, Woke
 from tests.scheduling.factories import node

@@ -7,13 +7,13 @@ from math import log
 
 import pytest
 
-from orchestrator.backends.traces import Arrival, Trace, told
-from orchestrator.scheduling.fair import fair_tree, used_s
+from benchmarks.scheduler import cluster_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.step import step
-from orchestrator.service.simulate import simulate
+from orchestrator.service.commands.simulate import simulate
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import Event, NodesSeen, Released, State, Woke
-from tests.bench.scheduler import cluster_of
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, submitted
 

@@ -9,15 +9,15 @@ from statistics import fmean
 
 import pytest
 
-from orchestrator.backends.traces import Arrival, Trace, misjudged, told
-from orchestrator.scheduling.forecast import SUPPOSED_SPREAD, _longer, _Play, forecast, foreseen, spread_of
-from orchestrator.service.controller import Controller
-from orchestrator.service.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
+from benchmarks.scheduler import cluster_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, told
+from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, _longer, _Play, forecast, foreseen, spread_of
+from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, RankEnd
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import Resume
 from orchestrator.specs.state import Event, Finished, NodesSeen, Released, Started
-from orchestrator.specs.trainer import Resume
-from tests.bench.scheduler import cluster_of
 from tests.scheduling.factories import job, observation
 from tests.scheduling.test_queue import gone, node, played, script, seen, submitted
 

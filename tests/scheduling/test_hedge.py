@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.belief import belief
-from orchestrator.scheduling.hedge import soonest
+from orchestrator.memory.calibration.belief import belief
+from orchestrator.scheduling.options.hedge import soonest
 from tests.memory.test_calibration import observation
 
 BURST = replace(observation(correction=4.0, job="mine", ran_out=True), steps_left=0)  # no later pass needs more

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.memory import calibration
-from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.calibration import calibrate as calibration
+from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import EVEN, needed_bytes
 from orchestrator.planning.search import frontier, plans, profile_for
-from orchestrator.scheduling.groups import Group, groups_of
+from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.step import step
-from orchestrator.service.forecast import forecast
+from orchestrator.service.commands.plan import forecast
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.state import JobStatus, Launch, Record, State, Submitted
 from tests.scheduling import world

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.outcome import measured_bytes, observe, warnings
+from orchestrator.scheduling.failures.observation import measured_bytes, observe, warnings
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,

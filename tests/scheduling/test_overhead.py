@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.memory.overhead import STEP_BYTES
-from orchestrator.scheduling.account import lessons
+from orchestrator.memory.engines.overhead import STEP_BYTES
+from orchestrator.scheduling.reports.explain import lessons
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.state import NodesSeen
 from orchestrator.specs.units import format_bytes

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.progress import PACE_STEPS, Progress
-from orchestrator.scheduling.desk import Desk, later_end_s
-from orchestrator.scheduling.forecast import forecast
+from orchestrator.backends.attempts.progress import PACE_STEPS, Progress
+from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.scheduling_pass.index import Desk, later_end_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Pace
 from orchestrator.specs.run import AttemptFolder

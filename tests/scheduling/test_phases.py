@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.scheduling.phases import Frame, phase_of, phase_of_frames
-from orchestrator.scheduling.signatures import LogScan, read_log
+from orchestrator.scheduling.failures.phases import Frame, phase_of, phase_of_frames
+from orchestrator.scheduling.failures.signatures import LogScan, read_log
 from orchestrator.specs.attempt import Phase
 from tests.scheduling.corpus import REPORTED
 

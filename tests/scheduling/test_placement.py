@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduling.availability import Pool
-from orchestrator.scheduling.groups import groups_of
-from orchestrator.scheduling.shape import shape_of
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.shape import shape_of
+from orchestrator.scheduling.placement.availability import Pool
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from tests.scheduling.factories import node

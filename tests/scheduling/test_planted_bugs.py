@@ -13,17 +13,24 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import decide, desk, dispatch, drain, elastic, fair, line, menu, tuning, windows
 from orchestrator.scheduling import step as core
-from orchestrator.scheduling.availability import Pool
-from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.fair import nobodys
-from orchestrator.scheduling.settle import with_job
-from orchestrator.service import controller as service
+from orchestrator.scheduling.base import drain, tuning
+from orchestrator.scheduling.base import start_windows as windows
+from orchestrator.scheduling.base.job_updates import with_job
+from orchestrator.scheduling.options import job_options as menu
+from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.queue import fair_share as fair
+from orchestrator.scheduling.queue import wait_queue as line
+from orchestrator.scheduling.queue.fair_share import nobodys
+from orchestrator.scheduling.scheduling_pass import decide, dispatch
+from orchestrator.scheduling.scheduling_pass import index as desk
+from orchestrator.scheduling.scheduling_pass import preemption as elastic
+from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.service.server import controller as service
 from orchestrator.specs import clock
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.job import Retries
+from orchestrator.specs.job.spec import Retries
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Finished, Job, JobStatus, Launch, Record
 from tests.scheduling import world

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.memory.calibration import calibration, remembered
+from orchestrator.memory.calibration.calibrate import calibration, remembered
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import (
@@ -20,7 +20,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.profile import MeasuredLine, Source
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import (

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 
-from orchestrator.backends.traces import Arrival, Trace, misjudged, told, trace_of
-from orchestrator.scheduling import tuning
-from orchestrator.scheduling.desk import OVERDUE
-from orchestrator.service.simulate import ROUNDING_S, Outcome, simulate
+from benchmarks.scheduler import cluster_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, told, trace_of
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.scheduling_pass.index import OVERDUE
+from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.job import Guarantee, JobSpec
+from orchestrator.specs.job.spec import Guarantee, JobSpec
 from orchestrator.specs.policy import UNSHARED
 from orchestrator.specs.state import JobStatus, Launch, Stop
-from tests.bench.scheduler import cluster_of
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK, played
 from tests.scheduling.transition import Transition, history, of
 from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario, random_tide

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.scheduling import tuning
-from orchestrator.scheduling.desk import OVERDUE
-from orchestrator.scheduling.promises import START_WITHIN_S
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.scheduling_pass.guarantees import START_WITHIN_S
+from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Event, JobStatus, NodesSeen, State

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.backends.journal import Journal
-from orchestrator.backends.simulated_process import SYMPTOMS, Process, evidence_of
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.simulated.process import SYMPTOMS, Process, evidence_of
 from orchestrator.scheduling.step import step
-from orchestrator.service import controller as service
-from orchestrator.service.controller import Controller
+from orchestrator.service.server import controller as service
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.fault import Fault, FaultKind

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduling import quotas, tuning
 from orchestrator.scheduling import step as core
-from orchestrator.scheduling.availability import Pool
-from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.forecast import forecast
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.scheduling_pass import quotas
+from orchestrator.scheduling.scheduling_pass.index import Desk
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import (
     Action,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.scheduling import tuning
+from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.step import step
-from orchestrator.service.teams import teams_view
+from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Event, Launch, NodesSeen, State
 from tests.scheduling.factories import node

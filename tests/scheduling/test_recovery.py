@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.correction import corrected_allocated_bytes, corrected_bytes
+from orchestrator.memory.calibration.correction import corrected_allocated_bytes, corrected_bytes
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence, OomReport, RankEnd
 from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.job import JobSpec, Retries
+from orchestrator.specs.job.spec import JobSpec, Retries
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import Action, Finished, Launch, Released, State, Submitted

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.calibration import calibration
+from orchestrator.memory.calibration.calibrate import calibration
 from orchestrator.planning.search import frontier
-from orchestrator.scheduling.groups import groups_of
-from orchestrator.scheduling.probe import measured_spec
-from orchestrator.specs.job import JobSpec
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Plan, Precision
 from orchestrator.specs.profile import OwnSettings
 from orchestrator.specs.state import JobStatus

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.scheduling.signatures import (
+from orchestrator.scheduling.failures.signatures import (
     CALM_LINES,
     NEEDLES,
     RULES,

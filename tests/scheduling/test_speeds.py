@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from orchestrator.memory.calibration import UNMEASURED
+from orchestrator.memory.calibration.calibrate import UNMEASURED
 from orchestrator.planning.frontier import fits
 from orchestrator.planning.search import Hardware, frontier
 from orchestrator.specs.cluster import DeviceSpec
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 
 A100 = DeviceSpec.model_validate(
     {

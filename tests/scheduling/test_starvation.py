@@ -10,13 +10,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.backends.traces import Arrival, Trace, told
-from orchestrator.scheduling import tuning
-from orchestrator.scheduling.desk import Desk
-from orchestrator.scheduling.line import Line
-from orchestrator.service.simulate import Outcome, simulate
+from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.queue.wait_queue import Line
+from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import Objective
 from tests.scheduling.test_properties import UNSHRUNK
 

@@ -14,7 +14,7 @@ from orchestrator.specs.attempt import (
     OomReport,
     RankEnd,
 )
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import (
     Action,

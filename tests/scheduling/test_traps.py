@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.classify import classify
-from orchestrator.scheduling.signatures import LogScan
+from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.signatures import LogScan
 from orchestrator.specs.attempt import (
     Attempt,
     Evidence,

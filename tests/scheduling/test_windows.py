@@ -7,9 +7,9 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling.forecast import forecast, foreseen
+from orchestrator.scheduling.reports.forecast import forecast, foreseen
 from orchestrator.scheduling.step import step, wake_at_s
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import Event, State, Woke
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted

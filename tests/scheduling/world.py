@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from orchestrator.backends.ports import decisions
-from orchestrator.backends.simulated import SimulatedBackend
-from orchestrator.service.controller import Controller
+from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.job import JobSpec, Member
+from orchestrator.specs.job.spec import JobSpec, Member
+from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.state import (
     Action,
@@ -26,7 +27,6 @@ from orchestrator.specs.state import (
     Record,
     State,
 )
-from orchestrator.specs.trainer import Knob
 
 TURNS_MAX = 20_000
 EVENTS_MAX = 1000  # several times what a night of twelve jobs has

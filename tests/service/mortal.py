@@ -13,11 +13,11 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from orchestrator.backends.journal import Journal
-from orchestrator.service.api import Service, create_app
-from orchestrator.service.controller import Controller
-from orchestrator.service.daemon import served
-from orchestrator.service.lifecycle import write_service_file
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.daemon import served
+from orchestrator.service.server.lifecycle import write_service_file
 from tests.scheduling.world import cluster, device
 from tests.service.folder_world import FolderBackend
 

@@ -12,14 +12,14 @@ import sqlalchemy
 from fastapi.testclient import TestClient
 from rich.console import Console
 
-from orchestrator.backends.journal import Journal
-from orchestrator.backends.simulated import SimulatedBackend
-from orchestrator.service.api import BODY_BYTES_MAX, Service, create_app
-from orchestrator.service.controller import Controller
-from orchestrator.service.intake import read_cluster
-from orchestrator.service.tables import explanation_panel, job_panel, promise_words, queue_table
-from orchestrator.service.teams import teams_table
-from orchestrator.service.views import node_from_view, observations_from_view, observations_view
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.service.server.api import BODY_BYTES_MAX, Service, create_app
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
+from orchestrator.service.views.records import node_from_view, observations_from_view, observations_view
+from orchestrator.service.views.teams import teams_table
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.run import JobFolder

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.journal import Journal
+from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.step import step
-from orchestrator.service import controller as service
-from orchestrator.service.controller import Controller
+from orchestrator.service.server import controller as service
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, State, Stop, Submitted

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.memory.calibration import CONFIDENCE
+from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.search import frontier, plans
-from orchestrator.scheduling.groups import groups_of
-from orchestrator.service.forecast import SETTINGS, forecast, given_plan
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.service.commands.plan import SETTINGS, forecast, given_plan
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.plan import Engine, Optimizer, Plan, settings
 from tests.planning.test_strategies import job, machine

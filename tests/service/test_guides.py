@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.forecast import forecast
-from orchestrator.service.intake import read_cluster
+from orchestrator.service.commands.plan import forecast
+from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Precision

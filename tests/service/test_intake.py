@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.hf_profiles import decoder_shape
+from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
-from orchestrator.service.intake import read_cluster, read_job, read_overrides
+from orchestrator.service.server.intake import read_cluster, read_job, read_overrides
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Precision
@@ -101,7 +101,7 @@ def test_a_declared_profile_lets_any_family_be_planned(tmp_path: Path) -> None:
 
 FACTORY = """\
 import torch
-from orchestrator.training.recipe import Recipe
+from orchestrator.training.contract.recipe import Recipe
 
 class Points:
     def __len__(self): return 9

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.job_list import read_list
-from orchestrator.service.simulate import simulate
+from benchmarks.scheduler import cluster_of
+from orchestrator.service.commands.job_list import read_list
+from orchestrator.service.commands.simulate import simulate
 from orchestrator.specs.errors import SpecError
-from tests.bench.scheduler import cluster_of
 
 HOUR_S = 3600.0
 JOB = "name: {name}\ncommand: python x.py\nworkdir: .\ngpus: 1\nglobal_batch_size: 4\nsteps: 360\nspeeds: {{1: 10s}}\n"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.journal import Journal
-from orchestrator.service.client import Client, service_file
-from orchestrator.service.lifecycle import prepare
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.service.server.client import Client, service_file
+from orchestrator.service.server.lifecycle import prepare
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.state import Finished, JobStatus, Submitted
 from tests.scheduling.world import script

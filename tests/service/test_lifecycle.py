@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends import ray_cluster
-from orchestrator.backends.journal import Journal
-from orchestrator.backends.mlflow_server import MlflowServer
-from orchestrator.service.client import process_is_alive, service_file
-from orchestrator.service.lifecycle import journal_url, start, stop
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.service.server.client import process_is_alive, service_file
+from orchestrator.service.server.lifecycle import journal_url, start, stop
 from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.launcher import Launcher
-from orchestrator.service.intake import read_job
+from orchestrator.backends.attempts.launcher import Launcher
+from orchestrator.service.server.intake import read_job
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, cluster, story
 
@@ -99,7 +99,7 @@ def test_a_full_process_table_is_no_missing_program(tmp_path: Path, monkeypatch:
     def refused(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("orchestrator.backends.launcher.subprocess.Popen", refused)
+    monkeypatch.setattr("orchestrator.backends.attempts.launcher.subprocess.Popen", refused)
     launcher = Launcher(str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark")
     status = launcher.start([(0, ("/bin/true",), {})], "/")
     assert (status["state"], status["no_program"]) == ("ended", False)

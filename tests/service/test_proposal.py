@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.forecast import forecast
-from orchestrator.service.intake import read_cluster, read_job
-from orchestrator.service.proposal import proposal
+from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.service.commands.plan import forecast
+from orchestrator.service.server.intake import read_cluster, read_job
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Precision
 
 ARGPARSE = """

@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.planning.collectives import ring
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, product_flops
-from orchestrator.service.intake import read_cluster
-from orchestrator.service.rates import Rates, known, measured, with_rates
+from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.rates import Rates, known, measured, with_rates
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
 from orchestrator.specs.plan import Precision
 

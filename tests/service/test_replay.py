@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.journal import Journal
-from orchestrator.backends.simulated import SimulatedBackend
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.cli import main
-from orchestrator.service.controller import Controller
-from orchestrator.service.replay import kept_events, replay
+from orchestrator.service.commands.replay import kept_events, replay
+from orchestrator.service.server.controller import Controller
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import CancelRequested, Woke
 from tests.scheduling.factories import node
 from tests.scheduling.test_drain import maintained

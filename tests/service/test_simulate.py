@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.backends.simulated_process import Process
-from orchestrator.backends.traces import Arrival, Trace, misjudged
+from benchmarks import peers
+from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged
 from orchestrator.cli import main
 from orchestrator.scheduling.step import step
-from orchestrator.service.gantt import figure, picture
-from orchestrator.service.played_tables import simulated_table
-from orchestrator.service.simulate import Outcome, Simulated, Trouble, from_queue, quantile, simulate
+from orchestrator.service.commands.simulate import Outcome, Simulated, Trouble, from_queue, quantile, simulate
+from orchestrator.service.terminal.gantt import figure, picture
+from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import NodesSeen, State, Submitted
-from tests.bench import peers
 
 LAUNCH_COST_S = 30.0
 CLUSTER = ClusterSpec(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.specs.array import JOBS_MAX
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.array import JOBS_MAX
 from orchestrator.specs.parse import job_from_data, parse_job, parse_jobs
 
 SWEEP = """\

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.specs import changed
+from orchestrator.specs import replace as changed
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.state import JobStatus, State
 from tests.scheduling.factories import attempt, job

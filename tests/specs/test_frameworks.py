@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.planning.render import script_command
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.frameworks import Framework
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.frameworks import Framework
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import job_from_data, parse_job
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
 

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import DEPTH_MAX, job_from_data, parse_cluster, parse_job, read_document
 
 HEAD = "name: a\nglobal_batch_size: 8\n"

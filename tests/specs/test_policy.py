@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.service.intake import EMBEDDED_CLUSTER
+from orchestrator.service.server.intake import EMBEDDED_CLUSTER
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_cluster
 from orchestrator.specs.policy import Objective
 

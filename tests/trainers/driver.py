@@ -13,16 +13,16 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.backends.attempt_watch import PROBE_GRACE_S, request_of, write_files
-from orchestrator.backends.evidence import Ending, collect, write_ending
-from orchestrator.backends.launch_request import LaunchNode, started_ranks
-from orchestrator.backends.launcher import Launcher, free_port, write_durably
-from orchestrator.backends.outcome import output_folder
-from orchestrator.backends.progress import Progress
+from orchestrator.backends.attempts.evidence import Ending, collect, write_ending
+from orchestrator.backends.attempts.launch_request import LaunchNode, started_ranks
+from orchestrator.backends.attempts.launcher import Launcher, free_port, write_durably
+from orchestrator.backends.attempts.progress import Progress
+from orchestrator.backends.attempts.script_output import output_folder
+from orchestrator.backends.attempts.watch import PROBE_GRACE_S, request_of, write_files
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec, idle_nodes
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import (
     Event,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, cluster, log, story

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.run import GuardSettings, write_json
-from orchestrator.training import guard
+from orchestrator.training.guard import guard
 
 # What Python 3.10 has not (https://docs.python.org/3/whatsnew/3.11.html), nor PyTorch 2.1, which is MusicGen's.
 LATER = {"tomllib", "StrEnum", "ReprEnum", "UTC", "Self", "assert_never", "ExceptionGroup", "safe_path", "chdir"}
@@ -65,7 +65,7 @@ def test_what_comes_into_the_trainers_process_names_nothing_newer_than_python_3_
 ) -> None:
     done, _ = run(tmp_path, 64 * 2**20)
     ours = [name for name in ast.literal_eval(done.stdout.splitlines()[0]) if "." in name]
-    assert "orchestrator.training.virtual_device" in ours
+    assert "orchestrator.training.guard.virtual_device" in ours
     found = []
     for path in {Path(guard.__file__), *(Path(sys.modules[name].__file__ or "") for name in map(_imported, ours))}:
         for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):

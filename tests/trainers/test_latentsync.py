@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.specs.state import JobStatus
 from tests.fake_card import COMMUNICATOR_BYTES, CONTEXT_BYTES, MIB, environment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import JobFolder
 from tests.backends.ray_jobs import alive
 from tests.trainers.driver import Drive, cluster, log

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Sharding, ZeroStage
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import JobStatus

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from orchestrator.backends.outcome import newest_checkpoint
-from orchestrator.specs.job import JobSpec
+from orchestrator.backends.attempts.script_output import newest_checkpoint
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, checkout, cluster, log, story
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import JobStatus
 from tests.fake_card import environment
 from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.program import interpreter_of
-from orchestrator.service.proposal import proposal
+from orchestrator.backends.attempts.program import interpreter_of
+from orchestrator.service.commands.init.proposal import proposal
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.state import Job, JobStatus
 from tests.trainers.driver import Drive, cluster, story

@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.specs.attempt import Attempt, Evidence, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from tests.trainers.driver import Drive, cluster, log
 
 CUDA_WORDS = (

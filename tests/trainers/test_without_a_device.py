@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.attempt import Evidence
-from orchestrator.specs.job import JobSpec
+from orchestrator.specs.job.spec import JobSpec
 from tests.trainers.driver import Drive, checkout, log
 from tests.trainers.test_frameworks import SCRIPTS
 from tests.trainers.test_latentsync import latentsync

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from orchestrator.specs.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.run import (
     AttemptFolder,

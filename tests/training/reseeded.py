@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.training.recipe import Recipe, from_factory
+from orchestrator.training.contract.recipe import Recipe, from_factory
 
 EXAMPLES = Path(__file__).parents[2] / "jobs/examples"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.specs.model import DecoderSpec
-from orchestrator.training.dataset import TextDataset
-from orchestrator.training.decoder import decoder_recipe
-from orchestrator.training.recipe import Recipe
+from orchestrator.specs.job.model import DecoderSpec
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.data.dataset import TextDataset
+from orchestrator.training.models.decoder import decoder_recipe
 
 
 def build(config: dict[str, Any]) -> Recipe:

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from orchestrator.specs.run import training_run_from_json
-from orchestrator.training.hf_model import hf_recipe
-from orchestrator.training.recipe import Recipe
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.models.hf_model import hf_recipe
 
 
 def build(config: dict[str, Any]) -> Recipe:

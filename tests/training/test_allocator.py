@@ -6,11 +6,19 @@ import random
 
 import pytest
 
-from orchestrator.specs.model import ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import SEGMENTS_BYTES
-from orchestrator.training.allocator import MIB, Block, CachingAllocator, Exhausted, Ledger, fragmentation, on_lines
-from orchestrator.training.tracing import SAMPLES, Arithmetic, Request, _Traced
+from orchestrator.training.tracing.allocator import (
+    MIB,
+    Block,
+    CachingAllocator,
+    Exhausted,
+    Ledger,
+    fragmentation,
+    on_lines,
+)
+from orchestrator.training.tracing.trace import SAMPLES, Arithmetic, Request, _Traced
 from tests.training.reseeded import EXAMPLES
 
 UNET = {"width": 64, "levels": 3, "samples": 50, "size": 64}

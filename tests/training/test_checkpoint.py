@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import AttemptFolder
-from orchestrator.training import checkpoint, checkpoint_folder, loss_scale
-from orchestrator.training.checkpoint import Cursor
-from orchestrator.training.fragment import Fragment, rectangles
-from orchestrator.training.host_copy import shares
-from orchestrator.training.virtual_device import VirtualDevice
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from orchestrator.training.checkpoint.checkpoint import Cursor
+from orchestrator.training.checkpoint.fragment import Fragment, rectangles
+from orchestrator.training.checkpoint.host_copy import shares
+from orchestrator.training.contract import loss_scale
+from orchestrator.training.guard.virtual_device import VirtualDevice
 from tests.ranks import start_ranks
 from tests.training import gang
 
@@ -188,7 +190,7 @@ def test_an_attempt_is_stale_where_a_newer_one_exists(tmp_path: Path, newest: in
 
 
 def test_asking_for_checkpoints_imports_no_torch() -> None:
-    code = "import sys, orchestrator.training.checkpoint_folder; sys.exit('torch' in sys.modules)"
+    code = "import sys, orchestrator.training.checkpoint.folder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.training.dataset import TextDataset, global_batch, micro_batches, sample_at
-from orchestrator.training.recipe import IGNORED_LABEL
+from orchestrator.training.contract.recipe import IGNORED_LABEL
+from orchestrator.training.data.dataset import TextDataset, global_batch, micro_batches, sample_at
 
 
 @given(size=st.integers(1, 300), epoch=st.integers(0, 3), seed=st.integers(0, 2**40))

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from orchestrator.planning.render import deepspeed_config
 from orchestrator.specs.errors import IllegalPlan, SpecError
-from orchestrator.specs.model import Freeze, ModelSpec, Schedule, TrainingSpec
+from orchestrator.specs.job.model import Freeze, ModelSpec, Schedule, TrainingSpec
 from orchestrator.specs.plan import (
     Engine,
     Offload,
@@ -31,10 +31,13 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.run import JobFolder, TrainingRun
-from orchestrator.training import checkpoint, checkpoint_folder, deepspeed_nvme, loss_scale
-from orchestrator.training.checkpoint import Cursor
-from orchestrator.training.deepspeed_settings import settings
-from orchestrator.training.optimizers import STEPS
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from orchestrator.training.checkpoint.checkpoint import Cursor
+from orchestrator.training.contract import loss_scale
+from orchestrator.training.engines import deepspeed_nvme
+from orchestrator.training.engines.deepspeed_settings import settings
+from orchestrator.training.engines.optimizers import STEPS
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, Part
 

@@ -13,14 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from orchestrator.memory.profiles import decoder_profile
-from orchestrator.specs.model import DecoderSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.allocator import Ledger
-from orchestrator.training.cuda_autocast import as_on_cuda
-from orchestrator.training.recipe import Batch, Recipe
-from orchestrator.training.recorder import Recorder
-from orchestrator.training.tracing import Arithmetic, Request, profiles
+from orchestrator.training.contract.recipe import Batch, Recipe
+from orchestrator.training.tracing.allocator import Ledger
+from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.recorder import Recorder
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 
 P, WIDTH, LAYERS, LENGTH = 0.25, 24, 4, 32
 ARITHMETICS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.specs.model import ModelSpec
+from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
 from tests.training import gang

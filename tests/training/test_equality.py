@@ -16,8 +16,8 @@ import pytest
 
 from orchestrator.planning.search import Hardware, plans
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, Schedule, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, Schedule, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import DataSpec, Freeze, ModelSpec, TrainingSpec
+from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
-from orchestrator.training import checkpoint
-from orchestrator.training.alternating import AlternatingEngine
-from orchestrator.training.batch_norm import batch_norms
-from orchestrator.training.engine import build_engine
-from orchestrator.training.recipe import Recipe, from_factory
-from orchestrator.training.results import StepResult
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.contract.engine import build_engine
+from orchestrator.training.contract.recipe import Recipe, from_factory
+from orchestrator.training.contract.results import StepResult
+from orchestrator.training.engines.alternating import AlternatingEngine
+from orchestrator.training.engines.batch_norm import batch_norms
 from tests.training import gang
 from tests.training.gang import Part
 from tests.training.reseeded import EXAMPLES

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE, GuardSettings, write_json
-from orchestrator.training import guard, oom_report
+from orchestrator.training.guard import guard, oom_report
 from tests.training.fake_cuda import ON_CUDA
 
 MIB = 2**20

@@ -12,16 +12,17 @@ from peft import PeftModel
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from orchestrator.memory import experts, hf_profiles
+from orchestrator.memory.models import experts
+from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import DataSpec, Freeze, LoraSpec, ModelSpec
+from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
-from orchestrator.training import hf_parallel
-from orchestrator.training.dataset import global_batch
-from orchestrator.training.engine import build_recipe
+from orchestrator.training.contract.engine import build_recipe
+from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe, materialise
+from orchestrator.training.data.dataset import global_batch
 from orchestrator.training.export import export
-from orchestrator.training.recipe import IGNORED_LABEL, Recipe, materialise
+from orchestrator.training.models import hf_parallel
 from tests.training import gang, tiny_hf
 
 TOLERANCE = 2e-6

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.training import guard
+from orchestrator.training.guard import guard
 
 SLOW = "import time\nready = False\ntime.sleep(0.05)\nready = True\n"
 

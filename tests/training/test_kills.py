@@ -17,7 +17,7 @@ import pytest
 
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import TrainingRun
-from orchestrator.training import checkpoint_folder
+from orchestrator.training.checkpoint import folder as checkpoint_folder
 from tests.ranks import Rank
 from tests.training import gang
 

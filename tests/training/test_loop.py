@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from orchestrator.specs.model import Freeze, ModelSpec
+from orchestrator.specs.job.model import Freeze, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, JobFolder, TrainingRun
-from orchestrator.training import checkpoint, checkpoint_folder
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint import folder as checkpoint_folder
 from tests.training import gang
 
 ENDLESS = dataclasses.replace(gang.TRAINING, max_steps=10**6, checkpoint_every_steps=10**6)

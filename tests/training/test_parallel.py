@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import DecoderSpec, Freeze, ModelSpec
+from orchestrator.specs.job.model import DecoderSpec, Freeze, ModelSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
     Engine,
@@ -31,13 +31,13 @@ from orchestrator.specs.plan import (
     ZeroStage,
 )
 from orchestrator.specs.run import JobFolder, TrainingRun
-from orchestrator.training import pipeline
-from orchestrator.training.dataset import TextDataset
-from orchestrator.training.decoder import decoder_recipe
-from orchestrator.training.pipeline import layer_range
-from orchestrator.training.recipe import Recipe, materialise
-from orchestrator.training.recompute import compile_layers, recompute
-from orchestrator.training.tensor_parallel import tensor_parallel
+from orchestrator.training.contract.recipe import Recipe, materialise
+from orchestrator.training.data.dataset import TextDataset
+from orchestrator.training.engines import pipeline
+from orchestrator.training.engines.pipeline import layer_range
+from orchestrator.training.engines.recompute import compile_layers, recompute
+from orchestrator.training.engines.tensor_parallel import tensor_parallel
+from orchestrator.training.models.decoder import decoder_recipe
 from tests.training import gang
 from tests.training.gang import GLOBAL_BATCH, Part
 

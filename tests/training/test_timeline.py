@@ -6,12 +6,12 @@ import pytest
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
 from orchestrator.memory.profiles import profile_of
-from orchestrator.specs.model import TrainingSpec
+from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.recorder import LEAF_MODULES
-from orchestrator.training.timeline import Event, Phase, Place, Steps, timeline
-from orchestrator.training.tracing import Arithmetic, Request, profiles
+from orchestrator.training.tracing.recorder import LEAF_MODULES
+from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, timeline
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import MIXED, job
 
 

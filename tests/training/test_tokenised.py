@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import DataSpec, ModelSpec
-from orchestrator.training.dataset import TokenStreams, global_batch, micro_batches
-from orchestrator.training.recipe import IGNORED_LABEL
-from orchestrator.training.tokenised import dataset_of
+from orchestrator.specs.job.model import DataSpec, ModelSpec
+from orchestrator.training.contract.recipe import IGNORED_LABEL
+from orchestrator.training.data.dataset import TokenStreams, global_batch, micro_batches
+from orchestrator.training.data.tokenised import dataset_of
 from tests.training import gang, tiny_hf
 
 LENGTH = 16
@@ -65,7 +65,7 @@ def test_documents_follow_each_other_and_end_in_the_end_of_text(tmp_path: Path) 
 
 def test_text_in_several_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dataset(tmp_path, texts(tmp_path, tiny_hf.text(40)))
-    monkeypatch.setattr("orchestrator.training.tokenised.PIECE_CHARACTERS", 50)
+    monkeypatch.setattr("orchestrator.training.data.tokenised.PIECE_CHARACTERS", 50)
     pieces = dataset(tmp_path, texts(tmp_path, tiny_hf.text(40)), job="pieces")
     assert len(whole) == len(pieces) > 3
     decoded = [tiny_hf.tokenizer().decode(each.batch(range(len(each)))[0].flatten()) for each in (whole, pieces)]

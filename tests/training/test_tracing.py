@@ -16,21 +16,21 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from orchestrator.memory import hf_profiles
+from orchestrator.memory.models import hf as hf_profiles
 from orchestrator.memory.profiles import decoder_profile, profile_of
-from orchestrator.service.profiling import PROGRAM
-from orchestrator.specs.job import JobSpec
-from orchestrator.specs.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.service.server.profiling import PROGRAM
+from orchestrator.specs.job.model import DataSpec, DecoderSpec, Freeze, LoraSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, Source, TracedMoment
-from orchestrator.training import tracing
-from orchestrator.training.cuda_autocast import as_on_cuda
-from orchestrator.training.hf_adapters import NF4_BYTES
-from orchestrator.training.hf_weights import FirstValues, without_memory
-from orchestrator.training.recipe import Recipe
-from orchestrator.training.recorder import MATRICES
-from orchestrator.training.timeline import Place, Timeline, Unlike, deeper
-from orchestrator.training.tracing import Arithmetic, Request, profiles
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.models.hf_adapters import NF4_BYTES
+from orchestrator.training.models.hf_weights import FirstValues, without_memory
+from orchestrator.training.tracing import trace as tracing
+from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.recorder import MATRICES
+from orchestrator.training.tracing.timeline import Place, Timeline, Unlike, deeper
+from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
 LLAMA: dict[str, Any] = {

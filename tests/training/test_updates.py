@@ -12,17 +12,17 @@ from torch import nn
 from torch.nn import functional
 
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.model import Freeze, Schedule, TrainingSpec
+from orchestrator.specs.job.model import Freeze, Schedule, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Optimizer
-from orchestrator.training import cross_entropy
-from orchestrator.training.cross_entropy import linear_cross_entropy
-from orchestrator.training.freezing import freeze_for, next_thaw, thaw_step
-from orchestrator.training.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
-from orchestrator.training.optimizers import STEPS, Updates, clip_factor, gradient_norm, scale_gradients
-from orchestrator.training.randomness import Randomness
-from orchestrator.training.recipe import Recipe
-from orchestrator.training.recompute import recompute
-from orchestrator.training.schedule import learning_rate
+from orchestrator.training.contract.loss_scale import GROWTH_INTERVAL, INITIAL, LossScale
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.engines.freezing import freeze_for, next_thaw, thaw_step
+from orchestrator.training.engines.optimizers import STEPS, Updates, clip_factor, gradient_norm, scale_gradients
+from orchestrator.training.engines.randomness import Randomness
+from orchestrator.training.engines.recompute import recompute
+from orchestrator.training.engines.schedule import learning_rate
+from orchestrator.training.models import cross_entropy
+from orchestrator.training.models.cross_entropy import linear_cross_entropy
 
 CPU = torch.device("cpu")
 OPTIMIZERS = (Optimizer.ADAMW, Optimizer.SGD, Optimizer.ADAFACTOR)

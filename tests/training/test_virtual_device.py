@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from orchestrator.training import oom_report
-from orchestrator.training.virtual_device import VirtualDevice, host_memory
+from orchestrator.training.guard import oom_report
+from orchestrator.training.guard.virtual_device import VirtualDevice, host_memory
 
 KIB, MIB = 2**10, 2**20
 WIDTH, DEPTH = 128, 4

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from orchestrator.training.dataset import TextDataset
-from orchestrator.training.recipe import IGNORED_LABEL, Batch, Recipe
+from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch, Recipe
+from orchestrator.training.data.dataset import TextDataset
 
 
 class Tower(nn.Module):

@@ -1,0 +1,369 @@
+"""What exactly would be started? Files, arguments and variables of an attempt, as a printable value."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from orchestrator.backends.attempts.workdir import rewritten
+from orchestrator.planning.render import Told, accelerate_config, deepspeed_config, script_command
+from orchestrator.specs.attempt import Attempt, Placement
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import is_python
+from orchestrator.specs.plan import Plan, Sharding, ZeroStage
+from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
+from orchestrator.specs.state import Job
+
+GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"
+FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python interpreter, when written apart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchNode:
+    """A node as a launch has to know it."""
+
+    name: str
+    address: str  # under which its ranks are reached from the other nodes
+    device: DeviceSpec
+    devices: int
+    cpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRequest:
+    """One process to start: a rank, or what starts all ranks of a node; then `rank` is the first of them."""
+
+    rank: int
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]  # added to the launcher's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One attempt to start. Secrets stand here by name only."""
+
+    name: str
+    workdir: str
+    linked: tuple[str, str] | None  # (folder, file): `workdir` is to hold links to all of the folder but this file
+    files: tuple[tuple[str, str], ...]  # (absolute path, text), written before any rank starts
+    before: tuple[str, ...] | None  # run on the first node, to its end, before any rank starts
+    ranks: tuple[tuple[str, tuple[RankRequest, ...]], ...]  # (node, its processes), in the placement's order
+    secrets: tuple[str, ...]
+
+
+def started_ranks(spec: JobSpec, placement: Placement) -> tuple[int, ...]:
+    """Numbers of the processes that we start ourselves: every rank, or the first of each node."""
+    counts = [len(part.devices) for part in placement]
+    if spec.launch == "ranks":
+        return tuple(range(sum(counts)))
+    return tuple(sum(counts[:node]) for node in range(len(counts)))
+
+
+def launch_request(
+    job: Job,
+    attempt: Attempt,
+    home: Path,
+    nodes: Mapping[str, LaunchNode],
+    *,
+    master_port: int,
+    python: str,
+    resume_from: str | None = None,
+    config_text: str = "",
+) -> LaunchRequest:
+    """Everything that starting `attempt` means.
+
+    `nodes` holds every node of the placement, `python` is the interpreter that `python` and our own modules mean,
+    `resume_from` the newest checkpoint of a script, `config_text` what its config file says. Raises SpecError where
+    the plan needs a knob that is not there.
+    """
+    spec, folder = job.spec, JobFolder(home, job.id)
+    paths = folder.attempt(attempt.number)
+    told = _told(job, attempt, folder, python, resume_from)
+    common = {
+        "TORCH_EXTENSIONS_DIR": str(home / "torch_extensions"),
+        "PYTHONUNBUFFERED": "1",
+        **dict(spec.env),
+        **told.env,
+    }
+    files = attempt_files(job, attempt, folder, nodes)
+    if spec.is_script:
+        common["ORC_GUARD"] = str(paths.guard)  # guards what no wrapped process is: see inherited/sitecustomize.py
+        files = (*files, (str(paths.resume), json.dumps({"checkpoint": resume_from})))
+    if spec.config is not None:
+        text = rewritten(config_text, told.keys, is_json=spec.config.file.endswith(".json"))
+        files = (*files, (str(_config_path(spec, paths)), text))
+    if spec.launch == "ranks":
+        argv = told.arguments if spec.command is None else guarded(told.arguments, str(paths.guard), python)
+        ranks = _ranks(attempt, nodes, argv, common, master_port)
+    else:
+        ranks = _launchers(spec, attempt, nodes, paths, told.arguments, common, master_port, python)
+    return LaunchRequest(
+        name=attempt.name,
+        workdir=_workdir(spec, paths),
+        linked=(str(spec.workdir), spec.config.file) if spec.config is not None and _is_linked(spec) else None,
+        files=files,
+        before=_before(spec, told, resume_from, python),
+        ranks=tuple(ranks),
+        secrets=spec.secrets,
+    )
+
+
+def _before(spec: JobSpec, told: Told, resume_from: str | None, python: str) -> tuple[str, ...] | None:
+    """What the job wants run before it goes on from a checkpoint; None where there is nothing to go on from."""
+    if spec.resume.before is None or resume_from is None:
+        return None
+    filled: list[str] = []
+    for word in spec.resume.before:
+        filled += told.arguments[1:] if word == "{arguments}" else [resume_from if word == "{checkpoint}" else word]
+    return (_own_python(spec, python) if filled[0] in ("python", "python3") else filled[0], *filled[1:])
+
+
+def _own_python(spec: JobSpec, python: str) -> str:
+    """The interpreter beside the script's program, or that itself; `python` where the command names no path to one."""
+    program = Path(spec.command[0] if spec.command else "").expanduser()
+    beside = program if is_python(program.name) else program.with_name("python")
+    return str(beside) if len(program.parts) > 1 and (Path(spec.workdir or ".") / beside).is_file() else python
+
+
+def attempt_files(
+    job: Job, attempt: Attempt, folder: JobFolder, nodes: Mapping[str, LaunchNode]
+) -> tuple[tuple[str, str], ...]:
+    """(absolute path, text) of each file that the ranks read."""
+    paths = folder.attempt(attempt.number)
+    devices = [nodes[part.node].device for part in attempt.placement]
+    virtual = [device.memory for device in devices if device.kind is DeviceKind.VIRTUAL]
+    fault = job.fault if attempt.number == 1 else None
+    guard = GuardSettings(
+        attempt_folder=str(paths.path),
+        virtual_capacity_bytes=min(virtual, default=None),
+    )
+    if fault is not None:
+        guard = dataclasses.replace(guard, fault_kind=fault.kind, fault_rank=fault.rank, fault_step=fault.step)
+    files = [(str(paths.guard), json.dumps(dataclasses.asdict(guard)))]
+    if job.spec.model is not None:
+        run = TrainingRun(
+            model=job.spec.model,
+            data=job.spec.data,
+            training=job.spec.training,
+            plan=attempt.plan,
+            job_folder=str(folder.path),
+            attempt_folder=str(paths.path),
+            epoch=attempt.number,
+            device="cpu" if virtual else "cuda",
+            nvme_folder=next((device.nvme_folder for device in devices), None),
+        )
+        files.append((str(paths.run), json.dumps(dataclasses.asdict(run))))
+    if _has_deepspeed_file(job.spec, attempt.plan):
+        config = deepspeed_config(attempt.plan, clip_norm=job.spec.training.clip_norm, virtual=bool(virtual))
+        files.append((str(_deepspeed_path(paths)), json.dumps(config)))
+    if job.spec.launch == "accelerate":
+        deepspeed = str(_deepspeed_path(paths))
+        config = accelerate_config(job.spec.knobs, attempt.plan, deepspeed_config_path=deepspeed)
+        files.append((str(_accelerate_path(paths)), yaml.safe_dump(config)))
+    return tuple(files)
+
+
+def _has_deepspeed_file(spec: JobSpec, plan: Plan) -> bool:
+    by_accelerate = spec.knobs.zero_stage is not None and spec.knobs.zero_stage.accelerate == "deepspeed"
+    return spec.knobs.deepspeed_config is not None or (
+        by_accelerate and plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED
+    )
+
+
+def _deepspeed_path(paths: AttemptFolder) -> Path:
+    return paths.path / "deepspeed.json"
+
+
+def _accelerate_path(paths: AttemptFolder) -> Path:
+    return paths.path / "accelerate.yaml"
+
+
+def _links(paths: AttemptFolder) -> Path:
+    return paths.path / "work"
+
+
+def _is_linked(spec: JobSpec) -> bool:
+    return spec.workdir is not None and spec.config is not None and spec.config.flag is None
+
+
+def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
+    """Where the ranks run."""
+    return str(_links(paths)) if _is_linked(spec) else spec.workdir or str(paths.path)
+
+
+def _output_dir(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
+    """An output folder as the script is told of it."""
+    if spec.knobs.output_dir is None or not spec.knobs.output_dir.relative:
+        return str(output)
+    return os.path.relpath(os.path.realpath(output), os.path.realpath(_workdir(spec, paths)))
+
+
+def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
+    """Where the attempt's copy of the config file is: beside its logs, or where the script looks for it."""
+    assert spec.config is not None, "only a job with a config file has a copy of it"
+    return _links(paths) / spec.config.file if spec.config.flag is None else paths.path / Path(spec.config.file).name
+
+
+def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> Told:
+    """The program of every rank of a model's engine is under the guard already; a script is as the user says it."""
+    spec, paths = job.spec, folder.attempt(attempt.number)
+    if spec.command is None:
+        module = ("-m", "orchestrator.training.main", str(paths.run))
+        return Told((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
+    return script_command(
+        spec,
+        attempt.plan,
+        output_dir=_output_dir(spec, paths.output if attempt.probe else folder.output, paths),
+        resume_from=resume_from,
+        deepspeed_config_path=str(_deepspeed_path(paths)),
+        config_path=None if spec.config is None else str(_config_path(spec, paths)),
+        devices=attempt.placement[0].devices,
+    )
+
+
+def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+    """`argv` with the guard between a Python interpreter and its program; other programs run as they are.
+
+    The interpreter's own flags are kept. `python` stands in for a bare `python` or `python3`. A program given by
+    `-c` or on standard input has no file that the guard could run, and stays unguarded.
+    """
+    if not is_python(argv[0]):
+        return argv
+    interpreter, program = _interpreter(argv, python)
+    if not program or program[0] in ("-c", "-"):
+        return (*interpreter, *program)
+    return (*interpreter, str(GUARD), guard_settings, "--", *program)
+
+
+def _self_started(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
+    """A program that starts its ranks itself: each inherits the guard by its environment.
+
+    A Python that was told to ignore that (-I, -E, -S) is given the guard by its path; so far as it passes its flags on,
+    its children stay unwatched, and the record says so.
+    """
+    if not is_python(argv[0]):
+        return argv
+    interpreter, program = _interpreter(argv, python)
+    flags = "".join(word for word in interpreter[1:] if word.startswith("-") and not word.startswith("--"))
+    if not program or program[0] in ("-c", "-") or not {"I", "E", "S"} & set(flags):
+        return (*interpreter, *program)
+    return (*interpreter, str(GUARD), guard_settings, "--", *program)
+
+
+def _interpreter(argv: tuple[str, ...], python: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The interpreter with its flags, and the program with its own."""
+    start = 1
+    while start < len(argv) and argv[start].startswith("-") and argv[start] not in ("-m", "-c", "-"):
+        start += 2 if argv[start] in FLAGS_WITH_A_WORD else 1
+    return (python if argv[0] in ("python", "python3") else argv[0], *argv[1:start]), argv[start:]
+
+
+def _launchers(
+    spec: JobSpec,
+    attempt: Attempt,
+    nodes: Mapping[str, LaunchNode],
+    paths: AttemptFolder,
+    argv: tuple[str, ...],
+    common: Mapping[str, str],
+    master_port: int,
+    python: str,
+) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
+    """One process per node, which starts the ranks of that node. Its script is wrapped, or inherits the guard."""
+    gang = _gang(attempt, nodes, master_port)
+    firsts = started_ranks(spec, attempt.placement)
+    for index, (first, part) in enumerate(zip(firsts, attempt.placement, strict=True)):
+        node = nodes[part.node]
+        env = {**_defaults(node), **common, **gang, **_device_env(node, part.devices)}
+        if spec.launch == "self":
+            program = _self_started(argv, str(paths.guard), python)
+        elif spec.launch == "dora":
+            workers = ("-d", "--ddp_workers", str(len(part.devices))) if len(part.devices) > 1 else ()
+            program = (*argv[:2], *workers, *argv[2:])
+        else:
+            interpreter, script = _interpreter(argv, python)
+            own = _launcher_words(spec, attempt, index, gang, paths)
+            program = (*interpreter, *own, str(GUARD), str(paths.guard), "--", *script)
+        yield part.node, (RankRequest(rank=first, argv=program, env=tuple(sorted(env.items()))),)
+
+
+def _launcher_words(
+    spec: JobSpec, attempt: Attempt, node: int, gang: Mapping[str, str], paths: AttemptFolder
+) -> tuple[str, ...]:
+    """What stands between interpreter and script: the module that starts ranks, and where they meet.
+
+    torch/distributed/run.py; accelerate/commands/launch.py; deepspeed/launcher/launch.py, which the `deepspeed` command
+    itself starts on every node (deepspeed/launcher/runner.py) and which needs no ssh.
+    """
+    counts = [len(part.devices) for part in attempt.placement]
+    where, port = gang["MASTER_ADDR"], gang["MASTER_PORT"]
+    if spec.launch == "torchrun":
+        return (
+            *("-m", "torch.distributed.run", "--nnodes", str(len(counts)), "--nproc-per-node", str(counts[node])),
+            *("--node-rank", str(node), "--master-addr", where, "--master-port", port),
+        )
+    if spec.launch == "accelerate":
+        return (
+            *("-m", "accelerate.commands.launch", "--config_file", str(_accelerate_path(paths))),
+            *("--num_machines", str(len(counts)), "--num_processes", str(sum(counts)), "--machine_rank", str(node)),
+            *("--main_process_ip", where, "--main_process_port", port),
+        )
+    assert spec.launch == "deepspeed", spec.launch
+    world = {part.node: part.devices for part in attempt.placement}
+    told = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    return (
+        *("-m", "deepspeed.launcher.launch", f"--world_info={told}", f"--node_rank={node}"),
+        *(f"--master_addr={where}", f"--master_port={port}"),
+    )
+
+
+def _gang(attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int) -> dict[str, str]:
+    """Where the ranks meet."""
+    alone = len(attempt.placement) == 1
+    first = nodes[attempt.placement[0].node]
+    return {"MASTER_ADDR": "127.0.0.1" if alone else first.address, "MASTER_PORT": str(master_port)}
+
+
+def _ranks(
+    attempt: Attempt,
+    nodes: Mapping[str, LaunchNode],
+    argv: tuple[str, ...],
+    common: Mapping[str, str],
+    master_port: int,
+) -> Iterator[tuple[str, tuple[RankRequest, ...]]]:
+    """Ranks by node, numbered in the placement's order as torchrun would (torch/distributed/run.py)."""
+    world_size = sum(len(part.devices) for part in attempt.placement)
+    gang = {"WORLD_SIZE": str(world_size), **_gang(attempt, nodes, master_port)}
+    rank = 0
+    for part in attempt.placement:
+        node = nodes[part.node]
+        local = {**_device_env(node, part.devices), "LOCAL_WORLD_SIZE": str(len(part.devices))}
+        ranks = []
+        for local_rank in range(len(part.devices)):
+            numbers = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            env = {**_defaults(node), **common, **gang, **local, **numbers}
+            ranks.append(RankRequest(rank=rank, argv=argv, env=tuple(sorted(env.items()))))
+            rank += 1
+        yield part.node, tuple(ranks)
+
+
+def _defaults(node: LaunchNode) -> dict[str, str]:
+    """What the job's own `env` may replace."""
+    defaults = {"OMP_NUM_THREADS": str(max(1, node.cpus // node.devices))}
+    if node.device.kind is DeviceKind.CUDA:
+        defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return defaults
+
+
+def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
+    """NVML counts devices in the order of the PCI bus; CUDA does only when it is told to."""
+    if node.device.kind is DeviceKind.VIRTUAL:
+        return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices)}

@@ -1,0 +1,357 @@
+"""Starts the ranks of one attempt on one node, tells exactly how each ended, and leaves none behind.
+
+Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.process_census import MARK, Census, marked_processes
+from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
+from orchestrator.specs.run import AttemptFolder, training_run_from_json
+
+POLL_S = 0.05
+GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
+GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their own reports
+GRACE_AFTER_ERROR_S = 15.0  # its exception is reported: it should end by itself, but may wait for its peers
+BEFORE_TIMEOUT_S = 900.0
+FENCE_EVERY_S = 0.5
+PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
+PR_SET_PDEATHSIG = 1
+CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
+INHERITED = (
+    Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
+)  # guards every Python process that trains
+HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
+
+
+class NoProgram(Exception):
+    """Exec failed as it would again: no such program or folder, or nothing that this machine can run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """A rank's process while we look after it."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    exit_code: int | None = None  # set after it stands in the .rc file
+
+
+class Launcher:
+    """The ranks of one attempt on one node."""
+
+    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, mark: str) -> None:
+        self._folder = AttemptFolder(attempt_folder)
+        self._epoch_path, self._epoch, self._mark = Path(epoch_path), epoch, mark
+        self._changed = threading.Condition()
+        self._version = 0
+        self._ranks: dict[int, Rank] = {}
+        self._each = 1  # ranks that a process of ours stands for
+        self._state = "idle"  # idle -> starting -> running -> ended
+        self._error: str | None = None
+        self._no_program = False
+        self._stale = False
+        self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
+        self._kills_before = oom_kills()
+        self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
+        self._census = Census(mark, self._folder.guard, self._folder.unwatched)
+
+    def free_port(self) -> int:
+        """A TCP port of this node that nobody listens on."""
+        return free_port()
+
+    def start(
+        self, ranks: Sequence[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str, each: int = 1
+    ) -> dict[str, Any]:
+        """Start (rank, argv, env) once; a second call changes nothing. Answers with the status.
+
+        A process may stand for `each` ranks, the first of which is `rank`: it starts them itself.
+        """
+        with self._changed:
+            if self._state == "idle":
+                self._state, self._each = "starting", each
+                # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
+                threading.Thread(target=self._look_after, args=(list(ranks), workdir), daemon=True).start()
+            self._changed.wait_for(lambda: self._state != "starting", timeout=30)
+            return self._status()
+
+    def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+        """Run what goes before the ranks to its end; its exit code. Raises TimeoutExpired after 15 minutes."""
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        with self._folder.before.open("ab") as log:
+            return subprocess.run(
+                argv,
+                cwd=workdir,
+                env={**base_env(), **env, "ORC_GUARD": "", MARK: self._mark},  # no rank: a process of the host
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=BEFORE_TIMEOUT_S,
+                check=False,
+            ).returncode
+
+    def status(self) -> dict[str, Any]:
+        """How the ranks stand now."""
+        with self._changed:
+            return self._status()
+
+    def wait(self, version: int, timeout_s: float) -> dict[str, Any]:
+        """The status once it is newer than `version`, or after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
+            return self._status()
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM to every rank's process group, SIGKILL after `grace_s`."""
+        with self._changed:
+            if self._state in ("idle", "ended"):
+                self._state = "ended"
+                self._touch()
+                return
+            if grace_s > 0:
+                self._signal(signal.SIGTERM)
+            self._kill_within(grace_s)
+
+    def abort(self, grace_s: float) -> None:
+        """SIGKILL to what lives after `grace_s`: ranks on another node failed, or nothing moves any more."""
+        self._kill_within(grace_s)
+
+    def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
+        """At most `size` bytes of a rank's log from `offset`; empty where there are none."""
+        try:
+            with self._folder.log(rank).open("rb") as log:
+                log.seek(offset)
+                return log.read(min(size, 2**20))
+        except OSError:
+            return b""
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "version": self._version,
+            "state": self._state,
+            "pids": {rank.number: rank.process.pid for rank in self._ranks.values()},
+            "exit_codes": {rank.number: rank.exit_code for rank in self._ranks.values()},
+            "ending": self._kill_at_s is not None,
+            "oom": any(self._any(self._folder.oom, number) for number in self._ranks),
+            "first_ended": self._first_ended,
+            "host_oom_kills": max(0, oom_kills() - self._kills_before),
+            "cpu_s": self._census.cpu_s,
+            "stale": self._stale,
+            "error": self._error,
+            "no_program": self._no_program,
+        }
+
+    def _look_after(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
+        try:
+            if self._superseded():
+                self._error = f"a newer attempt than {self._epoch} exists"
+            else:
+                self._start_all(ranks, workdir)
+        except OSError as error:  # no more processes, no room for a log
+            self._error = f"{type(error).__name__}: {error}"
+            self._kill_within(0)
+        except NoProgram as error:
+            self._error, self._no_program = str(error), True
+            self._kill_within(0)
+        with self._changed:
+            self._state = "running" if self._ranks else "ended"
+            self._touch()
+        next_fence_s = next_census_s = 0.0
+        while any(rank.exit_code is None for rank in self._ranks.values()):  # ends: the watchdog stops hung ranks
+            with self._changed:
+                self._changed.wait(POLL_S)
+            if time.monotonic() >= next_fence_s:
+                next_fence_s = time.monotonic() + FENCE_EVERY_S
+                if self._superseded():
+                    self._kill_within(0)
+            if time.monotonic() >= next_census_s:
+                self._census.take({rank.process.pid for rank in self._ranks.values()})
+                next_census_s = time.monotonic() + CENSUS_EVERY_S
+            self._notice_failure()
+            if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+                self._signal(signal.SIGKILL)
+        try:
+            clear(self._mark, str(self._folder.path), [rank.process.pid for rank in self._ranks.values()])
+        finally:
+            with self._changed:
+                self._state = "ended"
+                self._touch()
+
+    def _start_all(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
+        base = base_env()
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        for number, argv, env in ranks:
+            process = self._started(number, argv, {**base, **env, MARK: self._mark}, workdir)
+            self._ranks[number] = rank = Rank(number=number, process=process)
+            threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
+
+    def _started(
+        self, number: int, argv: tuple[str, ...], env: dict[str, str], workdir: str
+    ) -> subprocess.Popen[bytes]:
+        """A rank's process. Raises NoProgram where exec fails as it always will, OSError otherwise."""
+        with self._folder.log(number).open("ab", buffering=0) as log:
+            try:
+                return subprocess.Popen(
+                    argv,
+                    cwd=workdir,
+                    env=_with_guard(env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=dies_with_parent(),
+                )
+            except OSError as error:
+                if error.errno not in EXEC_ERRORS:
+                    raise
+                why = why_not_started(argv[0], workdir, env) or f"{error.strerror}: {error.filename}"
+                raise NoProgram(f"{why} (on {socket.gethostname()})") from error
+
+    def _reap(self, rank: Rank) -> None:
+        code, ended_ns = rank.process.wait(), time.time_ns()
+        write_durably(self._folder.exit_code(rank.number), str(code))
+        with self._changed:
+            if code != 0 and (self._first_ended is None or ended_ns < self._first_ended[1]):
+                self._first_ended = (rank.number, ended_ns)
+            rank.exit_code = code
+            self._touch()
+
+    def _notice_failure(self) -> None:
+        """On the first rank that failed, give the others a moment for their reports."""
+        for rank in self._ranks.values():
+            if self._any(self._folder.oom, rank.number):
+                self._kill_within(GRACE_AFTER_OOM_S)
+            elif rank.exit_code:
+                self._kill_within(GRACE_AFTER_FAILURE_S)
+            elif self._any(self._folder.error, rank.number):
+                self._kill_within(GRACE_AFTER_ERROR_S)
+
+    def _any(self, report: Callable[[int], Path], number: int) -> bool:
+        """Whether any rank that the process `number` stands for has left this report."""
+        return any(report(rank).exists() for rank in range(number, number + self._each))
+
+    def _kill_within(self, grace_s: float) -> None:
+        """Kill what lives after `grace_s`; an earlier time that was set before holds."""
+        at_s = time.monotonic() + grace_s
+        with self._changed:
+            if self._kill_at_s is None:
+                self._touch()
+            self._kill_at_s = at_s if self._kill_at_s is None else min(self._kill_at_s, at_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self._ranks.values():
+            if rank.exit_code is None and rank.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.process.pid, number)
+
+    def _superseded(self) -> bool:
+        self._stale = self._stale or read_epoch(self._epoch_path) > self._epoch
+        return self._stale
+
+    def _touch(self) -> None:
+        self._version += 1
+        self._changed.notify_all()
+
+
+def base_env() -> dict[str, str]:
+    """What ranks inherit. Extensions are built by tools of this environment (ninja)."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+    base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
+    return base
+
+
+def _with_guard(env: dict[str, str]) -> dict[str, str]:
+    """The variables with those by which Python processes find the guard, before what they name themselves."""
+    if not env.get("ORC_GUARD"):
+        return env
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")]))}
+
+
+def dies_with_parent() -> Callable[[], None]:
+    """A hook for the child between fork and exec: SIGKILL once the forking thread is gone."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def hook() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return hook
+
+
+def clear(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
+    """End every process that an attempt left on this node, and remove what its ranks swapped to files here."""
+    end_tree(mark, sessions)
+    path = AttemptFolder(attempt_folder).run
+    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None  # a script has none
+    if run is None or run.swap_folder is None:
+        return
+    shutil.rmtree(run.swap_folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not there, or a newer attempt swaps beside it
+        run.swap_folder.parent.rmdir()
+
+
+def end_tree(mark: str, sessions: Sequence[int] = ()) -> int:
+    """SIGKILL every process of this user that carries the launcher's mark or lives in one of its ranks' sessions.
+
+    Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
+    """
+    ended = 0
+    for entry in marked_processes(mark, sessions):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            os.kill(int(entry.name), signal.SIGKILL)
+            ended += 1
+    return ended
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all, and have it on the disk."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_epoch(path: Path) -> int:
+    """Number of the job's newest attempt; 0 where none was ever launched."""
+    try:
+        return int(path.read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def oom_kills() -> int:
+    """How often this kernel has killed a process for lack of memory (`oom_kill` of /proc/vmstat); 0 if it won't say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now. Raises OSError where 100 tries found none."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"no free TCP port in {PORTS}")

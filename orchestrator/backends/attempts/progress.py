@@ -1,0 +1,130 @@
+"""Does an attempt still get on? Steps that its ranks and its log tell of, checkpoints, and how long none was new."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.backends.attempts.evidence import heartbeats
+from orchestrator.backends.attempts.script_output import last_saved_s
+from orchestrator.specs.attempt import PROBE_STEPS, Heartbeat, Pace
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.run import AttemptFolder
+
+READ_BYTES_MAX = 4 * 2**20  # of a log at a time: what a rank writes in a tick is less
+PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up and fill caches
+ANOTHER_PACE = 1.1  # times as fast or as slow as known: told, so that ends are expected anew
+PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
+LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+# Of one core, over the limit, before a program of which nobody sees a step counts as at work. Training keeps a thread
+# busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child takes below 1 %.
+CPU_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class LogCounter:
+    """Follows logs and knows the first and the last number that a pattern counted in them."""
+
+    pattern: re.Pattern[bytes]
+    first: int | None = None
+    last: int | None = None
+    _read: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # log -> bytes read, and its unended line
+
+    def follow(self, logs: Sequence[Path]) -> None:
+        """Read on where each log was left."""
+        for path in logs:
+            offset, rest = self._read.get(path, (0, b""))
+            try:
+                with path.open("rb") as log:
+                    log.seek(offset)
+                    new = log.read(READ_BYTES_MAX)
+            except OSError:
+                continue
+            *lines, rest = re.split(rb"[\r\n]", rest + new)  # progress bars end their lines by \r
+            self._read[path] = (offset + len(new), rest[-LINE_BYTES_MAX:])
+            for line in lines:
+                for number in self.pattern.findall(line):
+                    self.last = int(number) if number.isdigit() else self.last
+                    self.first = self.last if self.first is None else self.first
+
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """(first, last), or None where nothing was counted yet."""
+        return None if self.first is None or self.last is None else (self.first, self.last)
+
+
+class Progress:
+    """The watchdog: how long an attempt has stood still beyond its job's limits, and how fast it is."""
+
+    def __init__(
+        self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int], output: Path
+    ) -> None:
+        self._spec, self._folder, self._world_size, self._output = spec, folder, world_size, output
+        self._logs = [folder.log(rank) for rank in started]
+        self._counter = None if spec.progress is None else LogCounter(re.compile(spec.progress.encode()))
+        self._seen: tuple[object, ...] = ()
+        self._beats: Sequence[Heartbeat] = ()
+        self._sign_cpu_s = 0.0  # processor time at the last sign of life
+        self._began_s = self._since_s = time.monotonic()
+
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """The first and the last number that the log told, as `progress` of the job counts."""
+        if self._counter is None:
+            return None
+        self._counter.follow(self._logs)
+        return self._counter.counts
+
+    def pace(self, known_step_s: float, at_s: float) -> Pace | None:
+        """How fast its slowest rank was when last asked whether it hangs; None where that is known, or too early."""
+        timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
+        step_s, steps = max((one for one, _ in timed), default=0.0), min((done for _, done in timed), default=0)
+        if steps < PACE_STEPS or 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE:
+            return None
+        return Pace(steps_done=steps, step_s=step_s, at_s=at_s)
+
+    def is_probed(self) -> bool:
+        """Whether every rank has shown what a step of its plan needs, or has had its time for it."""
+        beats = heartbeats(self._folder, self._world_size)
+        trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
+        return trained or time.monotonic() - self._began_s > PROBE_S_MAX
+
+    def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
+        """Seconds without a training step or a checkpoint, where they are too many; None otherwise.
+
+        A step is one that the guard of some rank saw, or a number that the log counts; before the first, a backward
+        pass. Where nobody watches and nothing is counted, a log that grows is the progress, or processor time
+        (`cpu_s`), unless a device that computed has stood idle for as long (`devices_idle_s`): a loop may swallow every
+        exception and tell of each. That a device is busy tells nothing: a rank that waits in a collective for one that
+        is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its kernels poll). It keeps its processor busy, too: a
+        hang of that kind ends a watched program only, since one that trains unseen must never be taken for hung.
+        """
+        beats, counts = heartbeats(self._folder, self._world_size), self.counts
+        self._beats = beats
+        steps = sum(beat.steps_done for beat in beats)
+        is_watched = any(beat.torch_version for beat in beats) and not self._folder.unwatched.exists()
+        is_unseen = counts is None and not steps and not is_watched
+        seen: tuple[object, ...]
+        if not is_unseen:
+            seen, trains = (steps, counts, self._backwards()), steps > 0 or counts is not None
+        else:
+            size = sum(path.stat().st_size for path in self._logs if path.exists())
+            seen, trains = (size,), size > 0
+        limit_s = self._spec.hang_timeout if trains else self._spec.startup_timeout
+        now_s, at_work = time.monotonic(), is_unseen and cpu_s - self._sign_cpu_s > CPU_SHARE * limit_s
+        if seen != self._seen or at_work:
+            self._seen, self._since_s, self._sign_cpu_s = seen, now_s, cpu_s
+        still_s = max(now_s - self._since_s, devices_idle_s if is_unseen else 0.0)
+        if still_s > limit_s:  # only now: looking for a checkpoint is not for every tick
+            saved_s = last_saved_s(self._spec, self._output)
+            still_s = still_s if saved_s is None else min(still_s, max(0.0, time.time() - saved_s))
+        return still_s if still_s > limit_s else None
+
+    def _backwards(self) -> int:
+        """Backward passes that were seen; 0 where one ran out of memory: a loop may try the same for ever."""
+        if any(self._folder.caught(rank).exists() for rank in range(self._world_size)):
+            return 0
+        return sum(beat.backwards for beat in self._beats)

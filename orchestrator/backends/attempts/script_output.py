@@ -1,0 +1,134 @@
+"""What has a script left, what does it go on from, and what does it lose on the way?"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import Resume
+from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.training.checkpoint.folder import latest_complete, step_of
+
+ZIP_START = b"PK\x03\x04"
+SAFETENSORS_LENGTH_BYTES = 8
+
+
+def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
+    """Where a script leaves what it makes: where it is told to, or in its own working directory."""
+    return jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
+
+
+def missing(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
+    """What `success` asks for and this attempt has not left: files newer than its start, a line of its log."""
+    output, absent = output_folder(spec, jobs), []
+    began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
+    for name in spec.success.artifacts:
+        if not any(path.stat().st_mtime_ns >= began_ns for path in output.glob(name)):
+            absent.append(name)
+    if spec.success.log is not None:
+        pattern = re.compile(spec.success.log.encode())
+        if not any(_has_line(folder.log(rank), pattern) for rank in started):
+            absent.append(f"a log line {spec.success.log!r}")
+    return tuple(absent)
+
+
+def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
+    """The newest whole checkpoint in a script's output folder; None where there is none.
+
+    One of the job's last step is passed over: scripts that end when they count to their last step never end there.
+    """
+    resume, found = spec.resume, []
+    for path in {path for pattern in resume.checkpoints for path in output.glob(pattern)}:
+        step = counted(resume.step, str(path.relative_to(output)))
+        done = step is not None and spec.steps is not None and step >= spec.steps
+        if not done and _is_whole(resume, path):
+            found.append((0 if step is None else step, path.stat().st_mtime_ns, str(path)))
+    return max(found)[2] if found else None
+
+
+def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
+    """What the job's next attempt goes on from: optimizer steps, or whatever else a script's `resume.step` counts."""
+    if spec.is_script:
+        path = newest_checkpoint(spec, output := output_folder(spec, jobs))
+        return None if path is None else counted(spec.resume.step, str(Path(path).relative_to(output)))
+    checkpoint = latest_complete(jobs.checkpoints)
+    return None if checkpoint is None else step_of(checkpoint)
+
+
+def last_saved_s(spec: JobSpec, output: Path) -> float | None:
+    """When anything of a script's checkpoints was last written, in seconds since 1970; None where there are none."""
+    newest = None
+    try:
+        for path in {path for pattern in spec.resume.checkpoints for path in output.glob(pattern)}:
+            for one in (path, *(path.rglob("*") if path.is_dir() else ())):
+                newest = max(newest or 0.0, one.stat().st_mtime)
+    except OSError:  # one is being removed: whoever removes it gets on
+        return time.time()
+    return newest
+
+
+def counted(pattern: str | None, text: str) -> int | None:
+    """The number that the last match of a pattern counts; None where nothing matches."""
+    matches = re.findall(pattern, text) if pattern is not None else []
+    return int(matches[-1]) if matches and matches[-1].isdecimal() else None
+
+
+def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, before: int | None) -> Iterator[str]:
+    """What a script that was to go on from `checkpoint` did not take up again.
+
+    `counts` are the first and last number that it told of its progress, `before` the highest of the attempts before.
+    """
+    if checkpoint is None:
+        return
+    yield from spec.resume.loses
+    reached = max(counted(spec.resume.step, checkpoint) or 0, before or 0)
+    if counts is not None and counts[0] <= 1 < reached:
+        yield f"everything: it began at {counts[0]} again, after {reached}, with {Path(checkpoint).name} there"
+
+
+def _is_whole(resume: Resume, path: Path) -> bool:
+    """Whether a checkpoint has every file that it should have, and each to its end."""
+    try:
+        files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
+        held = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
+        return bool(files) and held and not any(_is_torn(file) for file in files)
+    except OSError:  # it is being removed
+        return False
+
+
+def _is_torn(file: Path) -> bool:
+    """Whether a file stops before its own end, as one does whose writer was killed; only some formats tell.
+
+    torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of safetensors begins
+    with the length of its header, which says where the last tensor ends (huggingface/safetensors, README.md, Format).
+    """
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        start = content.read(len(ZIP_START))
+        if start == ZIP_START:
+            return not zipfile.is_zipfile(file)
+        if file.suffix != ".safetensors" or size < SAFETENSORS_LENGTH_BYTES:
+            return size == 0
+        content.seek(0)
+        header_bytes = int.from_bytes(content.read(SAFETENSORS_LENGTH_BYTES), "little")
+        if header_bytes > size:
+            return True
+        try:
+            header = json.loads(content.read(header_bytes))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return False  # it only has that name: nothing is known of its end
+        return size < SAFETENSORS_LENGTH_BYTES + header_bytes + max(ends, default=0)
+
+
+def _has_line(path: Path, pattern: re.Pattern[bytes]) -> bool:
+    try:
+        with path.open("rb") as log:
+            return any(pattern.search(line) for line in log)
+    except OSError:
+        return False

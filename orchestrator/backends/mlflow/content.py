@@ -1,0 +1,250 @@
+"""What MLflow is told of a job and of its attempts, as plain text and numbers. Nothing here talks to a server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from pydantic import TypeAdapter
+
+from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
+from orchestrator.planning.picture import Picture
+from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import settings
+from orchestrator.specs.profile import UNTIMED
+from orchestrator.specs.state import Job, JobStatus, Observation
+from orchestrator.specs.units import format_bytes, format_seconds
+
+ENDED_FROM_OUTSIDE = (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED)
+TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/validation.py)
+ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
+LOGS_MAX = 8  # failed ranks whose logs are kept
+NOTED_ATTEMPTS = 20
+SHORTEST_HIDDEN = 4  # characters; hiding "1" would leave no text readable
+OUTCOME_TAG = "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
+METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
+
+Hide = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContent:
+    """One MLflow run, without its curves."""
+
+    name: str
+    start_ms: int
+    end_ms: int | None  # None: it goes on
+    status: str  # MLflow's word
+    tags: Mapping[str, str]
+    params: Mapping[str, str]  # never change once said
+    metrics: Mapping[str, float]
+    texts: Mapping[str, str]  # artifacts by path
+    picture: Picture | None = None  # of the frontier
+
+
+def run_key(job: Job, number: int) -> str:
+    """The tag by which a run is found again; number 0 is the job's own run."""
+    return f"{job.key}/{number}"
+
+
+def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
+    """A function that replaces the values of the job's secrets and variables in a text by their names."""
+    values = [(environment.get(name, ""), name) for name in spec.secrets] + [(value, name) for name, value in spec.env]
+    values += [(json.dumps(value)[1:-1], name) for value, name in values]  # as they stand in JSON
+    longest_first = sorted((pair for pair in values if len(pair[0]) >= SHORTEST_HIDDEN), key=lambda p: -len(p[0]))
+
+    def hide(text: str) -> str:
+        for value, name in longest_first:
+            text = text.replace(value, f"[{name}]")
+        return text
+
+    return hide
+
+
+def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:
+    """The run of a whole job; `compare` is the address of its attempts side by side, or empty."""
+    ends = [attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None]
+    end_s = max(ends, default=job.submitted_at_s) if job.status.ended else None
+    metrics = {"attempts": float(len(job.attempts))}
+    if end_s is not None:
+        metrics["total_s"] = end_s - job.submitted_at_s
+    spec = job.spec.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
+    spec |= {"env": {name: "(not shown)" for name, _ in job.spec.env}} if job.spec.env else {}
+    tags = {
+        "status": job.status,
+        "reason": hide(job.reason),
+        "job_spec": hide(json.dumps(spec)),
+        "mlflow.note.content": hide(_note(job, compare)),
+    }
+    params = {
+        "family": job.spec.family_name,
+        "kind": "script" if job.spec.is_script else "model",
+        "global_batch_size": str(job.spec.global_batch_size),
+        "precision": job.spec.precision,
+        "gpus": f"{job.spec.gpus.min}-{job.spec.gpus.max}",
+        "priority": str(job.spec.priority),
+    }
+    return RunContent(
+        name=job.id,
+        start_ms=_ms(job.submitted_at_s),
+        end_ms=None if end_s is None else _ms(end_s),
+        status={JobStatus.SUCCEEDED: "FINISHED", JobStatus.CANCELLED: "KILLED"}.get(job.status, "FAILED"),
+        tags=_cut(tags),
+        params=_cut(params),
+        metrics=metrics,
+        texts={},
+        picture=picture,
+    )
+
+
+def attempt_content(
+    job: Job, attempt: Attempt, hide: Hide, said: Sequence[str] = (), seen: Observation | None = None
+) -> RunContent:
+    """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last.
+
+    `said` are the lessons of its end, `seen` is the outcome that calibrates later predictions.
+    """
+    failure = attempt.failure
+    ended = attempt.status is AttemptStatus.ENDED
+    changed = ", ".join(str(change) for change in attempt.change)
+    tags = {
+        "status": attempt.status,
+        "outcome": failure.kind if failure else "succeeded" if ended else "",
+        "reason": hide(failure.reason) if failure else "",
+        "change": hide(f"{changed} ({attempt.change_reason})" if attempt.change_reason else changed),
+        "engine": attempt.plan.engine,
+        "device": attempt.device,
+        "family": job.spec.family_name,
+        "peak_moment": attempt.estimate.moment,
+    }
+    if attempt.probe:
+        tags["probe"] = "true"
+    if attempt.evidence is not None and attempt.evidence.lost:
+        tags["not_resumed"] = hide(", ".join(attempt.evidence.lost))
+    if doubts := warnings(attempt):
+        tags["warnings"] = hide("; ".join(doubts))[-TEXT_MAX:]
+    if attempt.evidence is not None and attempt.evidence.unwatched:
+        tags["unwatched"] = hide(attempt.evidence.unwatched[0])
+    if attempt.evidence is not None and attempt.evidence.caught:
+        tags["caught_ooms"] = str(sum(report.count for report in attempt.evidence.caught))
+    if failure and failure.excerpt:
+        tags["excerpt"] = hide(failure.excerpt)[-TEXT_MAX:]
+    outcome = "" if seen is None else TypeAdapter(Observation).dump_json(seen).decode()
+    if 0 < len(outcome) <= TEXT_MAX:
+        tags[OUTCOME_TAG] = outcome
+    place = "; ".join(f"{part.node}: {','.join(map(str, part.devices))}" for part in attempt.placement)
+    killed = failure is not None and failure.kind in ENDED_FROM_OUTSIDE
+    return RunContent(
+        name=attempt.name,
+        start_ms=_ms(attempt.launched_at_s),
+        end_ms=_ms(attempt.launched_at_s if attempt.ended_at_s is None else attempt.ended_at_s) if ended else None,
+        status="KILLED" if killed else "FAILED" if failure else "FINISHED",
+        tags=_cut(tags),
+        params=_cut({**settings(attempt.plan), "placement": place}),
+        metrics=_attempt_metrics(attempt, seen),
+        texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
+    )
+
+
+def compare_url(tracking_uri: str, run_ids: tuple[str, ...], experiment_id: str) -> str:
+    """The page of an MLflow server that shows these runs side by side."""
+    runs, experiments = (quote(json.dumps(words)) for words in (list(run_ids), [experiment_id]))
+    return f"{tracking_uri.rstrip('/')}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, int, int]], float]:
+    """(name, value, milliseconds since the launch, step) of each number in the lines, and the new milliseconds.
+
+    Time is the sum of `step_s`, so that the same lines read again give the same points. Lines that are not JSON
+    objects with a step are passed over: a killed rank leaves such.
+    """
+    points = []
+    for text_line in text.splitlines():
+        try:
+            line = json.loads(text_line)
+        except ValueError:
+            continue
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
+        step_s = numbers.get("step_s", 0.0)
+        elapsed_ms += 1000 * step_s if math.isfinite(step_s) else 0.0
+        points += [
+            (name, float(value), round(elapsed_ms), line["step"])
+            for name, value in numbers.items()
+            if METRIC_NAME.fullmatch(name)
+        ]
+    return points, elapsed_ms
+
+
+def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, float]:
+    predicted, overhead_bytes = predicted_peak_bytes(attempt), None if seen is None else seen.overhead_bytes
+    reserved_bytes = None if predicted is None else corrected(attempt.estimate, attempt.correction).reserved_bytes
+    metrics: dict[str, float | None] = {
+        "predicted_peak_bytes": predicted,
+        "predicted_step_s": None if attempt.estimate.source in UNTIMED else attempt.step_s,
+        "correction": attempt.correction,
+        "needed_bytes": attempt.needed_bytes,
+        "fit_probability": attempt.fit_probability,
+        "measured_peak_bytes": attempt.peak_bytes,
+        "predicted_reserved_bytes": reserved_bytes,
+        "measured_reserved_bytes": attempt.reserved_bytes,
+        "measured_overhead_bytes": overhead_bytes,
+        "measured_step_s": attempt.measured_step_s,
+        "predicted_over_measured": predicted / attempt.peak_bytes if predicted and attempt.peak_bytes else None,
+    }
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _texts(attempt: Attempt, hide: Hide) -> dict[str, str]:
+    estimate = corrected(attempt.estimate, attempt.correction)
+    totals = {name: getattr(estimate, name) for name in ("allocated_bytes", "reserved_bytes", "device_bytes")}
+    texts = {
+        "memory_estimate.json": json.dumps(
+            {"moment": estimate.moment, "bytes_by_cause": dict(estimate.by_cause), **totals}, indent=2
+        )
+    }
+    if attempt.evidence is None or attempt.failure is None:
+        return texts
+    failed = [end for end in attempt.evidence.ranks if end.exit_code != 0 and end.log_tail]
+    texts |= {f"logs/rank{end.rank}.txt": hide(end.log_tail)[-ARTIFACT_MAX:] for end in failed[:LOGS_MAX]}
+    errors = attempt.evidence.errors[:LOGS_MAX]
+    texts |= {f"tracebacks/rank{error.rank}.txt": hide(error.traceback)[-ARTIFACT_MAX:] for error in errors}
+    return texts
+
+
+def _note(job: Job, compare: str) -> str:
+    """The job's description in Markdown, shown above its run."""
+    lines = [f"**{job.status}**: {job.reason}", ""]
+    if compare:
+        lines += [f"[Compare the attempts]({compare})", ""]
+    lines += [
+        "| attempt | what changed | predicted peak | measured peak | step | outcome |",
+        "|---|---|---|---|---|---|",
+    ]
+    for attempt in job.attempts[-NOTED_ATTEMPTS:]:
+        predicted, peak, step_s = predicted_peak_bytes(attempt), attempt.peak_bytes, attempt.measured_step_s
+        cells = (
+            str(attempt.number),
+            ", ".join(str(change) for change in attempt.change) or "-",
+            "not known" if predicted is None else format_bytes(predicted),
+            "-" if peak is None else format_bytes(peak),
+            "-" if step_s is None else format_seconds(step_s),
+            attempt.failure.kind if attempt.failure else attempt.status,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cut(texts: Mapping[str, str]) -> dict[str, str]:
+    return {name: str(text)[:TEXT_MAX] for name, text in texts.items()}
+
+
+def _ms(seconds: float) -> int:
+    return int(1000 * seconds)

@@ -1,0 +1,67 @@
+"""Outcomes that other homes left in MLflow, as observations."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrator.backends.mlflow.content import OUTCOME_TAG
+from orchestrator.memory.calibration.calibrate import remembered
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.state import Observation
+
+PAGE = 500  # runs per request
+REQUEST_TIMEOUT_S = 30
+SERVERS = ("http://", "https://")
+SQLITE = "sqlite:///"
+
+log = logging.getLogger(__name__)
+
+
+def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]:
+    """What the attempts of an experiment have measured, as far as it is worth keeping, oldest first.
+
+    Raises ServiceError where MLflow does not answer, SpecError where it has no such experiment, or where no MLflow is:
+    one would be made.
+    """
+    if not tracking_uri.startswith(SERVERS) and not _sqlite_file(tracking_uri).is_file():
+        allowed = f"http://HOST:PORT, or {SQLITE}FILE of a file that is there"
+        raise SpecError("no MLflow is there", path="--from-mlflow", got=tracking_uri, allowed=allowed)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_S))
+    from mlflow import MlflowClient  # 2 s of imports
+    from mlflow.exceptions import MlflowException
+
+    client, texts = MlflowClient(tracking_uri), []
+    try:
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
+            raise SpecError("there is no such experiment", source=tracking_uri, path="--experiment", got=experiment)
+        token = None
+        while True:
+            page = client.search_runs(
+                [known.experiment_id], f"tags.`{OUTCOME_TAG}` LIKE '{{%'", max_results=PAGE, page_token=token
+            )
+            texts += [run.data.tags[OUTCOME_TAG] for run in page]
+            if not (token := page.token):
+                break
+    except MlflowException as error:
+        said = str(error).partition(" with exception")[0][:300]
+        raise ServiceError(f"MLflow at {tracking_uri} does not answer: {said}") from None
+    return remembered(seen for text in texts if (seen := _read(text)) is not None)
+
+
+def _sqlite_file(uri: str) -> Path:
+    return Path(uri.removeprefix(SQLITE) if uri.startswith(SQLITE) else "")
+
+
+def _read(text: str) -> Observation | None:
+    """None where another version of the orchestrator wrote it."""
+    try:
+        return TypeAdapter(Observation).validate_json(text)
+    except ValidationError:
+        log.warning("an outcome cannot be read and is left out: %s", text[:200])
+        return None

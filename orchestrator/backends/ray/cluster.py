@@ -1,0 +1,278 @@
+"""Is there a Ray cluster? Starts and stops an embedded one of virtual devices, and connects to any.
+
+The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.launcher import free_port, write_durably
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.errors import ServiceError
+
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
+STOP_TIMEOUT_S = 15.0
+OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
+STARTED = "Ray runtime started"
+
+RAY_ENV = {
+    # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured, ray 2.60).
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+    # Ray's memory monitor kills the launcher instead of the rank that eats the memory; the kernel names the right one.
+    "RAY_memory_monitor_refresh_ms": "0",
+    # Ranks inherit the niceness of Ray's workers, 15 by default: training would yield to everything else.
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def start(home: Path, cluster: ClusterSpec) -> str:
+    """Start an embedded Ray with a raylet for every node of `cluster`; answers with its address.
+
+    One that runs already under this home is taken as it is, and nodes that it has lost are started again. Raises
+    ServiceError with the end of Ray's own output.
+    """
+    state = started(home)
+    if state is None or find(home) is None:
+        stop(home)
+        home.mkdir(parents=True, exist_ok=True)
+        temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # a Unix socket's path ends at 107 characters
+        state = {"address": f"{LOOPBACK}:{free_port()}", "temp_dir": temp_dir, "processes": []}
+    living = {name for name, pid, ticks in state["processes"] if start_ticks(pid) == ticks}
+    missing = [(name, node) for node in cluster.nodes for name in node.names if name not in living]
+    try:
+        if not living:  # the head must run before others can join it
+            _start_nodes(home, state, missing[:1], head=True)
+            missing = missing[1:]
+        _start_nodes(home, state, missing, head=False)
+    except ServiceError:
+        if not living:
+            stop(home)
+        raise
+    return str(state["address"])
+
+
+def find(home: Path) -> str | None:
+    """Address of the embedded Ray of this home, where its head runs; None otherwise."""
+    state = started(home)
+    if state is None or not state["processes"]:
+        return None
+    _, pid, ticks = state["processes"][0]
+    return state["address"] if start_ticks(pid) == ticks and _accepts(state["address"], 2.0) else None
+
+
+def started(home: Path) -> dict[str, Any] | None:
+    """What `start` noted of the Ray of this home; None where it has none of its own."""
+    try:
+        return json.loads((home / "ray.json").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def stop(home: Path, state: dict[str, Any] | None = None) -> None:
+    """End exactly the processes that `start` began, and what they left behind; nothing running is no error.
+
+    Those that `state` names as `started` gave it, else those that the home names.
+    """
+    state = state or started(home)
+    if state is None:
+        return
+    ours = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
+    for pid in reversed(ours):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    _await_gone(ours, STOP_TIMEOUT_S)
+    # Every node is the leader of a session: agents and workers that outlived their raylet are still members.
+    _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
+    _await_gone(ours, STOP_TIMEOUT_S)
+    shutil.rmtree(state["temp_dir"], ignore_errors=True)
+    if started(home) == state:
+        (home / "ray.json").unlink(missing_ok=True)
+
+
+def connect(address: str, home: Path) -> None:
+    """Connect this process to Ray. Raises ServiceError where it does not answer.
+
+    `ray.init` on a dead address never returns (41 s per internal attempt, still blocked after 300 s), so the port is
+    tried first. A cluster that is not ours takes its token from the caller's environment.
+    """
+    if not _accepts(address, 5.0):
+        raise ServiceError(f"no Ray answers at {address}: start it with `orc up`, or check the address")
+    if (find(home) or "") == address:
+        _take_token(home)
+    if address.startswith(f"{LOOPBACK}:"):
+        stay_on_loopback()
+    import ray
+
+    try:
+        ray.init(
+            address=address,
+            namespace=namespace(home),
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            ignore_reinit_error=True,
+        )
+    except ConnectionError as error:  # a wrong token too, after 20 s
+        raise ServiceError(f"Ray at {address} does not let us in: {error}") from error
+
+
+def namespace(home: Path) -> str:
+    """Where the names of this home's actors and placement groups count: another home may have a job of the same id."""
+    return f"orc-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
+
+
+def token_env(home: Path) -> dict[str, str]:
+    """Variables that let a process into the embedded cluster; the token is created with mode 0600."""
+    path = home / "ray_token"
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
+
+
+def _take_token(home: Path) -> None:
+    """Make Ray of this process use the embedded cluster's token.
+
+    Ray reads these variables once, when it is imported (`ray/_private/authentication_test_utils.py` forgets them so).
+    """
+    os.environ.update(token_env(home))
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def stay_on_loopback() -> None:
+    """Make Ray of this process call this machine 127.0.0.1.
+
+    Ray replaces a given 127.0.0.1 by the address of the default route (`ray/_private/services.py`,
+    resolve_ip_for_localhost) and then listens on every interface; told that it is 127.0.0.1, all of it stays there.
+    """
+    from ray._private import services
+
+    services.get_node_ip_address = lambda address=None: LOOPBACK  # noqa: ARG005
+
+
+def _start_nodes(home: Path, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool) -> None:
+    """Start `nodes` at the same time and note each in ray.json before anything can go wrong with it."""
+    starting = []
+    for name, node in nodes:
+        process, log = _start_node(home, Path(state["temp_dir"]), state["address"], name, node, head=head)
+        _end_members([pid for other, pid, _ in state["processes"] if other == name], state["temp_dir"])
+        state["processes"] = [entry for entry in state["processes"] if entry[0] != name]
+        state["processes"].append([name, process.pid, start_ticks(process.pid)])
+        write_durably(home / "ray.json", json.dumps(state))
+        starting.append((process, log, name))
+    for process, log, name in starting:
+        _await_started(process, log, name)
+
+
+def _start_node(
+    home: Path, temp_dir: Path, address: str, name: str, node: NodeSpec, *, head: bool
+) -> tuple[subprocess.Popen[bytes], Path]:
+    # Ray picks names of sockets by looking which exist: nodes that start together must not look into one folder.
+    own_dir = Path(tempfile.mkdtemp(prefix="n", dir=temp_dir))
+    port = address.rpartition(":")[2]
+    where = ["--head", f"--port={port}", "--include-dashboard=false"] if head else [f"--address={address}"]
+    command = [
+        *(sys.executable, "-m", "orchestrator.backends.ray.start", "start", *where, "--block"),
+        f"--node-ip-address={LOOPBACK}",
+        f"--temp-dir={own_dir}",
+        f"--num-cpus={os.cpu_count() or 1}",
+        "--num-gpus=0",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--resources={json.dumps({f'gpu{index}': 1 for index in range(node.devices)})}",
+        f"--labels=orc-node={name}",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+    ]
+    log_path = own_dir / "start.out"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**_own_env(os.environ), **RAY_ENV, **token_env(home)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the service's end is not Ray's
+        )
+    return process, log_path
+
+
+def _own_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Without what somebody else's Ray, or our own service, put there."""
+    return {name: value for name, value in env.items() if not name.startswith(("RAY_", "ORC_"))}
+
+
+def _await_started(process: subprocess.Popen[bytes], log: Path, name: str) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if STARTED in log.read_text(errors="replace"):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise ServiceError(f"Ray did not start node {name}:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def _accepts(address: str, timeout_s: float) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout_s):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (/proc/<pid>/stat, field 22); None if dead or a zombie.
+
+    A pid with the same ticks is the same process: pids are used again.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _end_members(sessions: list[int], temp_dir: str) -> None:
+    """SIGKILL the processes of these sessions that are Ray's: a session's number may be in use again."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (entry / "cmdline").read_bytes()
+                rays = temp_dir.encode() in command or command.startswith(b"ray::")
+                if rays and os.getsid(int(entry.name)) in sessions:
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _await_gone(pids: list[int], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        for pid in pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if all(start_ticks(pid) is None for pid in pids):
+            return
+        time.sleep(0.05)

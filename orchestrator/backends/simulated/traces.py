@@ -1,0 +1,328 @@
+"""What was submitted when, in traces that others published: every format becomes one Trace."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import cache
+from math import isfinite, lcm
+from pathlib import Path
+
+from orchestrator.backends.simulated.nature import stream
+from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import Guarantee, JobSpec
+from orchestrator.specs.state import Job
+
+Row = Mapping[str, str]
+Shape = tuple[int, ...]  # devices on each node, most first
+
+# Seconds per step of n devices are n ** -SCALING of those of one where a trace tells one number only: the median over
+# the six models of AlibabaPAI/reconfigurable-dl-scheduler that were measured on one and on eight devices of a node
+# (0.52 to 0.92; tests/backends/test_traces.py computes it from the tables).
+SCALING = 0.71
+DEVICES_MAX = 64  # of the numbers that SCALING offers a job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One job: when it comes, what is told of it, and what is true."""
+
+    at_s: float
+    spec: JobSpec
+    deadline_s: float | None = None  # on the same clock
+    rigid_devices: int | None = None  # what its user asked for; None: the most that it can use
+    submitted_step_s: float | None = None  # seconds of a step on those with the plan that it was submitted with
+    shapes: tuple[tuple[Shape, float], ...] = ()  # true seconds per step where they were measured for a placement
+    step_factor: float = 1.0  # true / told seconds per step, on every other placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Arrivals in the order of their times, the first at 0."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a file that others published; its format is known by its columns.
+
+    Raises SpecError where no format has these columns, or where a row says something impossible.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            columns = set(rows.fieldnames or ())
+            read = next((read for wanted, read in FORMATS if wanted <= columns), None)
+            if read is None:
+                known = "; ".join(", ".join(sorted(wanted)) for wanted, _ in FORMATS)
+                raise SpecError(
+                    "no known trace has these columns", source=str(path), got=", ".join(sorted(columns)), allowed=known
+                )
+            return trace_of(path.stem, list(read(path, _numbered(path, rows))))
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(path)) from None
+    except UnicodeDecodeError:
+        raise SpecError("the file is not UTF-8 text", source=str(path)) from None
+
+
+def misjudged(trace: Trace, sigma: float, seed: int) -> Trace:
+    """The same truth, told wrongly: each job's times are off by a factor whose logarithm has deviation `sigma`."""
+    if not sigma:
+        return trace
+    draw = stream(seed, "misjudged")
+    return replace(trace, arrivals=tuple(_misjudged(one, draw.lognormvariate(0.0, sigma)) for one in trace.arrivals))
+
+
+def _misjudged(arrival: Arrival, factor: float) -> Arrival:
+    told = tuple((count, factor * step_s) for count, step_s in arrival.spec.speeds)
+    spec = arrival.spec.model_copy(update={"speeds": told})
+    if spec.guarantee is not None and spec.guarantee.step is not None:
+        request = spec.guarantee.model_copy(update={"step": factor * spec.guarantee.step})
+        spec = spec.model_copy(update={"guarantee": request})
+    return replace(arrival, spec=spec, step_factor=arrival.step_factor / factor)
+
+
+def shaken(trace: Trace, seed: int, *, arrival_s: float, length: float) -> Trace:
+    """Another day like this one: arrivals moved by up to `arrival_s`, lengths by up to a share of `length`.
+
+    Deadlines move with their jobs (Tsafrir, Ouaknine and Feitelson, IPDPS 2007: one trace alone proves nothing).
+    """
+    draw = stream(seed, "shaken")
+    moved = []
+    for one in trace.arrivals:
+        by_s = max(draw.uniform(-arrival_s, arrival_s), -one.at_s)
+        steps = max(1, round((one.spec.steps or 1) * draw.uniform(1 - length, 1 + length)))
+        spec = one.spec.model_copy(update={"steps": steps})
+        deadline_s = None if one.deadline_s is None else one.deadline_s + by_s
+        moved.append(replace(one, at_s=one.at_s + by_s, spec=spec, deadline_s=deadline_s))
+    return trace_of(trace.name, moved)
+
+
+# ------------------------------------------------------------------------------------------------------------ formats
+
+
+def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """AlibabaPAI/reconfigurable-dl-scheduler: steps of an application whose speeds were measured for every plan.
+
+    The best plan of each number of devices is told; what it takes on another placement is true where it was measured.
+    A job with `is_sla` never runs slower than its `exec_plan` on as many devices as it asks for (arXiv:2408.08586,
+    section 5): it is promised that speed.
+    """
+    measured = cache(lambda application: _measured(path.parent.parent / "throughput" / f"{application}.csv"))
+    for where, row in rows:
+        speeds, asked = measured(row["application"]), _whole(where, row, "num_gpus")
+        shapes: dict[Shape, float] = {}  # of the fastest plan on each
+        best: dict[int, float] = {}
+        for (_, shape), step_s in speeds.items():
+            shapes[shape] = min(step_s, shapes.get(shape, step_s))
+            best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
+        submitted_step_s = _submitted_step_s(speeds, row.get("exec_plan") or "", asked)
+        spec = told(row["name"], best, _whole(where, row, "steps"), family=row["application"])
+        if _is_said(where, row, "is_sla"):
+            spec = spec.model_copy(update={"guarantee": request_of(asked, submitted_step_s)})
+        yield Arrival(
+            at_s=_number(where, row, "submission_time"),
+            spec=spec,
+            rigid_devices=asked,
+            submitted_step_s=submitted_step_s,
+            shapes=tuple(shapes.items()),
+        )
+
+
+def _submitted_step_s(speeds: Mapping[tuple[str, Shape], float], plan: str, devices: int) -> float | None:
+    """What a step takes with this plan on the fewest nodes that it was measured on with so many devices."""
+    known = [(len(shape), step_s) for (one, shape), step_s in speeds.items() if one == plan and sum(shape) == devices]
+    return min(known)[1] if known else None
+
+
+def _measured(path: Path) -> dict[tuple[str, Shape], float]:
+    """Seconds per step of each plan on each placement (its digits are devices per node)."""
+    fastest: dict[tuple[str, Shape], float] = {}
+    for where, row in _rows(path):
+        key = row["exec_plan"], tuple(sorted((int(digit) for digit in row["placement"]), reverse=True))
+        step_s = _number(where, row, "iter_time")
+        if step_s > 0:  # 0: it did not run
+            fastest[key] = min(step_s, fastest.get(key, step_s))
+    return fastest
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("nobody measured this application", source=str(path)) from None
+    return _numbered(path, csv.DictReader(text.splitlines()))
+
+
+def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """microsoft/elasticflow-traces: steps, what they took on the devices asked for, and when they have to be done."""
+    for where, row in rows:
+        asked, steps = _whole(where, row, "num_gpu"), _whole(where, row, "num_iteration")
+        yield Arrival(
+            at_s=_number(where, row, "submission_time"),
+            spec=told(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
+            deadline_s=_number(where, row, "deadline"),
+            rigid_devices=asked,
+        )
+
+
+def _elasticflow(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """pkusys/ElasticFlow, figure 8a: steps and deadlines; what a step takes on T4s is in a table of every model."""
+    speeds = cache(lambda model, batch: _table(path.parent.parent / "scheduler/throughputs_T4" / f"{model}.csv", batch))
+    for where, row in rows:
+        yield Arrival(
+            at_s=_number(where, row, "submit_time"),
+            spec=told(row["model_name"], speeds(row["model_name"], row["batch_size"]), _whole(where, row, "iteration")),
+            deadline_s=_number(where, row, "ddl"),
+            rigid_devices=_whole(where, row, "num_gpu"),
+        )
+
+
+def _table(path: Path, batch: str) -> dict[int, float]:
+    """Seconds per step of every number of devices, of which the table tells steps per second; "nan": it did not run."""
+    for where, row in _rows(path):
+        if row["global_batch_size"] == batch:
+            measured = {int(name): row[name] for name in row if name.isdecimal() and row[name] != "nan"}
+            return {count: 1 / _number(where, row, str(count)) for count in measured}
+    raise SpecError("nobody measured this batch size", source=str(path), path="global_batch_size", got=batch)
+
+
+def _scaled(asked: int, step_s: float) -> dict[int, float]:
+    """Seconds per step of every power of two, and of the number asked for."""
+    counts = {2**power for power in range(DEVICES_MAX.bit_length())} | {asked}
+    return {count: step_s * (asked / count) ** SCALING for count in counts if count <= max(asked, DEVICES_MAX)}
+
+
+def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
+    """msr-fiddle/philly-traces: what a job took on the one number of devices that is known; steps of a second."""
+    for where, row in rows:
+        devices = _whole(where, row, "num_gpus")
+        steps = max(1, round(_number(where, row, "duration")))
+        try:
+            at = datetime.fromisoformat(row["timestamp"]).replace(tzinfo=UTC)
+        except ValueError:
+            raise SpecError("not a time", source=where, path="timestamp", got=row["timestamp"]) from None
+        yield Arrival(at_s=at.timestamp(), spec=_like(_second_steps(devices), steps), rigid_devices=devices)
+
+
+@cache
+def _second_steps(devices: int) -> JobSpec:
+    return told("philly", {devices: 1.0}, 1)
+
+
+def _like(spec: JobSpec, steps: int) -> JobSpec:
+    return spec.model_copy(update={"steps": steps})  # tens of thousands of them: not read again
+
+
+FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], Iterator[Arrival]]]] = (
+    ({"name", "submission_time", "application", "num_gpus", "steps"}, _plans),
+    ({"submission_time", "num_iteration", "model_name", "deadline", "num_gpu", "duration"}, _deadlines),
+    ({"submit_time", "iteration", "model_name", "ddl", "batch_size", "num_gpu"}, _elasticflow),
+    ({"timestamp", "duration", "num_gpus"}, _philly),
+)
+
+
+def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
+    """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
+
+    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where none is left.
+    """
+    live = sorted((job for job in jobs if not job.status.ended), key=lambda one: one.order)
+    if not live:
+        raise SpecError("no job runs or waits", source="queue", hint="submit one, or play a trace")
+    known = [job for job in live if job.spec.optimizer_steps is not None]
+    unknown = tuple(job.id for job in live if job.spec.optimizer_steps is None)
+    if unknown and not known:
+        got = ", ".join(unknown[:3])
+        raise SpecError("nobody says how long a job of the queue runs", path="steps", got=got, hint="say `steps`")
+    arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, steps_left(job) or 1)) for job in known]
+    return trace_of("queue", arrivals), unknown
+
+
+def _cut(spec: JobSpec, steps: int) -> JobSpec:
+    """The same job with so many steps."""
+    if spec.is_script:
+        return spec.model_copy(update={"steps": steps})
+    return spec.model_copy(update={"training": replace(spec.training, max_steps=steps)})
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def told(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
+    """A script whose speeds are known; its global batch can be cut over every number of devices."""
+    return JobSpec.model_validate(
+        {
+            "name": re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-")[:40] or "job",
+            "family": family,
+            "command": ("python", "train.py"),
+            "global_batch_size": lcm(*step_s),
+            "steps": steps,
+            "knobs": {"resume_from": {"flag": "--resume"}},
+            "resume": {"on_sigterm": True},
+            "speeds": {str(count): _in_words(each) for count, each in step_s.items()},
+        }
+    )
+
+
+def request_of(gpus: int, step_s: float | None) -> Guarantee:
+    """A promise of the speed of so many devices with a plan of this step time; None: with the fastest."""
+    return Guarantee.model_validate({"gpus": gpus, "step": None if step_s is None else _in_words(step_s)})
+
+
+def _in_words(seconds: float) -> str:
+    return f"{Decimal(repr(seconds)):f}s"
+
+
+def trace_of(name: str, arrivals: list[Arrival]) -> Trace:
+    """The arrivals by time, counted from the first."""
+    if not arrivals:
+        raise SpecError("the trace has no job", source=name)
+    arrivals.sort(key=lambda one: one.at_s)
+    begin_s = arrivals[0].at_s
+    return Trace(
+        name=name,
+        arrivals=tuple(
+            replace(
+                one,
+                at_s=one.at_s - begin_s,
+                deadline_s=None if one.deadline_s is None else one.deadline_s - begin_s,
+            )
+            for one in arrivals
+        ),
+    )
+
+
+def _numbered(path: Path, rows: csv.DictReader[str]) -> Iterator[tuple[str, Row]]:
+    for row in rows:
+        yield f"{path}:{rows.line_num}", row
+
+
+def _number(where: str, row: Row, column: str) -> float:
+    try:
+        number = float(row[column])
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not isfinite(number) or number < 0:
+        raise SpecError("not a number of seconds", source=where, path=column, got=row[column], allowed="0 or more")
+    return number
+
+
+def _is_said(where: str, row: Row, column: str) -> bool:
+    said = (row.get(column) or "0").strip()
+    if said not in ("0", "1"):
+        raise SpecError("neither yes nor no", source=where, path=column, got=said, allowed="0 or 1")
+    return said == "1"
+
+
+def _whole(where: str, row: Row, column: str) -> int:
+    text = (row[column] or "").strip()
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError("not a number of things", source=where, path=column, got=row[column], allowed="1 or more")
+    return int(text)

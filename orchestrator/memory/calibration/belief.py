@@ -1,0 +1,125 @@
+"""How much larger than predicted are the activations of a job that ran out of memory? A distribution of that factor.
+
+An out-of-memory error is a lower bound. Where the capacity of a device says nothing of how far a pass comes, the share
+of its activations that was there is uniform, and what it needs in all follows Pareto's law of index 1 above the bound.
+What the guard saw of the pass narrows that down.
+
+Samples differ, so that a later pass may need more than the one that failed. A training that fails at step k + 1 exceeds
+its bound about once in k + 1 steps; the excesses to come are counted by that rate, and their logarithms are exponential
+(peaks over a threshold: Pickands 1975, Annals of Statistics 3:119).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from orchestrator.memory.calibration.correction import observed_correction
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.state import Observation
+
+# Of the logarithm of a factor. Chosen before the jobs of `make bench-recovery` were drawn, and fitted to none of them:
+# layers differ, and what the loss holds comes last, so that a share of a forward pass is off by a quarter; backward
+# and optimizer follow the peak of the forward pass; a measured step differs from the next by its samples.
+FORWARD_SPREAD, PEAK_SPREAD, MEASURED_SPREAD = 0.25, 0.1, 0.1
+FREEDOM = 4  # of Student's t, whose tails are wider than a normal distribution's: samples may be of any length
+DONE_MIN = 0.02  # of a forward pass: below, its share says little
+STEPS, STEP = 320, 0.02  # of the logarithm: up to 600 times the bound
+# Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly one length to audio
+# of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of them.
+EXCESSES = (0.05, 0.1, 0.2, 0.4)
+STEPS_SUPPOSED = 1000  # still to come, where nobody says how many
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """`shares[i]` is the probability that the factor is at most `least` x exp(i x STEP)."""
+
+    least: float
+    shares: tuple[float, ...]
+
+    def within(self, factor: float) -> float:
+        """The probability that the activations are at most `factor` times what was predicted."""
+        if factor < self.least:
+            return 0.0
+        return self.shares[min(STEPS - 1, int(math.log(factor / self.least) / STEP))]
+
+    def quantile(self, share: float) -> float:
+        """The least factor that is not exceeded with probability `share`."""
+        return self.least * math.exp(STEP * min(STEPS - 1, bisect_right(self.shares, share)))
+
+
+def belief(burst: Sequence[Observation], own: Sequence[Observation], others: Sequence[Observation]) -> Belief:
+    """What is believed of a job after it ran out of memory as `burst` says.
+
+    `own` is what it measured besides, `others` what attempts of its family measured that trained.
+    """
+    bounds = [observed_correction(seen.moments, seen.measured_bytes) for seen in burst]
+    least = max(bounds)
+    known = [math.log(factor / least) for factor in _factors(others) if factor > least]
+    clues = [
+        (math.log(bound / least) - math.log(share), spread)
+        for bound, seen in zip(bounds, burst, strict=True)
+        for share, spread in _clue(seen)
+    ]
+    clues += [(math.log(max(factor, least) / least), MEASURED_SPREAD) for factor in _factors(own)]
+    weights = []
+    for step in range(STEPS):
+        x = step * STEP
+        weight = math.exp(-x) + sum(_student((x - one) / MEASURED_SPREAD) / MEASURED_SPREAD for one in known)
+        weights.append(weight * math.prod(_student((x - centre) / spread) for centre, spread in clues))
+    total, newest = sum(weights), burst[-1]
+    beyond = math.log(bounds[-1] / least)
+    return Belief(
+        least,
+        tuple(
+            one / total * _no_later_excess(newest, step * STEP - beyond) for step, one in enumerate(accumulate(weights))
+        ),
+    )
+
+
+def factor_within(estimate: MemoryEstimate, capacity_bytes: float) -> float:
+    """The largest factor on its activations under which the estimate stays within `capacity_bytes` of one device."""
+    overhead = max(1.0, estimate.reserved_bytes / max(1, estimate.allocated_bytes))
+    allocated = estimate.allocated_bytes + (capacity_bytes - estimate.device_bytes) / overhead
+    return min(
+        (
+            (allocated - moment.counted_bytes) / moment.activation_bytes
+            for moment in estimate.moments
+            if moment.activation_bytes > 0
+        ),
+        default=math.inf if estimate.device_bytes <= capacity_bytes else 0.0,
+    )
+
+
+def _no_later_excess(burst: Observation, x: float) -> float:
+    """The probability that no later pass needs more than exp(x) times the bound of the one that failed.
+
+    Whether samples differ at all is even beforehand. Alike ones fail in the first step; others do so at their rate,
+    of which only the magnitude is unknown: its mean is 1 / ln(steps) where its logarithm is uniform.
+    """
+    left = STEPS_SUPPOSED if burst.steps_left is None else burst.steps_left
+    first = 1 / math.log(max(left, 3))
+    differ = 1.0 if burst.steps_done else first / (1 + first)
+    rate = left / (burst.steps_done + 1) if burst.steps_done else left * first
+    none = sum(math.exp(-rate * math.exp(-x / excess)) for excess in EXCESSES) / len(EXCESSES)
+    return 1 - differ + differ * none
+
+
+def _factors(seen: Sequence[Observation]) -> list[float]:
+    return [observed_correction(one.moments, one.measured_bytes) for one in seen]
+
+
+def _clue(seen: Observation) -> list[tuple[float, float]]:
+    """(share of its activations that was there, spread of the logarithm), where the guard's account tells."""
+    if seen.phase == "forward" and seen.pass_done is not None:
+        return [(max(DONE_MIN, seen.pass_done), FORWARD_SPREAD)]
+    return [(1.0, PEAK_SPREAD)] if seen.phase in ("backward", "optimizer") else []
+
+
+def _student(value: float) -> float:
+    """Student's density, but for its constant (Gelman et al. 2013, Bayesian Data Analysis, appendix A)."""
+    return float((1 + value * value / FREEDOM) ** (-(FREEDOM + 1) / 2))

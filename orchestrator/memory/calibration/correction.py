@@ -1,0 +1,94 @@
+"""What would an estimate be if its activations were so many times as large? How large were they?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from orchestrator.memory.engines.moments import ACTIVATIONS
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
+
+
+def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
+    """The least factor on the activations under which some moment reaches `measured_bytes`.
+
+    At least 1: a plan that needed less than predicted says nothing about the plans that are still to come, and a wrong
+    "fits" costs an attempt where a wrong "too big" costs speed.
+    """
+    factors = (
+        (measured_bytes - moment.counted_bytes) / moment.activation_bytes
+        for moment in moments
+        if moment.activation_bytes > 0
+    )
+    return max(1.0, min(factors, default=1.0))
+
+
+def corrected(estimate: MemoryEstimate, correction: float) -> MemoryEstimate:
+    """The estimate at the moment that is its worst with its activations times `correction`.
+
+    Where that is another moment than was estimated, what follows from counting is one sum.
+    """
+    allocated_bytes = corrected_allocated_bytes(estimate, correction)
+    if allocated_bytes == estimate.allocated_bytes:
+        return estimate
+    worst = max(estimate.moments, key=lambda one: one.counted_bytes + correction * one.activation_bytes)
+    counted = tuple((cause, count) for cause, count in estimate.by_cause if cause != ACTIVATIONS)
+    if worst.name != estimate.moment or sum(count for _, count in counted) != worst.counted_bytes:
+        counted = (("all that is counted", worst.counted_bytes),)
+    growth = corrected_bytes(estimate, correction) - estimate.device_bytes
+    return replace(
+        estimate,
+        moment=worst.name,
+        by_cause=((ACTIVATIONS, allocated_bytes - worst.counted_bytes), *counted),
+        allocated_bytes=allocated_bytes,
+        reserved_bytes=estimate.reserved_bytes + growth,
+        device_bytes=estimate.device_bytes + growth,
+    )
+
+
+def corrected_bytes(estimate: MemoryEstimate, correction: float) -> int:
+    """Device bytes of the estimate with its activations times `correction`; never below the estimate itself.
+
+    The allocator's overhead grows with what it holds; context and communicators stay.
+    """
+    growth = corrected_allocated_bytes(estimate, correction) - estimate.allocated_bytes
+    overhead = estimate.reserved_bytes / max(1, estimate.allocated_bytes)
+    return estimate.device_bytes + math.ceil(growth * max(1.0, overhead))
+
+
+def corrected_allocated_bytes(estimate: MemoryEstimate, correction: float) -> int:
+    """Allocated peak of the estimate with its activations times `correction`; never below the estimate itself."""
+    return corrected_peak(estimate.allocated_bytes, estimate.moments, correction)
+
+
+def corrected_peak(predicted_bytes: int, moments: Sequence[MomentBytes], correction: float) -> int:
+    """Allocated peak of these moments with their activations times `correction`; never below the predicted one."""
+    if correction <= 1.0:
+        return predicted_bytes
+    grown = (moment.counted_bytes + correction * moment.activation_bytes for moment in moments)
+    return max(predicted_bytes, math.ceil(max(grown, default=0.0)))
+
+
+def is_known(estimate: MemoryEstimate, correction: float) -> bool:
+    """Whether the estimate is a prediction: of a script that declares nothing it is not, before it failed once."""
+    return estimate.source is not Source.ASSUMED or correction > 1.0
+
+
+def predicted_peak_bytes(attempt: Attempt) -> int | None:
+    """Allocated peak that was expected of the attempt at its launch; None where nothing was known of its memory yet."""
+    if not is_known(attempt.estimate, attempt.correction):
+        return None
+    return corrected_allocated_bytes(attempt.estimate, attempt.correction)
+
+
+def lasting(moments: Iterable[MomentBytes]) -> tuple[MomentBytes, ...]:
+    """The moments that can be the worst at some factor on the activations of at least 1, each once."""
+    found: list[MomentBytes] = []
+    total = -1
+    for moment in sorted(set(moments), key=lambda one: (one.activation_bytes, one.counted_bytes), reverse=True):
+        if moment.counted_bytes + moment.activation_bytes > total:
+            total = moment.counted_bytes + moment.activation_bytes
+            found.append(moment)
+    return tuple(found)

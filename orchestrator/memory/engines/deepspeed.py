@@ -1,0 +1,296 @@
+"""Moments of DeepSpeed 0.19.8 at ZeRO stages 0 to 3 (Rajbhandari et al. 2020, arXiv:1910.02054)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
+from orchestrator.memory.engines.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
+from orchestrator.memory.engines.optimizers import state_bytes, temporaries
+from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
+from orchestrator.specs.profile import ModelProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """DeepSpeed's buffers in elements, as `engines/deepspeed_settings.py` sets them (a test compares the two)."""
+
+    reduce: int
+    live: int  # stage 3: gathered at a time; 0: one tensor
+    persistent: int  # stage 3: smaller tensors are never cut; norms only, which no estimate has to count
+    overlap: bool  # stage 3: reduce one bucket while the next one fills
+    swapped: int  # NVMe: of the masters that come in at a time
+    copies: int  # stage 3: of a bucket while it is reduced, sorted by ranks and, by gloo, once more
+
+
+VIRTUAL_BUCKETS = Buckets(reduce=2**19, live=0, persistent=1_000, overlap=False, swapped=2**18, copies=2)
+CUDA_BUCKETS = Buckets(
+    reduce=50_000_000, live=1_000_000_000, persistent=100_000, overlap=True, swapped=100_000_000, copies=1
+)
+
+
+def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> list[Moment]:
+    """Moments of a rank under the plan's ZeRO stage.
+
+    Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11): flat
+    parameters, fp32 masters and moments of this rank's share, gradients as each stage keeps them, and an optimizer
+    that works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
+    """
+    buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
+    profile, dp, stage = rank.held, plan.layout.dp, plan.zero_stage
+    count, width = profile.trained_parameters, _width(plan)
+    shard = -(-count // dp)
+    share = count if stage is ZeroStage.NONE else shard
+    at_once = max(profile.turns, default=count)  # of recipes that train in turn, each has an engine of its own
+    on_device = int(plan.offload is Offload.NONE)
+    held = -(-profile.weight_bytes(width) // (dp if stage is ZeroStage.PARAMETERS else 1))
+    fixed = (
+        ("parameters", 0 if plan.offload is Offload.PARAMETERS else held),
+        ("master weights", on_device * FP32_BYTES * share if stage is not ZeroStage.NONE else 0),
+        ("optimizer states", on_device * state_bytes(profile, plan, 1 if stage is ZeroStage.NONE else dp)),
+        ("workspace", profile.workspace_bytes),
+    )
+    found = []
+    for at in places:
+        passage = rank.passages[at]
+        if passage.point is not Point.ARRIVAL or _reductions(profile, plan, buckets, passage)[0]:
+            found.append(Moment(passage.name, (*fixed, *_transients(profile, plan, buckets, passage)), at))
+    found.append(_build(rank, plan))
+    if stage >= ZeroStage.GRADIENTS:
+        found.append(Moment("last gradient reduction", (*fixed, *_last_reduction(profile, plan, buckets))))
+    if stage is ZeroStage.NONE:
+        updated = temporaries(plan, profile.largest_trained, cuda=cuda, before=profile.updated_before_largest)
+    else:
+        updated = temporaries(plan, -(-at_once // dp), cuda=cuda)
+    if stage is ZeroStage.NONE:
+        gradients = ("gradients", width * at_once)
+        found.append(Moment("gradient reduction", (*fixed, gradients, ("gradient buckets", width * at_once))))
+        found.append(Moment("optimizer step", (*fixed, gradients, ("optimizer temporaries", updated))))
+        return found
+    kept = width * (shard + _buckets(profile) * buckets.reduce) if stage is ZeroStage.PARAMETERS else 0
+    step = (
+        ("gradients", on_device * (kept + FP32_BYTES * -(-at_once // dp))),
+        ("optimizer temporaries", on_device * updated),
+    )
+    found.append(Moment("optimizer step", (*fixed, *step)))
+    return found
+
+
+def tells_recomputed_apart(profile: ModelProfile, plan: Plan) -> bool:
+    """Whether what `moments` counts on CUDA follows from what is recomputed: what views hold, and what a trace saw."""
+    viewed = plan.zero_stage is ZeroStage.PARAMETERS and any(segment.viewed for segment in profile.segments)
+    return viewed or (plan.zero_stage >= ZeroStage.GRADIENTS and bool(profile.moments))
+
+
+def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """Host memory of one rank that offloads to files: fp32 buffers of master, gradient and moments, and of parameters.
+
+    `engines/deepspeed_nvme.py` asks for the first four; DeepSpeed's default is five of the largest parameter's part
+    (deepspeed/runtime/zero/offload_config.py).
+    """
+    largest = -(-max(segment.largest_parameter for segment in profile.segments) // plan.layout.dp)
+    return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * _width(plan) * largest
+
+
+def _build(rank: Rank, plan: Plan) -> Moment:
+    """Every rank has the module in fp32 before DeepSpeed cuts it: at stage 3 a layer, or all that is none, at a time.
+
+    Stages 1 and 2 then copy what is trained of it into a flat tensor.
+    """
+    profile, width = rank.held, _width(plan)
+    made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
+    if plan.zero_stage is ZeroStage.PARAMETERS:
+        layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
+        rest = sum(part.weight_bytes(FP32_BYTES) for part in profile.segments if not part.is_unit)
+        cut = 0 if plan.offload is Offload.PARAMETERS else -(-cast // plan.layout.dp)
+        return Moment("build", (("parameters", cut), ("whole module", max(layer, rest))))
+    flat = width * profile.trained_parameters if plan.zero_stage is not ZeroStage.NONE else 0
+    return Moment("build", (("whole module", max(made - flat, cast if flat else 0)), ("flat copy", flat)))
+
+
+def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> Causes:
+    """Gradients, buckets and gathered parameters at a point of the forward or backward pass.
+
+    A tensor that no bucket holds is there until it is reduced. Stages 1 and 2 make the bucket at the first gradient
+    (`setup_buckets` in deepspeed/runtime/zero/stage_1_and_2.py). Stage 2 makes the buffer of its share when it has
+    reduced for the first time, and what it copied for that has gone (`copy_grads_in_partition` behind `average_tensor`
+    in deepspeed/runtime/zero/stage_1_and_2.py).
+    """
+    width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
+    count = passage.turn or profile.trained_parameters
+    accumulates = plan.gradient_accumulation_steps > 1
+    begun = passage.backward and passage.done + passage.own > 0
+    own = passage.fresh
+    if stage <= ZeroStage.OPTIMIZER:
+        gradients = count + own if accumulates else passage.done + passage.own
+        bucket = buckets.reduce if stage is ZeroStage.OPTIMIZER and (begun or accumulates) else 0
+        return (("gradients", width * gradients), ("gradient buckets", width * bucket))
+    reductions, has_reduced = _reductions(profile, plan, buckets, passage)
+    if stage is ZeroStage.GRADIENTS:
+        partition = _partition(profile, dp)
+        partitions = partition * (int(accumulates) + int(has_reduced))
+        bucket = buckets.reduce if begun else 0
+        meets = _meets(profile, passage) or passage.own == passage.segment.trained_parameters
+        alone = copied = 0
+        for one in reductions:
+            if alone < one.elements > buckets.reduce:
+                alone = one.elements
+            if meets:
+                copied = max(copied, _copied(one.elements, dp) - (partition if one.is_first else 0))
+        return (("gradients", width * (partitions + own + alone)), ("gradient buckets", width * (bucket + copied)))
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+    waiting = passage.own if passage.own < passage.segment.leaf_until else 0
+    kept, copies, gathered = own + waiting, 0, _gathered(profile, plan, buckets, passage)
+    meets = _meets(profile, passage)
+    for one in reductions:
+        alone = one.elements if one.elements > buckets.reduce else 0
+        held = (0 if one.waiting else own) + one.waiting + alone
+        copied = buckets.copies * one.elements - alone if meets else 0
+        beside = _gathered(profile, plan, buckets, passage, in_leaf=True) if one.waiting else gathered
+        if held + copied + beside > kept + copies + gathered:
+            kept, copies, gathered = held, copied, beside
+    return (
+        ("gradients", width * (-(-profile.trained_parameters // dp) + kept)),
+        ("gradient buckets", width * (bucket + copies)),
+        ("gathered parameters", width * gathered),
+    )
+
+
+def _gathered(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage, *, in_leaf: bool = False) -> int:
+    """Elements that stage 3 has gathered; `in_leaf`: while what waits of the part's leaf is reduced.
+
+    It gathers the tensors of one module at a time: one where it comes to lie, several side by side, of which each is
+    then copied (`AllGatherCoalescedHandle.wait` in deepspeed/runtime/zero/partition_parameters.py). But a layer that is
+    recomputed keeps all of its own, each until its gradient is made: the recomputation saves views of them
+    (torch/utils/checkpoint.py, _recomputation_hook, torch 2.13.0). A single rank uses what it has (`NoGatherHandle` in
+    partition_parameters.py). A leaf is gathered until all of it has gone backward.
+    """
+    if plan.layout.dp == 1 and plan.offload is not Offload.PARAMETERS:
+        return 0
+    segment = passage.segment
+    recomputed = plan.activation_checkpointing is not ActivationCheckpointing.NONE
+    is_made = passage.peak is None or segment.is_unit or segment.looked_up > 0 or passage.own > 0
+    at_once = segment.largest_parameter if is_made else 0  # a loss of whole logits comes before its head
+    if recomputed and passage.backward:
+        at_once += segment.parameters - max(passage.own, at_once)
+    if passage.backward and passage.point is not Point.START:
+        at_once = max(at_once, segment.looked_up)
+    leaf_ended = 0 < segment.leaf_until <= passage.own
+    side_by_side = segment.side_by_side * (2 if passage.point is Point.START else 1)
+    if leaf_ended and not in_leaf:
+        side_by_side = 0
+    at_once = min(at_once, max(segment.parameters, segment.largest_parameter))  # which a head may share
+    if passage.outside:
+        at_once = side_by_side = 0
+    gathered = min(profile.parameters, buckets.live) or max(at_once, side_by_side)
+    if passage.backward and not buckets.live:
+        gathered += _looked_up(profile, passage.place)
+    return gathered if recomputed else gathered + _held_by_views(profile, passage, leaf_ended=leaf_ended)
+
+
+def _looked_up(profile: ModelProfile, place: int) -> int:
+    """Elements of tables behind the place: let go when a module's inputs have gradients, which a lookup's never have.
+
+    (`_post_backward_module_hook` in deepspeed/runtime/zero/parameter_offload.py.)
+    """
+    return sum(segment.count * segment.looked_up for segment in profile.segments[place + 1 :])
+
+
+def _held_by_views(profile: ModelProfile, passage: Passage, *, leaf_ended: bool) -> int:
+    """Gathered weights that outlive their release, which gives the parameter other memory: a saved view has the old.
+
+    (`free_param` in deepspeed/runtime/zero/partition_parameters.py.) They go when their part has gone backward, or the
+    leaf in it.
+    """
+    before = sum(segment.count * segment.viewed for segment in profile.segments[: passage.place])
+    ended = leaf_ended or passage.point is Point.END
+    return before + passage.segment.viewed * (passage.segment.count - passage.position - ended)
+
+
+def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Causes:
+    """Behind the backward pass stages 2 and 3 reduce what their bucket still has: all, where it fits in.
+
+    (`independent_gradient_partition_epilogue` in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.) Stage 2 copies
+    it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
+    deepspeed/runtime/comm/coalesced_collectives.py).
+    """
+    width, dp = _width(plan), plan.layout.dp
+    at_once, leaves = max(profile.turns, default=profile.trained_parameters), plan.zero_stage is ZeroStage.PARAMETERS
+    rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
+    if plan.zero_stage is ZeroStage.GRADIENTS:
+        partition, copied = _partition(profile, dp), _copied(rest, dp)
+        if rest == at_once:  # the first reduction too
+            copied = max(0, copied - partition)
+        held = partition * (2 if plan.gradient_accumulation_steps > 1 else 1)
+        return (("gradients", width * held), ("gradient buckets", width * (buckets.reduce + copied)))
+    bucket = buckets.reduce * (2 if buckets.overlap else 1) * _buckets(profile)
+    shard = -(-profile.trained_parameters // dp)
+    looked_up = 0 if dp == 1 and plan.offload is not Offload.PARAMETERS else _looked_up(profile, -1)
+    return (
+        ("gradients", width * shard),
+        ("gradient buckets", width * (bucket + buckets.copies * rest)),
+        ("gathered parameters", width * looked_up),
+    )
+
+
+def _copied(reduced: int, dp: int) -> int:
+    """Elements of what stage 2 reduces at a time that lie beside it: none where a lone rank has all in one piece.
+
+    (What goes to several ranks is put together in `allreduce_bucket`, whose `flatten` gives a single tensor back as it
+    is: deepspeed/runtime/zero/stage_1_and_2.py, torch/csrc/utils/tensor_flatten.h.)
+    """
+    return reduced if dp > 1 else 0
+
+
+def _reductions(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Passage) -> tuple[list[Reduction], bool]:
+    """What is reduced while the part goes backward, and whether anything was by then.
+
+    That is when a gradient comes that the bucket has no room for: a trace knows what is live then. At its other moments
+    only what no bucket holds is there, until it is reduced with the next gradient.
+    """
+    if not passage.backward:
+        return [], False
+    if profile.turns:  # a bucket for each, of whose parts the profile does not tell
+        least = passage.done + passage.own > buckets.reduce
+        return ([Reduction(0, min(buckets.reduce, passage.done))] if least else []), least
+    found = filling(profile, buckets.reduce, leaves=plan.zero_stage is ZeroStage.PARAMETERS)
+    part = passage.place, passage.position
+    peaked = passage.segment.is_unit or passage.peak is not None or passage.point is Point.ARRIVAL
+    own = passage.own if peaked else passage.segment.trained_parameters
+    if passage.point is Point.ARRIVAL:
+        return [one for one in found.at(part, own - 1) if one.own >= passage.since], found.has_begun(part, own - 1)
+    if profile.moments or passage.segment.arrivals:
+        large = [one for one in found.at(part, own) if one.elements > buckets.reduce and (one.own == own or not peaked)]
+        return large, found.has_begun(part, own - peaked)
+    if not passage.segment.peaks:
+        return found.at(part, own), found.has_begun(part, own)
+    earlier = max((peak.own for peak in passage.segment.peaks if peak.own < own), default=0)
+    reduced = [one for one in found.at(part, own - 1) if one.own >= earlier]  # each peak meets those of its gradients
+    return reduced, found.has_begun(part, own - 1)
+
+
+def _meets(profile: ModelProfile, passage: Passage) -> bool:
+    """Whether what is reduced is copied beside what is live at this moment: at arrivals, where those are known."""
+    known = bool(profile.moments or passage.segment.arrivals)
+    return passage.point is Point.ARRIVAL or bool(profile.turns) or not known
+
+
+def _buckets(profile: ModelProfile) -> int:
+    """Stage 3 makes its bucket once and keeps it; of recipes that train in turn, each has one."""
+    return max(1, len(profile.turns))
+
+
+def _partition(profile: ModelProfile, dp: int) -> int:
+    """Elements of the buffer in which stage 2 keeps the gradients of its share: of all tensors that reach into it.
+
+    (`copy_grads_in_partition` in deepspeed/runtime/zero/stage_1_and_2.py.)
+    """
+    if not profile.turns:
+        return largest_share(profile, dp)
+    most = max(profile.turns)
+    return min(most, -(-most // dp) + 2 * profile.largest_trained)
+
+
+def _width(plan: Plan) -> int:
+    return FP32_BYTES if plan.precision is Precision.FP32 else 2

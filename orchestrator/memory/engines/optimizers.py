@@ -1,0 +1,49 @@
+"""What an update rule keeps for every parameter, and what it holds for a moment while it runs."""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.memory.engines.moments import FP32_BYTES
+from orchestrator.specs.plan import Offload, Optimizer, Plan, Sharding, ZeroStage
+from orchestrator.specs.profile import ModelProfile
+
+ADAM_BYTES = 8  # exp_avg and exp_avg_sq in fp32 (Kingma and Ba 2015, arXiv:1412.6980)
+SGD_BYTES = 4  # the momentum buffer; counted where momentum is 0 too, since the plan does not say
+# Both moments in a byte each, and the fp32 largest value of every block of 256 (bitsandbytes/optim/optimizer.py).
+ADAM_8BIT_BYTES = 2 + 2 * 4 / 256
+
+
+def state_bytes(profile: ModelProfile, plan: Plan, shards: int) -> int:
+    """Bytes of the optimizer's states on a rank that has one of `shards` equal shards of what is trained."""
+    trained = profile.trained_parameters
+    has_masters = plan.zero_stage is not ZeroStage.NONE and plan.sharding is Sharding.DEEPSPEED
+    narrow = 1 if has_masters else FP32_BYTES // profile.parameter_bytes  # torch.optim's have their weight's type
+    if plan.optimizer is Optimizer.ADAFACTOR:
+        return FP32_BYTES * -(-_factored(profile) // shards)
+    if plan.optimizer is Optimizer.ADAMW_8BIT:
+        return math.ceil(ADAM_8BIT_BYTES * trained / shards)
+    return (SGD_BYTES if plan.optimizer is Optimizer.SGD else ADAM_BYTES) // narrow * -(-trained // shards)
+
+
+def temporaries(plan: Plan, elements: int, *, cuda: bool, before: int = 0) -> int:
+    """Bytes held while a tensor of so many elements is updated.
+
+    torch/optim: fused rules, which run on CUDA, hold none; AdamW one by one holds two, the others one. AdamW's
+    denominator for the tensor that went `before` lives until that for the next one is there (torch/optim/adam.py,
+    _single_tensor_adam, torch 2.13.0).
+    """
+    if plan.optimizer is Optimizer.ADAMW_8BIT:
+        return 0
+    if cuda and plan.offload is Offload.NONE and plan.optimizer is not Optimizer.ADAFACTOR:
+        return 0
+    return FP32_BYTES * (2 * elements + before if plan.optimizer is Optimizer.ADAMW else elements)
+
+
+def _factored(profile: ModelProfile) -> int:
+    """Elements of the factored second moments (Shazeer and Stern 2018, arXiv:1804.04235, section 3)."""
+    return sum(
+        segment.count
+        * (segment.factored if segment.factored is not None else 2 * math.isqrt(segment.trained_parameters))
+        for segment in profile.segments
+    )

@@ -1,0 +1,223 @@
+"""Moments of the torch engine: DistributedDataParallel, and FSDP2's fully_shard on every layer and on the root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from orchestrator.memory.engines.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Point, Rank
+from orchestrator.memory.engines.optimizers import state_bytes, temporaries
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+
+
+def ddp_moments(
+    rank: Rank, plan: Plan, places: Iterable[int], *, bucket_views: bool, cuda: bool, foreach: bool = False
+) -> list[Moment]:
+    """Moments of a rank that holds its part of the model whole (Li et al. 2020, arXiv:2006.15704).
+
+    With several data-parallel ranks there are buckets for all gradients from the start. Under `bucket_views` they are
+    the gradients, but for accumulation: what micro-batches without synchronisation leave lies beside them until the
+    last one, in whose backward pass it goes into the buckets: of two micro-batches the second has less and less of it.
+    A single rank has no buckets, and its gradients appear as the backward pass goes on.
+    """
+    profile, count, width = rank.held, rank.trained_parameters, rank.held.parameter_bytes
+    buckets = width * count if plan.layout.dp > 1 else 0
+    fixed = (
+        ("parameters", rank.weight_bytes),
+        ("optimizer states", state_bytes(profile, plan, 1)),
+        ("gradient buckets", buckets),
+        ("workspace", profile.workspace_bytes),
+    )
+
+    def gradients(passage: Passage) -> int:
+        if rank.accumulates:
+            whole = passage.turn or count
+            if buckets and bucket_views and plan.gradient_accumulation_steps == 2 and plan.layout.pp == 1:
+                whole = max(passage.done + passage.own, whole - passage.done)
+            return width * (whole + passage.fresh)
+        if buckets and bucket_views and plan.layout.pp == 1:
+            return width * passage.fresh
+        return width * (passage.done + passage.own)
+
+    found = []
+    for at in places:
+        passage = rank.passages[at]
+        found.append(Moment(passage.name, (*fixed, ("gradients", gradients(passage))), at))
+    own = 0 if buckets and bucket_views else width * max(profile.turns, default=count)
+    largest, before = profile.largest_trained, profile.updated_before_largest
+    temporary = width * count if foreach else temporaries(plan, largest, cuda=cuda, before=before)
+    found.append(Moment("optimizer step", (*fixed, ("gradients", own), ("optimizer temporaries", temporary))))
+    return found
+
+
+def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, foreach: bool = False) -> list[Moment]:
+    """Moments of a rank that holds a shard: parameters, gradients and optimizer states are split over dp.
+
+    Layers are units of their own, everything else is the root unit, which stays gathered from forward to the
+    end of backward (Zhao et al. 2023, arXiv:2304.11277). While a part goes backward, the one before it is gathered
+    ahead into a flat buffer, and the gradients of the one behind it are still in the buffer of their reduce-scatter.
+    At stage 2 every part stays gathered from its forward to its backward pass. A single rank copies its weights where
+    they are used, without flat buffers and ahead of nothing (`wait_for_unshard` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). HSDP cuts over dp / dp_replicate ranks,
+    and keeps the shards that it reduces between its copies until the backward pass is over (`finalize_backward` in
+    the same file), beside those to which they are added.
+    """
+    profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
+    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
+    device, fixed = _on_device(plan), _shards(rank, plan)
+    copies = int(plan.dp_replicate > 1)
+    of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
+    for passage in rank.passages if profile.turns else ():
+        of_turn[passage.turn] = max(of_turn.get(passage.turn, 0), passage.done + passage.own)
+    found: list[Moment] = []
+    for at in places:
+        passage = rank.passages[at]
+        if plan.layout.pp > 1:
+            transients = _pipelined(rank, passage, compute)
+        else:
+            transients = _unit(rank, plan, passage, compute, shards, gloo=not cuda)
+        # of reduced gradients the rank has a shard
+        fresh = max(0, passage.done - passage.ends_done)
+        whole = of_turn.get(passage.turn, rank.trained_parameters)
+        reduced = 0 if plan.layout.pp > 1 else whole + copies * fresh if rank.accumulates else fresh
+        gradients = ("gradients", device * profile.parameter_bytes * -(-reduced // shards))
+        found.append(Moment(passage.name, (*fixed, gradients, *transients), at))
+    unit = max((segment.parameters for segment in profile.segments if segment.count > 1), default=0)
+    if unit and plan.layout.pp == 1 and shards > 1 and not profile.moments:
+        gathering = _last_gathering(rank, plan, unit, compute, shards, device)
+        found.append(Moment("gathering of last layer", (*fixed, *gathering), FORWARDED))
+    if unit and plan.layout.pp > 1:
+        found.append(Moment("gradient reduction of a layer", (*fixed, *_first_reduction(rank, unit, compute))))
+    reduction = _root_reduction(rank, plan, shards, device, gloo=not cuda)
+    found.append(Moment("gradient reduction of the root", (*fixed, *reduction)))
+    if device:
+        largest, before = (-(-each // shards) for each in (profile.largest_trained, profile.updated_before_largest))
+        shard = -(-rank.trained_parameters // shards)
+        step = (
+            ("gradients", profile.parameter_bytes * shard),
+            (
+                "optimizer temporaries",
+                profile.parameter_bytes * shard if foreach else temporaries(plan, largest, cuda=cuda, before=before),
+            ),
+        )
+        found.append(Moment("optimizer step", (*fixed, *step)))
+    return found
+
+
+def _on_device(plan: Plan) -> int:
+    """Whether shards count: what the host holds does not."""
+    return 0 if plan.offload is Offload.PARAMETERS else 1
+
+
+def _shards(rank: Rank, plan: Plan) -> Causes:
+    """What a rank holds at every moment."""
+    shards, device = plan.layout.dp // plan.dp_replicate, _on_device(plan)
+    return (
+        ("parameters", device * -(-rank.weight_bytes // shards)),
+        ("optimizer states", device * state_bytes(rank.held, plan, shards)),
+        ("workspace", rank.held.workspace_bytes),
+    )
+
+
+def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *, gloo: bool) -> Causes:
+    """What is gathered and not yet reduced where every unit comes and goes by itself.
+
+    Before the backward pass of a unit starts, the gradients of the one behind it are reduced: they are in the flat
+    input of their reduce-scatter, of which gloo makes a copy, beside the last of them (see _root_reduction), while this
+    one waits in the flat buffer in which it was gathered ahead. Then its weights leave that, the one before comes in
+    another, and the input is still there (`post_backward` and `pre_backward` in
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0). Where gradients add up over micro-batches,
+    the shard that is to be added lies beside: under HSDP it is among those that wait for their copies. At stage 2
+    nothing is gathered any more.
+    """
+    segment, keeps, alone = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
+    gathered, reducing, named = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
+    ahead, behind = passage.ahead, passage.behind
+    if segment.is_unit and passage.backward:
+        unit, reducing = 0 if keeps else segment.parameters, behind.trained_parameters if behind else 0
+        waiting = 0 if alone else unit
+        arriving = ahead.parameters if ahead and not keeps and not alone else 0
+        here = unit + arriving, 0, reducing
+        if passage.point is Point.START:
+            added = reducing // shards if rank.accumulates and plan.dp_replicate == 1 else 0
+            last = behind.last_gradient if behind and not alone else 0
+            reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
+            start = unit + max(waiting, arriving), 0, reducing
+            here = max(
+                reduction, start, key=lambda one: compute * (one[0] + one[1]) + rank.held.parameter_bytes * one[2]
+            )
+        gathered, named, reducing = gathered + here[0], here[1], here[2]
+    elif segment.is_unit and rank.stage.moments:
+        flat = 0 if alone else segment.parameters  # stays until the next unit's is there
+        gathered += flat + (0 if keeps else segment.parameters)
+        if passage.point is Point.ENTRY and ahead and not alone:  # see _last_gathering
+            gathered += ahead.parameters
+    elif not alone and not passage.outside and not (passage.backward and keeps):
+        # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
+        earlier = reversed(rank.stage.segments[: passage.place])
+        gathered += next((each.parameters for each in earlier if each.is_unit), 0)
+    whole = compute * (passage.ends_done + passage.own + named) + rank.held.parameter_bytes * reducing
+    return (("gathered parameters", compute * gathered), ("whole gradients", whole))
+
+
+def _last_gathering(rank: Rank, plan: Plan, unit: int, compute: int, shards: int, device: int) -> Causes:
+    """The forward pass comes to the last unit: its weights leave one flat buffer, and the one before has another.
+
+    `wait_for_unshard` lets go of the buffer of the unit before when it returns, not before it copies
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, torch 2.13.0).
+    """
+    keeps = plan.zero_stage is ZeroStage.GRADIENTS
+    gathered = (rank.parameters if keeps else rank.end_parameters + unit) + 2 * unit
+    return (
+        (
+            "gradients",
+            device * rank.held.parameter_bytes * -(-(rank.trained_parameters if rank.accumulates else 0) // shards),
+        ),
+        ("gathered parameters", compute * gathered),
+    )
+
+
+def _pipelined(rank: Rank, passage: Passage, compute: int) -> Causes:
+    """Under a pipeline all is gathered once a step, and gradients are reduced after the last micro-batch only."""
+    if rank.accumulates:
+        whole = FP32_BYTES * rank.trained_parameters + compute * passage.fresh
+    else:
+        whole = FP32_BYTES * (passage.done + passage.own)
+    return (("gathered parameters", compute * rank.parameters), ("whole gradients", whole))
+
+
+def _first_reduction(rank: Rank, unit: int, compute: int) -> Causes:
+    """Behind a pipeline's last micro-batch a layer's gradients go into a flat buffer while all others are whole.
+
+    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0.) The root unit's size
+    more is there than that explains (two stages on two gloo ranks each, bf16, 2026-11).
+    """
+    whole = rank.trained_parameters + unit + rank.trained_end_parameters
+    return (("gathered parameters", compute * rank.parameters), ("whole gradients", FP32_BYTES * whole))
+
+
+def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: bool) -> Causes:
+    """What is live when the root unit, which goes last, is reduced: its weights are let go before.
+
+    Its gradients go into a flat fp32 buffer; then they are let go, but for the last one, which a loop's variable still
+    names where there are several ranks, and a shard is reduced out of the buffer, of which gloo makes a copy
+    (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its
+    weights are still there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
+    """
+    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
+    width = rank.held.parameter_bytes
+    root, trained = rank.end_parameters, rank.trained_end_parameters
+    reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
+    if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
+        reduced += rank.trained_parameters - trained
+    shard = width * -(-trained // shards)
+    if plan.layout.pp > 1:
+        gathered, whole = compute * (root + -(-root // shards)), 2 * width * trained + shard
+    else:
+        last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
+        named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
+        gathered, whole = 0, max((compute + width) * trained, copies * width * trained + shard + named)
+    return (
+        ("gradients", device * width * -(-reduced // shards)),
+        ("gathered parameters", gathered),
+        ("whole gradients", whole),
+    )

@@ -1,0 +1,234 @@
+"""A transformers configuration as the closed form of our decoder knows it: families of the Llama kind, and adapters.
+
+Their layers save what our decoder's do: measured as slopes over hidden size, feed-forward, heads and key-value heads,
+by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 2026-11). Differences are in
+`as_transformers`. A family that is not here needs a declared profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.memory.models import experts as mixtures
+from orchestrator.memory.models.adapters import PROJECTIONS, AdaptedLayer
+from orchestrator.memory.models.experts import Experts
+from orchestrator.specs.job.model import LoraSpec, ModelSpec
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
+
+# What the configuration classes of transformers 5.23 say where config.json says nothing.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+}
+# Activations that keep their input and nothing else, and the widest heads that a CPU's attention takes without scores.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+HEAD_DIM_MAX = 256
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+# Families with experts whose layers are otherwise those of another.
+ATTENTION = {"mixtral": "mistral", "qwen2_moe": "qwen2", "qwen3_moe": "qwen3"}
+# Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
+NF4_BYTES = (4 + 0.127) / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """A decoder of the Llama kind, as DecoderSpec says one, with heads of any width."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    dropout: float = 0.0
+    experts: Experts | None = None  # instead of a feed-forward part, whose width is then 0
+
+
+def config_of(model: ModelSpec) -> Mapping[str, Any]:
+    """The configuration of a transformers model, as the job says it or as its folder does; empty where nobody does."""
+    return model.hf if isinstance(model.hf, dict) else model.config
+
+
+def decoder_shape(model: ModelSpec, sequence_length: int) -> DecoderShape | None:
+    """What the closed form has to know; None where it does not hold for this model at this length.
+
+    Adapters beside a mixture of experts are traced, and those beside anything but the seven projections of a layer.
+    """
+    said = config_of(model)
+    family = str(said.get("model_type"))
+    mixed = family in mixtures.DEFAULTS
+    if not (mixed or family in DEFAULTS) or (mixed and model.lora is not None):
+        return None
+    config = {**mixtures.DEFAULTS[family], **mixtures.renamed(said)} if mixed else {**DEFAULTS[family], **said}
+    experts = mixtures.experts_of(config) if mixed else None
+    if mixed and experts is None:
+        return None
+    sizes: dict[str, Any] = {name: config.get(name) for name in NEEDED}
+    if mixed:
+        sizes["intermediate_size"] = 0  # experts stand where a feed-forward part would
+    if any(not isinstance(size, int) for size in sizes.values()):
+        return None
+    windowed = family in ("mistral", "mixtral") or config.get("use_sliding_window")
+    if windowed and (config.get("sliding_window") or sequence_length) < sequence_length:
+        return None  # attention through a mask
+    if model.lora is not None and set(model.lora.target_modules) - set(PROJECTIONS):
+        return None
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    activations = {config.get("hidden_act"), config.get("hidden_activation")} - {None}
+    if config.get("attention_dropout") or head_dim > HEAD_DIM_MAX or activations - set(ACTIVATIONS):
+        return None
+    return DecoderShape(
+        **sizes,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+    )
+
+
+def as_transformers(
+    profile: ModelProfile, model: ModelSpec, shape: DecoderShape, sequence_length: int, *, autocast: bool, cuda: bool
+) -> ModelProfile:
+    """Our decoder's profile with what the family has more: biases, norms of heads; adapters beside a frozen base."""
+    embedding, layer, head = profile.segments
+    config, tp, low = config_of(model), profile.tensor_parallel, profile.precision is not Precision.FP32
+    family = ATTENTION.get(config["model_type"], config["model_type"])
+    q, kv = shape.num_attention_heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
+    more = 0
+    if (family == "qwen2" and config.get("qkv_bias", True)) or config.get("attention_bias"):
+        more += q + 2 * kv
+    if config.get("attention_bias") and family != "qwen2":
+        more += shape.hidden_size
+    if config.get("mlp_bias"):
+        more += 2 * shape.intermediate_size // tp + shape.hidden_size
+    if family == "qwen3":
+        normed = 0 if model.lora is not None else 2 if low else 4  # kept for the gradient of the norm's weight
+        norms = (4 + normed) * (q + kv) + 4 * (q + kv) // shape.head_dim
+        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * norms)
+        more += 2 * shape.head_dim
+    if low and not autocast:  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
+        wider = 4 if family == "gemma" and model.lora is None else 0
+        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 4) * shape.hidden_size)
+    if more:
+        *arrivals, last = layer.arrivals
+        layer = replace(
+            layer,
+            parameters=layer.parameters + more,
+            factored=(layer.factored or 0) + more,
+            tensors=(*layer.tensors, more),
+            arrivals=(*arrivals, last._replace(own=last.own + more)),
+        )
+    if model.lora is None:
+        layer = replace(layer, last_parameter=shape.hidden_size)  # a norm
+    else:
+        beside = _adapted_layer(model.lora, shape, low=low, autocast=autocast, cuda=cuda)
+        embedding, layer, head = _with_adapters(
+            (embedding, layer, head), model.lora, shape, beside, sequence_length, model.weight_bytes_each
+        )
+        profile = replace(profile, updated_before_largest=0)  # adapters are small beside each other
+    profile = replace(profile, segments=(embedding, layer, head))
+    if shape.experts is None:
+        return profile
+    return mixtures.with_experts(profile, shape.experts, shape.hidden_size, sequence_length, autocast=autocast)
+
+
+def _with_adapters(
+    segments: tuple[Segment, Segment, Segment],
+    lora: LoraSpec,
+    shape: DecoderShape,
+    beside: AdaptedLayer,
+    tokens: int,
+    rest: int,
+) -> tuple[Segment, Segment, Segment]:
+    """A frozen base without gradients and states, and adapters beside the projections of every layer.
+
+    Under low precision the base's matrices are held in it (models/hf_model.py), or in 4 bits; embedding and norms
+    have `rest` bytes each, which are 4 but where a script says otherwise. A projection without an adapter does not keep
+    its input, an adapter also what stands between its two matrices; under selective checkpointing also what the second
+    returned, since a matrix product did. A norm whose weight is frozen does not keep what the weight is multiplied
+    with.
+    """
+    embedding, layer, head = segments
+    sizes, h, f, width = list(beside.adapted.values()), shape.hidden_size, shape.intermediate_size, beside.width
+    low, autocast = width == 2, beside.autocast
+    trained = sum(lora.rank * (inputs + outputs) for inputs, outputs in sizes)
+    table = shape.vocab_size * h
+    held = NF4_BYTES if lora.quantise_base else width
+    between = tokens * width * lora.rank * len(sizes)
+    returned = tokens * width * sum(outputs for _, outputs in sizes)
+    normed = tokens * (width if low and not autocast else 4) * h
+    base_inputs = tokens * (10 * h + 2 * f if autocast else width * (2 * h + f))
+    inputs, forward = tokens * beside.inputs_bytes, tokens * beside.forward_bytes
+    backward = tokens * beside.backward_bytes
+    frozen_layer = round(held * beside.matrices) + rest * (layer.parameters - beside.matrices)
+    own_table = 0 if shape.tie_word_embeddings else table
+    head_width = rest if shape.tie_word_embeddings or lora.quantise_base or not low else 2
+    cast_head = 2 * table if autocast and head_width == 4 else 0
+    return (
+        replace(
+            embedding,
+            trained=0,
+            frozen_bytes=rest * embedding.parameters,
+            summed_gradients=0,
+            waiting_gradients=0,
+            looked_up=0,
+            factored=0,
+            tensors=(),
+            peaks=(),
+        ),
+        replace(
+            layer,
+            parameters=layer.parameters + trained,
+            trained=trained,
+            frozen_bytes=frozen_layer,
+            waiting_gradients=0,
+            saved_bytes=layer.saved_bytes + between + inputs - base_inputs - 2 * normed,
+            transient_bytes=backward,
+            forward_transient_bytes=forward,
+            selective_bytes=None if layer.selective_bytes is None else layer.selective_bytes + between + returned,
+            selective_transient_bytes=max(backward, forward + layer.checkpointed_bytes) + tokens * width * h,
+            cast_bytes=2 * trained if low and autocast else 0,
+            factored=sum(2 * lora.rank + inputs + outputs for inputs, outputs in sizes),
+            tensors=tuple(lora.rank * size for inputs, outputs in reversed(sizes) for size in (outputs, inputs)),
+            arrivals=(),
+        ),
+        replace(
+            head,
+            trained=0,
+            saved_bytes=head.saved_bytes - normed,
+            frozen_bytes=head_width * own_table + rest * (head.parameters - own_table),
+            waiting_gradients=0,
+            factored=0,
+            tensors=(),
+            chunks=None if head.chunks is None else _frozen_loss(head.chunks, cast_head),
+        ),
+    )
+
+
+def _frozen_loss(chunks: LossChunks, cast_bytes: int) -> LossChunks:
+    """A loss whose weight has no gradient: logits, and a copy of the weight where autocast makes one."""
+    per_token_bytes, _ = chunks.peaks[0]
+    return replace(chunks, gradients=0, peaks=((per_token_bytes, cast_bytes),))
+
+
+def _adapted_layer(lora: LoraSpec, shape: DecoderShape, *, low: bool, autocast: bool, cuda: bool) -> AdaptedLayer:
+    h, f = shape.hidden_size, shape.intermediate_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = (h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)
+    return AdaptedLayer(
+        projections=dict(zip(PROJECTIONS, sizes, strict=True)),
+        targets=lora.target_modules,
+        dropout=lora.dropout > 0,
+        width=2 if low else 4,
+        autocast=autocast,
+        cuda=cuda,
+    )

@@ -1,0 +1,54 @@
+"""Ends that we ask for so that a job goes on elsewhere, later or on other devices, from a checkpoint."""
+
+from __future__ import annotations
+
+from orchestrator.specs.attempt import AttemptStatus, FailureKind, Placement
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import Job, Stop
+
+# Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot
+# Instance interruption notices"). Whoever has saved is gone sooner.
+MOVE_GRACE_S = 120.0
+
+
+def can_move(job: Job) -> bool:
+    """Whether an attempt of the job runs that nobody has asked to end."""
+    return job.last is not None and job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
+
+
+def is_elastic(job: Job) -> bool:
+    """Whether a job that runs can be stopped at no loss, and go on with whatever devices it gets then.
+
+    Our own engines save when they are asked to end, and load on every layout; a script may say that it does. Who has
+    hours within which it starts, or is guaranteed a speed, is left alone.
+    """
+    spec = job.spec
+    saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
+    return saves and spec.optimizer_steps is not None and spec.between is None and spec.guarantee is None
+
+
+def may_grow(job: Job) -> bool:
+    """Whether a job that runs may have more devices than it has. Who has a deadline was given as many as that wants."""
+    return job.last is not None and job.deadline_s is None and job.last.plan.world_size < job.spec.gpus.max
+
+
+def claims_of(job: Job) -> Placement:
+    """Devices that are kept for the job while it moves; none where it ended otherwise."""
+    attempt = job.last
+    if attempt is None or (attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED):
+        return ()
+    return attempt.claims
+
+
+def moved(job: Job, why: str, at_s: float, claims: Placement = ()) -> tuple[Job, Stop]:
+    """The job with its attempt asked to end, which uses up no budget, and the asking.
+
+    `claims` are devices for its next attempt, which nobody else gets meanwhile.
+    """
+    attempt = job.last
+    assert attempt is not None, job.id
+    leaving = replace(
+        attempt, status=AttemptStatus.STOPPING, moved_for=why, leaves_by_s=at_s + MOVE_GRACE_S, claims=claims
+    )
+    job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=why)
+    return job, Stop(job_id=job.id, number=attempt.number, grace_s=MOVE_GRACE_S)

@@ -1,0 +1,69 @@
+"""When may a job start by what it says of the clock?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from orchestrator.specs.clock import Window, local_text
+from orchestrator.specs.job.spec import JobSpec
+
+SPANS = 8  # that are looked at: those of a week and one more, as some are shorter than others
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """When an attempt of a job may start.
+
+    Whoever says `between: 22:00-08:00` wants the devices to be somebody else's by day. So an attempt that can end
+    before the window closes starts only where it does, and no plan is taken that could not while another can. What is
+    longer than its window on every plan, or of unknown length, starts within it and goes on beyond: nothing is stopped
+    when it closes. A restart is a start.
+    """
+
+    window: Window | None
+    must_end: bool = False  # within the window
+    by_s: float = inf  # when it has to have ended
+
+    def start_s(self, from_s: float, seconds: float) -> float:
+        """The first moment from `from_s` on at which an attempt of so many seconds may start; infinity: never."""
+        start_s = self._open_s(from_s, seconds)
+        return start_s if start_s + seconds <= self.by_s else inf
+
+    def _open_s(self, from_s: float, seconds: float) -> float:
+        if self.window is None:
+            return from_s
+        for _ in range(SPANS):
+            opens_s, closes_s = self.window.span(from_s)
+            start_s = max(opens_s, from_s)
+            if not self.must_end or start_s + seconds <= closes_s:
+                return start_s
+            from_s = closes_s
+        return inf
+
+
+ALWAYS = Hours(None)
+
+
+def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf) -> Hours:
+    """When an attempt may start that takes one of these lengths, and has to have ended by `by_s`."""
+    if spec.between is None:
+        return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
+    within = Hours(spec.between, must_end=True)
+    ends = spec.optimizer_steps is not None and any(within.start_s(now_s, length_s) < inf for length_s in lengths_s)
+    return Hours(spec.between, must_end=ends, by_s=by_s)
+
+
+def opening_s(spec: JobSpec, after_s: float) -> float:
+    """When the job's window opens the next time; infinity where it has none."""
+    if spec.between is None:
+        return inf
+    opens_s, closes_s = spec.between.span(after_s)
+    return opens_s if opens_s > after_s else spec.between.span(closes_s)[0]
+
+
+def why_closed(spec: JobSpec, start_s: float) -> str:
+    """Why a job that says hours waits until then."""
+    assert spec.between is not None, spec.name
+    return f"waits for {local_text(start_s, spec.between.zone)} (between {spec.between})"

@@ -1,0 +1,318 @@
+"""Why did an attempt end? Structured evidence first, counters next, log text last."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from orchestrator.scheduling.failures.caught_oom import losses, refuting
+from orchestrator.scheduling.failures.phases import GUARD_PHASES
+from orchestrator.scheduling.failures.signatures import SUSPECTS, last_traceback, read_log
+from orchestrator.specs.attempt import (
+    PROBE_STEPS,
+    Attempt,
+    Cause,
+    Evidence,
+    Failure,
+    FailureKind,
+    Finding,
+    OomReport,
+    Phase,
+    RankEnd,
+)
+from orchestrator.specs.run import STALE_EXIT_CODE
+from orchestrator.specs.state import Job
+from orchestrator.specs.units import format_bytes, format_seconds
+
+EXCERPT_CHARACTERS_MAX = 4000
+UNTOLD = (FailureKind.HOST_OOM, FailureKind.HUNG, FailureKind.PROBED)  # what a process past its cap may look like
+HOW_TO_BE_WATCHED = (
+    "its children need PYTHONPATH and ORC_GUARD as the program found them, an interpreter of Python 3.10 or newer, "
+    "and none of its flags -I, -E and -S"
+)
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NEARLY_FULL = 0.9  # a cuDNN or cuBLAS failure below this share of the device is a driver or shape error
+
+
+def classify(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None = None) -> Failure | None:
+    """What the evidence means; None where the attempt succeeded.
+
+    `capacity_bytes` is the device's memory, where known: ambiguous texts count as out of memory only near it.
+    """
+    failure = _judged(job, attempt, evidence, capacity_bytes)
+    if evidence.virtual and evidence.unwatched and (failure is None or failure.kind in UNTOLD):
+        reason = f"it ran past the cap of its virtual device: {evidence.unwatched[0]}; {HOW_TO_BE_WATCHED}"
+        return Failure(kind=FailureKind.GUARD_ABSENT, reason=reason, excerpt=_tail("\n".join(evidence.unwatched)))
+    return failure
+
+
+def _judged(job: Job, attempt: Attempt, evidence: Evidence, capacity_bytes: int | None) -> Failure | None:
+    if evidence.no_program:
+        return Failure(kind=FailureKind.USER_ERROR, reason=f"could not be started: {evidence.launch_error}")
+    if evidence.launch_error is not None:
+        return Failure(kind=FailureKind.STARTUP, reason=f"could not be launched: {evidence.launch_error}")
+    swallowed = _swallowed(job, evidence)
+    ran_out = bool(evidence.ooms) or swallowed is not None
+    if attempt.probe and evidence.stopped and not ran_out and (not job.cancelling or _has_told(evidence)):
+        return _probed(attempt)
+    succeeded = bool(evidence.ranks) and all(end.exit_code == 0 for end in evidence.ranks)
+    is_complete = attempt.probe or not evidence.missing_artifacts  # a probe writes into a folder of its own
+    if swallowed is None and (evidence.finished or (succeeded and is_complete and not evidence.nodes_lost)):
+        return _probed(attempt) if attempt.probe else None
+    if evidence.stopped and job.cancelling:
+        return Failure(kind=FailureKind.CANCELLED, reason="ended because its cancellation was asked for")
+    command = job.spec.command or ()
+    if evidence.ooms:
+        report = next((r for r in evidence.ooms if r.rank == evidence.first_ended_rank), evidence.ooms[0])
+        return _device_oom(attempt, report, _finding_of(evidence, report, command))
+    if swallowed is not None:
+        failure = _device_oom(attempt, swallowed, _finding_of(evidence, swallowed, command))
+        return replace(failure, reason=f"{failure.reason}; {caught_in_words(evidence)}")
+    if evidence.stopped and attempt.moved_for:
+        return Failure(kind=FailureKind.MOVED, reason=attempt.moved_for)
+    if evidence.nodes_lost:
+        lost = ", ".join(evidence.nodes_lost)
+        return Failure(kind=FailureKind.NODE_LOST, reason=f"lost contact with {lost} while it ran")
+    if evidence.hung_for_s is not None:
+        return _stood_still(attempt, evidence, command, capacity_bytes)
+    if not evidence.ranks:
+        return Failure(kind=FailureKind.NODE_LOST, reason="nothing is known of its processes")
+    return _from_ranks(attempt, evidence, command, capacity_bytes)
+
+
+def _swallowed(job: Job, evidence: Evidence) -> OomReport | None:
+    """The out-of-memory error that a script caught, and that is the trouble all the same.
+
+    A job may accept what its script catches; not where it stood still after it, or left without what it promised.
+    """
+    report, stood_still = refuting(evidence), evidence.hung_for_s is not None
+    if stood_still or job.spec.on_caught_oom == "recover":
+        without_reason = all(end.exit_code == 0 for end in evidence.ranks) and evidence.missing_artifacts
+        return report or (evidence.caught[0] if evidence.caught and without_reason else None)
+    return None
+
+
+def caught_in_words(evidence: Evidence) -> str:
+    """How many errors the script caught, beside the steps that it completed; "" where it caught none."""
+    lost = losses(evidence)
+    if lost is None:
+        return ""
+    errors, steps = lost
+    return f"the script caught {errors} out-of-memory error{'s' * (errors > 1)} and completed {steps} steps"
+
+
+def _has_told(evidence: Evidence) -> bool:
+    beats = evidence.heartbeats
+    return bool(beats) and all(beat.steps_done >= PROBE_STEPS for beat in beats)
+
+
+def _probed(attempt: Attempt) -> Failure:
+    """What it was started for is done."""
+    return Failure(kind=FailureKind.PROBED, reason=f"measured at micro-batch {attempt.plan.micro_batch_size}")
+
+
+def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
+    """What ranks that ran out of device memory had and asked for: by the guard, or else as their logs say it."""
+    told = (finding.oom for end in evidence.ranks for finding in end.findings[:1])
+    return evidence.ooms or evidence.caught or tuple(report for report in told if report is not None)
+
+
+def needed_bytes(report: OomReport) -> int:
+    """What the rank would have needed at the least, in allocated bytes."""
+    at_least = report.live_bytes + (report.requested_bytes or 0)
+    return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
+
+
+def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) -> Failure:
+    phase = _phase(report, finding)
+    asked = "an unknown amount" if report.requested_bytes is None else format_bytes(report.requested_bytes)
+    facts = (
+        f"rank {report.rank} ran out of device memory after step {report.step} ({_where(report, phase)}): "
+        f"asked for {asked} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
+    )
+    kind = FailureKind.DEVICE_OOM
+    if report.foreign_bytes and needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes:
+        kind, facts = (
+            FailureKind.CROWDED,
+            f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes",
+        )
+    return Failure(kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=_tail(report.message))
+
+
+def _phase(report: OomReport, finding: Finding | None) -> Phase | None:
+    """The guard sees optimizers and backward passes; of what runs forward, the traceback or the log knows more."""
+    if report.phase in GUARD_PHASES:
+        return GUARD_PHASES[report.phase]
+    if finding is not None and finding.phase is not None:
+        return finding.phase
+    return {"startup": Phase.STARTUP, "forward": Phase.TRAINING}.get(report.phase)
+
+
+def _where(report: OomReport, phase: Phase | None) -> str:
+    """In the guard's word where it says more: forward or backward."""
+    return report.phase if phase in (None, Phase.TRAINING) and report.phase else phase or "in an unknown phase"
+
+
+def _finding_of(evidence: Evidence, report: OomReport, command: tuple[str, ...]) -> Finding | None:
+    """The line of a log that tells of the same."""
+    for end in evidence.ranks:
+        for finding in _findings(end, command)[:1]:
+            if finding.cause is Cause.DEVICE_OOM and report.rank in (end.rank, finding.rank):
+                return finding
+    return None
+
+
+def _stood_still(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
+    """It hung, unless a rank had named the cause before and gone on (others then wait for it for ever)."""
+    still = f"no training step for {format_seconds(evidence.hung_for_s or 0.0)}"
+    for end in _suspects(evidence):
+        finding = next(iter(_findings(end, command)), None)
+        if finding is not None and finding.cause is not Cause.SECONDARY and finding.cause not in SUSPECTS:
+            failure = _from_finding(attempt, evidence, end, finding, capacity_bytes)
+            if failure is not None:
+                return replace(failure, reason=f"{failure.reason}; then {still}")
+    tail = _suspects(evidence)[0].log_tail if evidence.ranks else ""
+    return Failure(kind=FailureKind.HUNG, reason=still, excerpt=_tail(tail))
+
+
+def _from_ranks(attempt: Attempt, evidence: Evidence, command: tuple[str, ...], capacity_bytes: int | None) -> Failure:
+    """The cause that logs and exit codes name; survivors' complaints count only when nothing else is said."""
+    suspects = _suspects(evidence)
+    for end in suspects:
+        if end.exit_code == STALE_EXIT_CODE:
+            return Failure(kind=FailureKind.PREEMPTED, rank=end.rank, reason="a newer attempt had taken its place")
+        finding = next(iter(_findings(_in_own_words(evidence, end), command)), None)
+        failure = (
+            _from_finding(attempt, evidence, end, finding, capacity_bytes)
+            or _from_report(evidence, end)
+            or _from_signal(evidence, end)
+        )
+        if failure:
+            return failure
+        if end.exit_code and (finding is None or finding.cause is not Cause.SECONDARY):
+            return _user_error(evidence, end)
+    if all(end.exit_code for end in suspects):
+        return Failure(kind=FailureKind.NODE_LOST, reason="its ranks only complain about each other")
+    return _user_error(evidence, suspects[0])
+
+
+def _findings(end: RankEnd, command: tuple[str, ...]) -> tuple[Finding, ...]:
+    """Of the whole log where it was read, else of its end."""
+    return end.findings or read_log(end.log_tail, command)
+
+
+def _in_own_words(evidence: Evidence, end: RankEnd) -> RankEnd:
+    """The end with the exception that the guard reported, where its log names nothing."""
+    report = next((report for report in evidence.errors if report.rank == end.rank), None)
+    return end if report is None or end.findings else replace(end, log_tail=report.traceback)
+
+
+def _from_report(evidence: Evidence, end: RankEnd) -> Failure | None:
+    """A Python exception that the guard reported, of the program's own unless its text names survivors' complaints.
+
+    Of this rank, or of those that it started as their launcher: the one that it saw fail first comes first.
+    """
+    others = {other.rank for other in evidence.ranks} - {end.rank}
+    reports = [report for report in evidence.errors if report.rank not in others]
+    for report in sorted(reports, key=lambda report: (report.rank != end.root_rank, report.rank != end.rank)):
+        if not read_log(report.traceback):
+            return Failure(
+                kind=FailureKind.USER_ERROR,
+                rank=report.rank,
+                phase=GUARD_PHASES.get(report.phase),
+                reason=f"{report.type} in {report.phase} after step {report.step}",
+                excerpt=_tail(report.traceback),
+            )
+    return None
+
+
+def _from_finding(
+    attempt: Attempt, evidence: Evidence, end: RankEnd, finding: Finding | None, capacity_bytes: int | None
+) -> Failure | None:
+    kind = None if finding is None else _kind(end, finding, evidence, attempt, capacity_bytes)
+    if finding is None or kind is None:
+        return None
+    if kind is FailureKind.DEVICE_OOM and finding.oom is not None:
+        return _device_oom(attempt, finding.oom, finding)
+    return Failure(
+        kind=kind,
+        rank=end.rank if finding.rank is None else finding.rank,
+        phase=finding.phase,
+        reason=finding.line,
+        excerpt=_tail(finding.excerpt),
+    )
+
+
+def _kind(
+    end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
+) -> FailureKind | None:
+    peak = max((beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes)
+    nearly_full = capacity_bytes is not None and peak >= NEARLY_FULL * capacity_bytes
+    kinds = {
+        Cause.NOT_OOM: FailureKind.HUNG if _waited_in_vain(end) else FailureKind.USER_ERROR,
+        Cause.HANG: FailureKind.HUNG,
+        Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
+        Cause.DEVICE_OOM_SUSPECT: FailureKind.DEVICE_OOM if nearly_full else FailureKind.USER_ERROR,
+        Cause.SHARED_MEMORY: FailureKind.HOST_OOM,
+        Cause.HOST_OOM: FailureKind.HOST_OOM,
+        Cause.HOST_OOM_SUSPECT: FailureKind.HOST_OOM if evidence.host_oom_kills else FailureKind.PREEMPTED,
+        Cause.DISK_FULL: FailureKind.DISK_FULL,
+        Cause.SECONDARY: None,
+    }
+    return kinds[finding.cause]
+
+
+def _waited_in_vain(end: RankEnd) -> bool:
+    """Whether ranks had lost step with each other: a collective timed out."""
+    return any(finding.cause is Cause.SECONDARY and "timeout" in finding.line for finding in end.findings)
+
+
+def _from_signal(evidence: Evidence, end: RankEnd) -> Failure | None:
+    """What the signal says that ended the process, or the first rank that its launcher saw fail."""
+    rank, code = end.rank, end.exit_code
+    if code == 1 and end.root_rank is not None and end.root_exit_code is not None:
+        rank, code = end.root_rank, end.root_exit_code
+    if code is None or code >= 0:
+        return None
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    if code == -signal.SIGKILL and evidence.host_oom_kills:
+        kind, reason = FailureKind.HOST_OOM, f"rank {rank} was killed by the kernel for memory"
+    elif -code in FROM_OUTSIDE:
+        kind, reason = FailureKind.PREEMPTED, f"rank {rank} was ended from outside by {name}"
+    elif code == -signal.SIGBUS:
+        kind, reason = FailureKind.HOST_OOM, f"rank {rank} ended by SIGBUS: shared memory"
+    else:
+        kind, reason = FailureKind.USER_ERROR, f"rank {rank} crashed by {name}"
+    return Failure(kind=kind, rank=rank, reason=reason, excerpt=_tail(end.log_tail))
+
+
+def _user_error(evidence: Evidence, end: RankEnd) -> Failure:
+    if end.exit_code == 0 and evidence.missing_artifacts:
+        reason = f"exited 0 without leaving {', '.join(evidence.missing_artifacts)}"
+    else:
+        reason = f"rank {end.rank} exited with code {end.exit_code}"
+    excerpt = last_traceback(end.log_tail)
+    return Failure(kind=FailureKind.USER_ERROR, rank=end.rank, reason=reason, excerpt=_tail(excerpt))
+
+
+def _suspects(evidence: Evidence) -> list[RankEnd]:
+    """The ranks in the order in which they are asked: the one that ended first, then failures, then the rest.
+
+    Signalled ranks stand last among the failures: it is how we end the survivors. Where the kernel killed for memory,
+    the killed one comes before those that we ended.
+    """
+
+    def doubt(end: RankEnd) -> tuple[bool, bool, bool, bool, int]:
+        return (
+            end.rank != evidence.first_ended_rank,
+            end.exit_code == 0,
+            end.exit_code in (-signal.SIGTERM, -signal.SIGKILL),
+            evidence.host_oom_kills > 0 and end.exit_code != -signal.SIGKILL,
+            end.rank,
+        )
+
+    return sorted(evidence.ranks, key=doubt)
+
+
+def _tail(text: str) -> str:
+    return text[-EXCERPT_CHARACTERS_MAX:]

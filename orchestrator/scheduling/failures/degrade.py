@@ -1,0 +1,78 @@
+"""Which setting answers to an out-of-memory failure? That depends on where the program stood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from orchestrator.planning.frontier import Candidate
+from orchestrator.specs.attempt import Attempt, FailureKind, Phase
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Offload, Optimizer, Plan, ZeroStage
+
+# Bytes of optimizer state per parameter: two fp32 moments (arXiv:1711.05101), the same in 8 bits (arXiv:2110.02861),
+# means of rows and columns (arXiv:1804.04235), one fp32 momentum.
+STATE_BYTES = {Optimizer.ADAMW: 8.0, Optimizer.ADAMW_8BIT: 2.0, Optimizer.ADAFACTOR: 0.0, Optimizer.SGD: 4.0}
+
+
+def answering(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that answer to where `attempts` ran out of device memory.
+
+    In the optimizer step: only plans that hold less there, since no batch is small enough to shrink weights, gradients
+    and optimizer states; unless none does and a batch of more than one sample may have left something behind. In a
+    phase with a batch size of its own: every plan, with that batch size lowered.
+    """
+    chosen = list(candidates)
+    burst = [attempt.plan for attempt in attempts if _ran_out_in(attempt) is Phase.OPTIMIZER]
+    if burst:
+        least = min(map(bytes_per_parameter, burst))
+        lighter = [one for one in chosen if bytes_per_parameter(one.plan) < least]
+        if lighter or any(plan.micro_batch_size == 1 for plan in burst):
+            chosen = lighter
+    lowered = phase_batch_sizes(spec, attempts)
+    return [replace(one, plan=replace(one.plan, phase_batch_sizes=lowered)) for one in chosen] if lowered else chosen
+
+
+def bytes_per_parameter(plan: Plan) -> float:
+    """What a device holds of each of the model's parameters in the optimizer step (arXiv:1910.02054, section 5)."""
+    if plan.offload is Offload.PARAMETERS:
+        return 0.0
+    shards = plan.layout.dp // plan.dp_replicate
+    weights = 4.0 / (shards if plan.zero_stage >= ZeroStage.PARAMETERS else 1)
+    gradients = 4.0 / (shards if plan.zero_stage >= ZeroStage.GRADIENTS else 1)
+    states = STATE_BYTES[plan.optimizer] / (shards if plan.zero_stage >= ZeroStage.OPTIMIZER else 1)
+    if plan.offload is Offload.OPTIMIZER:
+        states = 0.0
+    return (weights + gradients + states) / (plan.layout.tp * plan.layout.pp)
+
+
+def phase_batch_sizes(spec: JobSpec, attempts: Iterable[Attempt]) -> tuple[tuple[str, int], ...]:
+    """(phase, samples) of the phases with a batch size of their own in which memory ran out: halved each time."""
+    sizes: dict[str, int] = {}
+    for attempt in attempts:
+        phase = answered_by_phase(spec, attempt)
+        if phase is not None:
+            sizes[phase.value] = _phase_batch_size(spec, attempt.plan, phase) // 2
+    return tuple(sorted(sizes.items()))
+
+
+def answered_by_phase(spec: JobSpec, attempt: Attempt) -> Phase | None:
+    """The phase in which it ran out of device memory, where its own batch size can be lowered: no fault of the plan."""
+    phase = _ran_out_in(attempt)
+    if phase is None or _phase_batch_size(spec, attempt.plan, phase) <= 1:
+        return None
+    return phase
+
+
+def _ran_out_in(attempt: Attempt) -> Phase | None:
+    failure = attempt.failure
+    return failure.phase if failure is not None and failure.kind is FailureKind.DEVICE_OOM else None
+
+
+def _phase_batch_size(spec: JobSpec, plan: Plan, phase: Phase) -> int:
+    """Samples at a time in this phase; 0 where no knob sets them."""
+    knob = spec.knobs.micro_batch_size
+    own = next((one for one in knob.all if one.phase == phase), None) if knob is not None else None
+    if own is None or own.default is None:
+        return 0
+    return dict(plan.phase_batch_sizes).get(phase, int(own.default))

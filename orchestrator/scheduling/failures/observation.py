@@ -1,0 +1,139 @@
+"""What does the end of an attempt say about its predictions?"""
+
+from __future__ import annotations
+
+from orchestrator.memory.calibration.correction import corrected_allocated_bytes, lasting
+from orchestrator.scheduling.failures.classify import caught_in_words, needed_bytes, oom_reports
+from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
+from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
+from orchestrator.specs.profile import UNTIMED
+from orchestrator.specs.state import Job, Observation
+
+
+def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:
+    """What reality answered to the predictions of an ended attempt; None where it came to no training step.
+
+    `capacity_bytes` is the memory of its kind of device, where known.
+    """
+    assert attempt.ended_at_s is not None, attempt.name
+    measured = measured_bytes(attempt, capacity_bytes)
+    if measured is None or (is_truncated(attempt) and not (ran_out(attempt) or _outgrew(job, attempt))):
+        return None
+    estimate, taken_s = attempt.estimate, attempt.measured_step_s
+    burst = _worst_report(attempt)
+    is_timed = taken_s is not None and attempt.step_s > 0 and estimate.source not in UNTIMED
+    return Observation(
+        job=job.key,
+        number=attempt.number,
+        device=attempt.device,
+        family=job.spec.family_name,
+        torch_version=attempt.torch_version,
+        plan=attempt.plan,
+        moments=lasting(estimate.moments),
+        predicted_bytes=estimate.allocated_bytes,
+        measured_bytes=measured,
+        ran_out=ran_out(attempt) or _outgrew(job, attempt),
+        step_ratio=taken_s / attempt.step_s if taken_s is not None and is_timed else None,
+        at_s=attempt.ended_at_s,
+        probe=attempt.probe,
+        phase="" if burst is None else burst.phase,
+        pass_done=None if burst is None else burst.pass_done,
+        steps_done=0 if burst is None else burst.steps_done,
+        steps_left=None if burst is None else _steps_left(job, burst),
+        finished=_ran_through(job, attempt),
+        overhead_bytes=_overhead_bytes(attempt),
+        relative_to=attempt.relative_to,
+    )
+
+
+def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
+    """Allocated peak of the worst rank; where it ran out of memory, what it needed at least.
+
+    None where nothing was measured, or not by the guard alone, or only what was made to fail, or where memory ran out
+    outside training.
+    """
+    evidence, failure = attempt.evidence, attempt.failure
+    if evidence is None or evidence.unwatched or any(r.injected for r in (*evidence.ooms, *evidence.caught)):
+        return None
+    if failure is not None and ran_out(attempt) and failure.phase in OUTSIDE_TRAINING:
+        return None
+    peaks = [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
+    if ran_out(attempt) or is_truncated(attempt):
+        peaks += [needed_bytes(report) for report in oom_reports(evidence)] or [_burst_bytes(attempt, capacity_bytes)]
+    return max(peaks, default=None)
+
+
+def warnings(attempt: Attempt) -> tuple[str, ...]:
+    """What the record of an ended attempt does not vouch for, a sentence each."""
+    evidence, said = attempt.evidence, []
+    if evidence is not None and evidence.unwatched:
+        said.append(f"unwatched: {evidence.unwatched[0]}; nothing was learned from it")
+    if evidence is not None and is_truncated(attempt) and not ran_out(attempt):
+        said.append(f"{caught_in_words(evidence)}: what they were in was lost, and its peak is no training's")
+    return tuple(said)
+
+
+def _worst_report(attempt: Attempt) -> OomReport | None:
+    """That of the rank that needed most; None where none ran out of memory, or none told."""
+    if attempt.evidence is None or not ran_out(attempt):
+        return None
+    return max(oom_reports(attempt.evidence), key=needed_bytes, default=None)
+
+
+def _steps_left(job: Job, burst: OomReport) -> int | None:
+    steps = job.spec.optimizer_steps
+    return None if steps is None else max(0, steps - burst.step)
+
+
+def _overhead_bytes(attempt: Attempt) -> int | None:
+    """What the worst rank held of its device beside what PyTorch's allocator held; None where nobody told."""
+    evidence = attempt.evidence
+    if evidence is None or not evidence.free_before_bytes:
+        return None
+    held = (
+        evidence.free_before_bytes[beat.rank] - beat.allocator_room_bytes
+        for beat in evidence.heartbeats
+        if beat.allocator_room_bytes is not None
+    )
+    return max((count for count in held if count > 0), default=None)
+
+
+def ran_out(attempt: Attempt) -> bool:
+    """Whether its plan was too much for its devices."""
+    return attempt.failure is not None and attempt.failure.kind is FailureKind.DEVICE_OOM
+
+
+def is_truncated(attempt: Attempt) -> bool:
+    """Whether its script caught out-of-memory errors, and died of none: its peak is less than it would have needed."""
+    return attempt.evidence is not None and bool(attempt.evidence.caught) and not attempt.evidence.ooms
+
+
+def _outgrew(job: Job, attempt: Attempt) -> bool:
+    """Whether an attempt that ended well needed more than it had, by what its script caught: that much at the least."""
+    if attempt.failure is not None or job.spec.on_caught_oom == "accept" or not is_truncated(attempt):
+        return False
+    assert attempt.evidence is not None, "it has caught something"
+    return not any(report.foreign_bytes for report in attempt.evidence.caught)
+
+
+def _ran_through(job: Job, attempt: Attempt) -> bool:
+    """Whether it ended the training, and did at least half of it: what went before it may have needed more.
+
+    A script counts its steps anew in each attempt, so the furthest step of all attempts is taken for the last.
+    """
+    if attempt.failure is not None or attempt.probe or attempt.evidence is None or is_truncated(attempt):
+        return False
+    last_step = max((beat.step for one in (*job.attempts, attempt) for beat in _heartbeats(one)), default=0)
+    return any(2 * beat.steps_done >= last_step > 0 for beat in attempt.evidence.heartbeats)
+
+
+def _heartbeats(attempt: Attempt) -> tuple[Heartbeat, ...]:
+    return () if attempt.evidence is None else attempt.evidence.heartbeats
+
+
+def _burst_bytes(attempt: Attempt, capacity_bytes: int | None) -> int:
+    """Only its log says that it ran out: it needed more than was predicted, and more than the device leaves."""
+    estimate = attempt.estimate
+    predicted = corrected_allocated_bytes(estimate, attempt.correction)
+    around = estimate.device_bytes - estimate.allocated_bytes
+    return max(predicted, (capacity_bytes or 0) - around) + 1

@@ -1,0 +1,320 @@
+"""On which numbers of devices can a job run, with which plan, for how long? Its frontier, as a queue reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from math import inf
+
+from orchestrator.memory.calibration.calibrate import Calibration, calibration
+from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.frontier import Candidate, fit_probability, likeliest, needed_bytes
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.shape import Shape, shape_of
+from orchestrator.scheduling.failures.degrade import answered_by_phase, answering
+from orchestrator.scheduling.failures.observation import is_truncated
+from orchestrator.scheduling.options.hedge import restart_s, soonest
+from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Engine, Plan
+from orchestrator.specs.profile import UNTIMED, MemoryEstimate
+from orchestrator.specs.state import Job, State
+
+# What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
+# shorter, and its devices are promised to nobody too soon.
+UNKNOWN_LENGTH_S = 86_400.0
+# How likely a plan must be to fit, after a failure, where only the order of the plans' speeds is known: then every
+# fifth such job runs out of memory once more.
+LIKELY = 0.8
+AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One way to run the job."""
+
+    candidate: Candidate
+    shape: Shape
+    least_bytes: int  # free on each of its devices
+    seconds: float  # from its launch to its end
+    probe: bool = False  # only to be measured
+
+    @property
+    def devices(self) -> int:
+        return self.shape.devices
+
+    @property
+    def device_seconds(self) -> float:
+        return self.shape.devices * self.seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Menu:
+    """What fits the empty devices of one group: all of it, and the best of each number of devices."""
+
+    fitting: tuple[Entry, ...]  # in the order of the frontier
+    entries: tuple[Entry, ...]  # fewest devices first, each faster than those before it
+    most_bytes: int  # that any of the entries needs free on a device
+
+    def among(self, holds: Callable[[Entry], bool]) -> tuple[Entry, ...]:
+        """The best of each number of devices among what `holds` says can be had."""
+        return best_of_each(entry for entry in self.fitting if holds(entry))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeverFits:
+    """No plan fits the group even when it is whole and empty."""
+
+    why: Callable[[], str]  # asked only where no other group holds the job: what would fit is planned for it
+    likeliest: Menu | None = None  # of the plan that may run all the same
+
+
+def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> Menu | NeverFits:
+    """The job's untried plans that fit the group's devices when they are empty, or why there are none."""
+    device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
+    if job.spec.gpus.min > group.devices:
+        too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
+        return NeverFits(why=lambda: too_few)
+    try:
+        candidates = list(_untried(job, group, calibrated))
+    except SpecError as error:  # the global batch cannot be cut over so many devices
+        return NeverFits(why=partial(str, error))
+    probe = probe_of(job, device, calibrated, candidates)
+    candidates = candidates if probe is None else [probe]
+    measured = measured_peaks(job, device.name)
+    shapes = partial(shape_of, devices_per_node=group.hardware.devices_per_node, nodes=group.hardware.nodes)
+
+    def of(
+        fitting: Sequence[tuple[Candidate, Shape, int]],
+    ) -> Menu | NeverFits:  # and the free bytes that a device must have
+        seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
+        entries: Sequence[Entry] = [
+            Entry(one, shape, least, launch_cost_s + length_s, probe=probe is not None)
+            for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
+        ]
+        if job.spec.guarantee is not None and probe is None:
+            entries = as_guaranteed(job, entries, group.devices)
+            if not entries:
+                return NeverFits(why=lambda: _why_not_guaranteed(job.spec, device.name))
+        best = best_of_each(entries)
+        return Menu(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
+
+    needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
+    fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
+    if fitting:
+        return of(_hedged(job, group, calibrated, fitting, launch_cost_s))
+    why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
+    one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
+    if one is None or (shape := shapes(one.plan)) is None:
+        return NeverFits(why=why)
+    correction = calibrated.correction_of(one.plan, one.estimate)
+    least = corrected_bytes(one.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction)
+    likely = of([(one, shape, least)])
+    return NeverFits(why=why, likeliest=likely) if isinstance(likely, Menu) else likely
+
+
+def as_guaranteed(job: Job, entries: Sequence[Entry], devices: int) -> Sequence[Entry]:
+    """Those of the entries that are as fast as the job's request, each on the fewest nodes; none: its request is not.
+
+    `devices` are those of the group. Where they are fewer than were promised, nodes are away: the job waits for them.
+    Where reality has refuted the request since it was promised, the job goes on with no fewer devices, or what is left.
+    """
+    guarantee = job.spec.guarantee
+    assert guarantee is not None, job.id
+    packed = [replace(one, shape=replace(one.shape, shares=one.shape.shares[:1])) for one in entries]
+    asked = [one for one in packed if one.devices == job.spec.guaranteed_gpus]
+    if guarantee.step is not None:
+        kept = [one for one in packed if one.candidate.step_s <= guarantee.step * AS_FAST]
+    else:
+        mildest = [one.seconds for one in asked if one.candidate.degradation == asked[0].candidate.degradation]
+        kept = [one for one in packed if one.seconds <= min(mildest, default=-inf) * AS_FAST]
+    is_promised = bool(job.attempts) or job.starts_by_s is not None
+    are_away = guarantee.step is None and devices < job.spec.guaranteed_gpus
+    if kept or are_away or not is_promised:
+        return kept
+    return [one for one in packed if one.devices >= job.spec.guaranteed_gpus] or packed
+
+
+def _why_not_guaranteed(spec: JobSpec, device: str) -> str:
+    if spec.guarantee is not None and spec.guarantee.step is not None:
+        return f"cannot be promised {spec.guarantee.step:g} s a step: no plan that fits {device} is as fast"
+    return f"cannot be promised the speed of {spec.guaranteed_gpus} {device}: no plan fits on so many"
+
+
+def _hedged(
+    job: Job,
+    group: Group,
+    calibrated: Calibration,
+    fitting: Sequence[tuple[Candidate, Shape, int]],
+    launch_cost_s: float,
+) -> Sequence[tuple[Candidate, Shape, int]]:
+    """Those at least as likely to fit as the plan by which a job that ran out of memory ends soonest (hedge.py).
+
+    Of the mildest degradation only: a hedge is no reason to leave what the user asked for.
+    """
+    if calibrated.belief is None or not fitting:
+        return fitting
+    device = group.hardware.device
+    measured = measured_peaks(job, device.name)
+    mildest = [one for one in fitting if one[0].degradation == fitting[0][0].degradation]
+    chances = [
+        1.0 if one.plan in measured else fit_probability(one, device.memory, calibrated) for one, _, _ in mildest
+    ]
+    seconds = _lengths(job, [one for one, _, _ in mildest], group, calibrated)
+    if mildest[0][0].estimate.source in UNTIMED:
+        least = min(LIKELY, max(chances))
+        return [one for one, chance in zip(mildest, chances, strict=True) if chance >= least]
+    first = soonest(list(zip(seconds, chances, strict=True)), restart_s(job, launch_cost_s, seconds))
+    return [one for one, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
+
+
+def best_of_each(fitting: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Of the mildest class of degradation, the fastest of each number of devices that gains by its devices."""
+    ordered = list(fitting)
+    fastest: dict[int, Entry] = {}
+    for entry in takewhile(lambda one: one.candidate.degradation == ordered[0].candidate.degradation, ordered):
+        fastest.setdefault(entry.devices, entry)
+    found: list[Entry] = []
+    for devices in sorted(fastest):
+        if not found or fastest[devices].seconds < found[-1].seconds:
+            found.append(fastest[devices])
+    return tuple(found)
+
+
+def learned(state: State, job: Job, device: str) -> Calibration:
+    """What reality has taught of this job's family on this kind of device."""
+    return calibration(state.observations, device=device, family=job.spec.family_name, job=job.key)
+
+
+def steps_left(job: Job, before: Attempt | None = None) -> int | None:
+    """Optimizer steps from the newest checkpoint to the end, as seen when `before` was launched; None: unknown."""
+    steps, done = job.spec.optimizer_steps, 0
+    if steps is None:
+        return None
+    for one in job.attempts if before is None else job.attempts[: before.number - 1]:
+        if one.evidence is not None:
+            done = max(done, one.evidence.checkpoint_step or 0)
+    return max(0, steps - done)
+
+
+def attempt_seconds(job: Job, attempt: Attempt, group: Group, calibrated: Calibration, launch_cost_s: float) -> float:
+    """How long an attempt is expected to take from its launch to its end."""
+    left, pace = steps_left(job, attempt), attempt.pace
+    if left is not None and pace is not None:
+        return pace.at_s - attempt.launched_at_s + max(0, left - pace.steps_done) * pace.step_s
+    if left is None:
+        return launch_cost_s + _unknown_length_s(job, group, attempt.step_s)
+    ran_before = measured_step_s(job, attempt.device, attempt.number).get(attempt.plan)
+    factors = _step_factors(job, attempt.device, calibrated, attempt.number)
+    return launch_cost_s + left * (ran_before or attempt.step_s * factors.get(attempt.plan.engine, 1.0))
+
+
+def measured_step_s(job: Job, device: str, before: int | None = None) -> dict[Plan, float]:
+    """Measured seconds per step of each plan that earlier attempts of the job ran on this kind of device."""
+    return {
+        attempt.plan: attempt.measured_step_s
+        for attempt in job.attempts[: None if before is None else before - 1]
+        if attempt.device == device and attempt.measured_step_s and not attempt.probe
+    }
+
+
+def _step_factors(job: Job, device: str, calibrated: Calibration, before: int | None = None) -> Mapping[Engine, float]:
+    """Measured / predicted seconds of a step by engine: the job's own where it ran, else its family's."""
+    own = {
+        attempt.plan.engine: attempt.measured_step_s / attempt.step_s
+        for attempt in job.attempts[: None if before is None else before - 1]
+        if attempt.device == device and attempt.measured_step_s and attempt.step_s > 0 and not attempt.probe
+    }
+    return {**calibrated.step_factors, **own} if own else calibrated.step_factors
+
+
+def measured_peaks(job: Job, device: str) -> dict[Plan, int]:
+    """Allocated peak of each plan that this job has run on this kind of device without running out of its memory."""
+    peaks: dict[Plan, int] = {}
+    for attempt in job.attempts:
+        trained = attempt.evidence is not None and any(beat.steps_done > 0 for beat in attempt.evidence.heartbeats)
+        told = trained and not is_truncated(attempt)
+        if told and attempt.device == device and attempt.plan not in job.refuted:
+            peaks[attempt.plan] = max(attempt.peak_bytes or 0, peaks.get(attempt.plan, 0))
+    return peaks
+
+
+def _lengths(job: Job, candidates: Sequence[Candidate], group: Group, calibrated: Calibration) -> list[float]:
+    """Seconds of training left on each; the steps of a family that was measured are as slow as it was."""
+    left = steps_left(job)
+    if left is None:
+        return [_unknown_length_s(job, group, one.step_s) for one in candidates]
+    device = group.hardware.device.name
+    measured = measured_step_s(job, device) if job.attempts else {}
+    factors = _step_factors(job, device, calibrated)
+    return [left * (measured.get(one.plan) or one.step_s * factors.get(one.plan.engine, 1.0)) for one in candidates]
+
+
+def _unknown_length_s(job: Job, group: Group, step_s: float) -> float:
+    """Of a job of unknown length, on a plan of this step time: on the slowest plan it takes UNKNOWN_LENGTH_S."""
+    try:
+        slowest_s = max(one.step_s for one in frontier(job.spec, group.hardware).candidates)
+    except SpecError:  # what it runs on is no whole group any more
+        return UNKNOWN_LENGTH_S
+    return UNKNOWN_LENGTH_S * min(1.0, step_s / slowest_s)
+
+
+def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[Plan, int]) -> int:
+    """Free bytes that a device must have: by the corrected prediction, or by the peak where the job ran the plan."""
+    around = candidate.estimate.device_bytes - candidate.estimate.allocated_bytes
+    if candidate.plan in measured:
+        return measured[candidate.plan] + around
+    refuted = (
+        one.needed_bytes + around
+        for one in calibrated.refuted
+        if one.plan == candidate.plan and one.predicted_bytes <= candidate.estimate.allocated_bytes
+    )
+    return max((needed_bytes(candidate, calibrated), *refuted))
+
+
+def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
+    """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain.
+
+    What is below is judged with what is known by now of the activations.
+    """
+    candidates = frontier(job.spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
+    if not job.attempts:
+        return iter(candidates)
+    here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]
+    refuted_bytes = partial(corrected_bytes, correction=calibrated.correction)
+    device_bytes_max = _smallest_refuted(job, group, FailureKind.DEVICE_OOM, refuted_bytes)
+    host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
+    return (
+        candidate
+        for candidate in answering(job.spec, here, candidates)
+        if candidate.plan not in job.refuted
+        and corrected_bytes(candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate))
+        < device_bytes_max
+        and _host_bytes(group, candidate.estimate) < host_bytes_max
+    )
+
+
+def _smallest_refuted(job: Job, group: Group, kind: FailureKind, bytes_of: Callable[[MemoryEstimate], int]) -> float:
+    """The least predicted bytes that failed in this way on this kind of device; infinite where none did."""
+    failed = (
+        attempt.estimate
+        for attempt in job.attempts
+        if attempt.failure
+        and attempt.failure.kind is kind
+        and attempt.device == group.hardware.device.name
+        and answered_by_phase(job.spec, attempt) is None
+    )
+    return min((bytes_of(estimate) for estimate in failed), default=inf)
+
+
+def _host_bytes(group: Group, estimate: MemoryEstimate) -> int:
+    """Host memory of one rank; a virtual device's memory is the host's."""
+    virtual = group.hardware.device.kind is DeviceKind.VIRTUAL
+    return estimate.host_bytes + (estimate.device_bytes if virtual else 0)

@@ -1,0 +1,483 @@
+"""When are how many devices free, and where? Each device's future as attempts, reservations and maintenance fill it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from orchestrator.scheduling.base.node_groups import Group
+from orchestrator.scheduling.base.shape import Shape
+from orchestrator.specs.attempt import NodeDevices, Placement
+from orchestrator.specs.cluster import Node, Window
+
+IDLE = -inf  # the time since which a device that nobody holds is free
+
+
+@dataclass(slots=True, eq=False)
+class _Times:
+    """When so many devices of each node are free for good: of each node, and first things first."""
+
+    by_node: list[float]
+    order: list[tuple[float, int]]
+    unread: set[int]  # nodes that have changed since
+
+    def copy(self) -> _Times:
+        return _Times(self.by_node[:], self.order[:], set(self.unread))
+
+
+@dataclass(slots=True, eq=False)
+class _Future:
+    """What promises and maintenance leave of each device of a node."""
+
+    free_s: list[float]  # when it is free for good, but for what is promised for later
+    next_s: list[float]  # when it is promised next, or closed
+
+
+class _Promise(NamedTuple):
+    """These devices of a node are somebody's from then to then."""
+
+    start_s: float
+    end_s: float
+    devices: tuple[int, ...]
+    is_later: bool  # they are idle before, and may be promised to others
+
+
+class Slot(NamedTuple):
+    """From when on so many devices of each of these nodes are free together, for so long."""
+
+    start_s: float
+    seconds: float
+    share: int
+    nodes: tuple[int, ...]  # numbers in the pool
+
+
+class Pool:
+    """The future of a group of equal nodes.
+
+    Beyond what runs and what is reserved every device is free for good, so that a device's future is the end of what
+    runs on it and is promised next to that, and the times for which it is promised later. What is asked is answered for
+    all nodes at once from sorted lists, which each change keeps up to date.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.names = [node.name for node in group.nodes]
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.devices_per_node = group.hardware.devices_per_node
+        self.launch_cost_s = max(node.launch_cost_s for node in group.nodes)
+        count = len(self.names)
+        self._until_s = [[IDLE] * self.devices_per_node for _ in range(count)]
+        self._idle = [self.devices_per_node] * count
+        self._by_idle: list[list[int]] = [[] for _ in range(self.devices_per_node + 1)]
+        self._by_idle[self.devices_per_node] = list(range(count))
+        self._ends_s: list[float] = []  # of every device that is held, soonest first
+        self.idle = count * self.devices_per_node
+        self._promised: dict[int, list[_Promise]] = {}  # by node
+        self._later: dict[int, list[_Promise]] = {}  # those of them before which devices are idle
+        self._closed: dict[int, tuple[Window, ...]] = {}  # by node
+        self._has_racks = len({node.rack for node in group.nodes}) > 1
+        self._futures: dict[int, _Future] = {}  # of nodes with promises or maintenance, as far as asked
+        self._when: dict[int, _Times] = {}  # by share
+        self._unpromised: dict[int, _Times] = {}  # the same, as it was before anything was promised
+        self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
+        self._open_until_s: dict[Shape, float] = {}
+        self._room_bytes: int | None = None  # once asked
+        self.see(group.nodes)
+
+    # what is
+
+    def has_room(self, least_bytes: int) -> bool:
+        """Whether every device offers so much to an attempt of ours once the others of ours are gone."""
+        if least_bytes <= self._least_free_bytes:
+            return True
+        if self._room_bytes is None:
+            self._room_bytes = min(
+                self.room_of(number, device)
+                for number in range(len(self.names))
+                for device in range(self.devices_per_node)
+            )
+        return least_bytes <= self._room_bytes
+
+    def room_of(self, number: int, device: int) -> int:
+        """What one device offers: our own attempt leaves nothing behind when it ends."""
+        if self._until_s[number][device] != IDLE:
+            return self.group.hardware.device.memory
+        return self._free_bytes[number][device]
+
+    def free_bytes(self, name: str, device: int) -> int:
+        """What one device has free as last seen."""
+        return self._free_bytes[self.numbers[name]][device]
+
+    # what changes
+
+    def see(self, nodes: Sequence[Node]) -> None:
+        """The same nodes, with other bytes free."""
+        self._free_bytes = [node.free_bytes for node in nodes]
+        self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
+        self._room_bytes = None
+
+    def occupy(self, name: str, devices: Iterable[int], until_s: float) -> None:
+        """These devices are held, by what is expected to end at `until_s`."""
+        self._set(name, devices, until_s)
+
+    def vacate(self, name: str, devices: Iterable[int]) -> None:
+        """These devices are idle."""
+        self._set(name, devices, IDLE)
+
+    def free_before(self, name: str, devices: Iterable[int], at_s: float) -> int:
+        """How many of these devices are free for good before then, but for what is promised for later."""
+        number = self.numbers.get(name)
+        if number is None:
+            return 0
+        free_s = self._free_from(number)
+        return sum([free_s[device] < at_s for device in devices])
+
+    def held_until_by(self, name: str, devices: Iterable[int]) -> float:
+        """When the last of these devices is left by what holds it now."""
+        return max([self._until_s[self.numbers[name]][device] for device in devices])
+
+    def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
+        """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.
+
+        Before a promise for later, others may be promised the same devices.
+        """
+        number = self.numbers.get(name)
+        if number is None:
+            return
+        if not self._promised:
+            self._unpromised = {share: times.copy() for share, times in self._when.items()}
+        future = self._future(number)
+        one = _Promise(start_s, end_s, devices, is_later)
+        self._promised.setdefault(number, []).append(one)
+        if is_later:
+            insort(self._later.setdefault(number, []), one)
+        free_s, next_s = future.free_s, future.next_s
+        for device in devices:
+            if free_s[device] < end_s and not is_later:
+                free_s[device] = end_s
+            if next_s[device] > start_s:
+                next_s[device] = start_s
+        self._changed(number)
+
+    def forget_promises(self) -> None:
+        """All that is reserved is open again."""
+        if not self._promised:
+            return
+        for number in self._promised:
+            self._futures.pop(number, None)
+        self._promised.clear()
+        self._later.clear()
+        self._open_until_s.clear()
+        self._when, self._unpromised = self._unpromised, {}
+        for times in self._when.values():
+            times.unread |= self._changed_since
+        self._changed_since.clear()
+
+    def close(self, windows: Mapping[str, tuple[Window, ...]]) -> None:
+        """Nothing may run on these nodes within these times, and on others at any time. Minus infinity: closed now."""
+        before = self._closed
+        self._closed = {number: windows[name] for name, number in self.numbers.items() if name in windows}
+        for number in {*before, *self._closed}:
+            self._forget_future(number)
+
+    # what can be
+
+    def open_until_s(self, shape: Shape) -> float:
+        """Until when something of this shape could run if it started now; minus infinity: it cannot start."""
+        if self.idle < shape.devices:
+            return -inf
+        if shape not in self._open_until_s:
+            shares = shape.shares
+            self._open_until_s[shape] = max(self._shares_open_until_s(shape.devices // one, one) for one in shares)
+        return self._open_until_s[shape]
+
+    def place(self, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
+        """Devices for a start now and until `end_s`, each with `least_bytes` free; None where there are too few.
+
+        A gang that a node holds goes to the fullest that does; a larger one to as few nodes as possible, and of these
+        to as few racks as possible.
+        """
+        crowded = not self.has_room(least_bytes)
+        for share in shape.shares:
+            wanted = shape.devices // share
+            able = self._able(share, end_s, least_bytes if crowded else 0)
+            chosen = (
+                self._in_fewest_racks([*able], wanted) if wanted > 1 and self._has_racks else [*islice(able, wanted)]
+            )
+            if len(chosen) == wanted:
+                return tuple(NodeDevices(node=self.names[n], devices=devices) for n, devices in sorted(chosen))
+        return None
+
+    def place_again(self, held: Placement, shape: Shape, end_s: float, least_bytes: int) -> Placement | None:
+        """Devices as by `place`, were those that one of our attempts holds idle and empty."""
+        until = {part.node: self._until_s[self.numbers[part.node]][:] for part in held}
+        free_bytes, self._free_bytes = self._free_bytes, [*self._free_bytes]
+        for part in held:
+            number = self.numbers[part.node]
+            memory = self.group.hardware.device.memory
+            self._free_bytes[number] = tuple(
+                memory if device in part.devices else free for device, free in enumerate(free_bytes[number])
+            )
+            self.vacate(part.node, part.devices)
+        placement = self.place(shape, end_s, least_bytes)
+        self._free_bytes = free_bytes
+        for part in held:
+            for device in part.devices:
+                self.occupy(part.node, (device,), until[part.node][device])
+        return placement
+
+    def could_hold(self, shape: Shape, least_bytes: int) -> bool:
+        """Whether there are enough devices with so much memory once our own attempts are gone."""
+        if self.has_room(least_bytes):
+            return True
+        roomy = [
+            sum(self.room_of(number, device) >= least_bytes for device in range(self.devices_per_node))
+            for number in range(len(self.names))
+        ]
+        return any(sum(count >= share for count in roomy) >= shape.devices // share for share in shape.shares)
+
+    def earliest(self, shape: Shape, from_s: float, seconds: float, least_bytes: int) -> Slot | None:
+        """The first time, not before `from_s`, from which on so many devices are free for so long.
+
+        Before a node closes, or is promised for later, where there is time enough, else after it.
+        """
+        best: Slot | None = None
+        for share in shape.shares:
+            wanted = shape.devices // share
+            order = self._open_for(share, wanted, from_s, seconds, least_bytes)
+            if len(order) < wanted or order[-1][0] == inf:  # never: nobody knows when a node that is gone comes back
+                continue
+            start_s = max(order[-1][0], from_s)
+            if best is None or start_s < best.start_s:
+                best = Slot(start_s, seconds, share, tuple([number for _, number in order]))
+        return best
+
+    def devices_of(self, slot: Slot, least_bytes: int) -> Placement:
+        """Those devices of a slot's nodes that are free first."""
+        placement = []
+        has_room = self.has_room(least_bytes)
+        for number in slot.nodes:
+            able: Iterable[int] = range(self.devices_per_node)
+            if not has_room:
+                able = (device for device in able if self.room_of(number, device) >= least_bytes)
+            if number in self._later:
+                begun = slot.start_s
+                able = (device for device in able if self._begins_s(number, device, begun, slot.seconds) == begun)
+            free_from = self._free_from(number).__getitem__
+            first = [min(able, key=free_from)] if slot.share == 1 else sorted(able, key=free_from)[: slot.share]
+            placement.append(NodeDevices(node=self.names[number], devices=tuple(sorted(first))))
+        return tuple(placement)
+
+    def closed_before(self, end_s: float) -> list[tuple[str, float, int]]:
+        """Nodes with idle devices that close before then, from when on (minus infinity: now), and how many are idle."""
+        return [
+            (self.names[number], windows[0][0], self._idle[number])
+            for number, windows in self._closed.items()
+            if self._idle[number] and windows[0][0] < end_s
+        ]
+
+    def held_until_s(self, devices: float) -> float:
+        """From when on at most so many devices are still held, by what holds them now."""
+        others = len(self._ends_s) - max(0, int(devices))
+        return self._ends_s[others - 1] if others > 0 else -inf
+
+    # how it is kept
+
+    def _set(self, name: str, devices: Iterable[int], until_s: float) -> None:
+        number = self.numbers.get(name)
+        if number is None:
+            return  # a node that is gone
+        until, idle = self._until_s[number], self._idle[number]
+        for device in devices:
+            if device < len(until):
+                self._idle[number] += (until_s == IDLE) - (until[device] == IDLE)
+                if until[device] != IDLE:
+                    del self._ends_s[bisect_left(self._ends_s, until[device])]
+                if until_s != IDLE:
+                    insort(self._ends_s, until_s)
+                until[device] = until_s
+        if self._idle[number] != idle:
+            line = self._by_idle[idle]
+            del line[bisect_left(line, number)]
+            insort(self._by_idle[self._idle[number]], number)
+            self.idle += self._idle[number] - idle
+        self._room_bytes = None
+        self._forget_future(number)
+
+    def _forget_future(self, number: int) -> None:
+        """A node is not what it was, apart from promises."""
+        self._futures.pop(number, None)
+        if self._promised:
+            self._changed_since.add(number)
+        self._open_until_s.clear()
+        self._changed(number)
+
+    def _changed(self, number: int) -> None:
+        if self._idle[number]:
+            self._open_until_s.clear()
+        for times in self._when.values():
+            times.unread.add(number)
+
+    def _order_of(self, share: int, least_bytes: int) -> list[tuple[float, int]]:
+        """Since when so many devices of each node are free for good, first things first; without nodes that cannot."""
+        if not self.has_room(least_bytes):
+            return sorted(
+                (free_s[share - 1], number)
+                for number in range(len(self.names))
+                if len(free_s := self._roomy_from(number, least_bytes)) >= share
+            )
+        times = self._when.get(share)
+        if times is None:
+            by_node = [sorted(self._free_from(number))[share - 1] for number in range(len(self.names))]
+            order = sorted((free_s, number) for number, free_s in enumerate(by_node))
+            times = self._when[share] = _Times(by_node, order, set())
+        order = times.order
+        for number in times.unread:
+            old_s, new_s = times.by_node[number], sorted(self._free_from(number))[share - 1]
+            if old_s != new_s:
+                del order[bisect_left(order, (old_s, number))]
+                insort(order, (new_s, number))
+                times.by_node[number] = new_s
+        times.unread.clear()
+        return order
+
+    def _open_for(
+        self, share: int, wanted: int, from_s: float, seconds: float, least_bytes: int
+    ) -> Sequence[tuple[float, int]]:
+        """The first so many nodes that have a share free for so long together, each with the time from which on."""
+        order = self._order_of(share, least_bytes)
+        first = order[:wanted]
+        if not self._closed and not self._later:
+            return first
+
+        def opens(free_s: float, number: int, start_s: float) -> tuple[float, int]:
+            return self._opens_s(number, share, max(free_s, start_s), seconds, least_bytes), number
+
+        while len(first) == wanted:  # ends: each turn begins where a node opens, or is free, after the one before
+            start_s = max(from_s, first[-1][0])
+            if start_s == inf:
+                return ()
+            if all(opens(free_s, number, start_s)[0] == start_s for free_s, number in first):
+                break
+            first = []
+            for free_s, number in order:
+                if len(first) == wanted and first[-1][0] <= max(free_s, start_s):
+                    break
+                insort(first, opens(free_s, number, start_s))
+                del first[wanted:]
+        return first
+
+    def _opens_s(self, number: int, share: int, start_s: float, seconds: float, least_bytes: int) -> float:
+        """When, from `start_s` on, a node stays open for so long, with so many devices that nobody was promised."""
+        while True:  # ends: each turn begins where a closing or a promise ends
+            for closes_s, opens_s in self._closed.get(number, ()):
+                if closes_s < start_s + seconds and start_s < opens_s:
+                    start_s = opens_s
+            if number not in self._later:
+                return start_s
+            begins = (
+                self._begins_s(number, device, start_s, seconds)
+                for device in range(self.devices_per_node)
+                if self._is_roomy(number, device, least_bytes)
+            )
+            opens_s = sorted(begins)[share - 1]
+            if opens_s in (start_s, inf):
+                return opens_s
+            start_s = opens_s
+
+    def _begins_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
+        """When, from `start_s` on, a device is nobody's for so long."""
+        start_s = max(start_s, self._free_from(number)[device])
+        for promise in self._later.get(number, ()):
+            if device in promise.devices and promise.start_s < start_s + seconds and start_s < promise.end_s:
+                start_s = promise.end_s
+        return start_s
+
+    def _roomy_from(self, number: int, least_bytes: int) -> list[float]:
+        free_s = self._free_from(number)
+        return sorted(s for device, s in enumerate(free_s) if self._is_roomy(number, device, least_bytes))
+
+    def _is_roomy(self, number: int, device: int, least_bytes: int) -> bool:
+        return self.has_room(least_bytes) or self.room_of(number, device) >= least_bytes
+
+    def _free_from(self, number: int) -> list[float]:
+        """When each device of a node is free for good."""
+        future = self._futures.get(number)
+        if future is not None:
+            return future.free_s
+        if number in self._promised or number in self._closed:
+            return self._future(number).free_s
+        return self._until_s[number]
+
+    def _future(self, number: int) -> _Future:
+        future = self._futures.get(number)
+        if future is None:
+            closed = self._closed.get(number, ())
+            opens_s = closed[0][1] if closed and closed[0][0] == -inf else -inf
+            until = self._until_s[number]
+            free_s = [max(until_s, opens_s) for until_s in until] if closed else until[:]
+            next_s = [closed[0][0] if closed else inf] * self.devices_per_node
+            for start_s, end_s, devices, is_later in self._promised.get(number, ()):
+                for device in devices:
+                    free_s[device] = free_s[device] if is_later else max(free_s[device], end_s)
+                    next_s[device] = min(next_s[device], start_s)
+            future = self._futures[number] = _Future(free_s, next_s)
+        return future
+
+    def _shares_open_until_s(self, nodes: int, share: int) -> float:
+        """Until when `share` idle devices of each of so many nodes stay unpromised and open."""
+        promised_s, unpromised = [], 0
+        for idle in range(share, self.devices_per_node + 1):
+            for number in self._by_idle[idle]:
+                if number not in self._promised and number not in self._closed:
+                    unpromised += 1
+                    if unpromised == nodes:
+                        return inf
+                elif number not in self._promised:
+                    promised_s.append(self._closed[number][0][0])
+                else:
+                    both = zip(self._future(number).next_s, self._until_s[number], strict=True)
+                    promised_s.append(sorted((next_s for next_s, until_s in both if until_s == IDLE))[-share])
+        missing = nodes - unpromised
+        return nlargest(missing, promised_s)[-1] if len(promised_s) >= missing else -inf
+
+    def _able(self, share: int, end_s: float, least_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Nodes with `share` devices to be had until `end_s`, the fullest first, each with these devices."""
+        for idle in range(share, self.devices_per_node + 1):
+            for number in self._by_idle[idle]:
+                devices = self._usable(number, end_s, least_bytes)
+                if len(devices) >= share:
+                    yield number, devices[:share]
+
+    def _in_fewest_racks(
+        self, able: Sequence[tuple[int, tuple[int, ...]]], wanted: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
+        """So many of these nodes: of the largest racks, and for the rest the smallest that holds it."""
+        racks: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+        for one in able:
+            racks.setdefault(self.group.nodes[one[0]].rack, []).append(one)
+        chosen: list[tuple[int, tuple[int, ...]]] = []
+        largest = sorted(racks.values(), key=len)
+        while largest and len(chosen) < wanted:
+            missing = wanted - len(chosen)
+            enough = next((rack for rack in largest if len(rack) >= missing), largest[-1])
+            largest.remove(enough)
+            chosen += enough[:missing]
+        return chosen
+
+    def _usable(self, number: int, end_s: float, least_bytes: int) -> tuple[int, ...]:
+        """Idle devices of a node that are not promised or closed before `end_s`, with so much memory free."""
+        until = self._until_s[number]
+        if number not in self._promised and number not in self._closed and not least_bytes:
+            return tuple(device for device, until_s in enumerate(until) if until_s == IDLE)
+        next_s = self._future(number).next_s
+        return tuple(
+            device
+            for device, until_s in enumerate(until)
+            if until_s == IDLE and next_s[device] >= end_s and self._free_bytes[number][device] >= least_bytes
+        )

@@ -1,0 +1,46 @@
+"""How many devices do short jobs keep busy? What was submitted in the last hours tells how much room they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import exp, frexp
+
+from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.specs.state import Demand
+
+LENGTHS = 24  # powers of two: the longest begins at 97 days
+NOBODY = (0.0,) * (LENGTHS + 1)
+
+
+def asked(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
+    """What is remembered once a job of this length and so many device-seconds was submitted."""
+    if demand is None:
+        demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
+    kept = exp((demand.at_s - at_s) / tuning.TUNING.memory_s)
+    device_seconds = [kept * one for one in demand.device_s]
+    device_seconds[min(LENGTHS - 1, frexp(max(1.0, length_s))[1] - 1)] += device_s
+    return Demand(since_s=demand.since_s, at_s=at_s, device_s=tuple(device_seconds))
+
+
+def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
+    """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy on average."""
+    if demand is None:
+        return NOBODY
+    counted_s = tuning.TUNING.memory_s * (
+        1.0 - exp(-max(tuning.TUNING.least_s, at_s - demand.since_s) / tuning.TUNING.memory_s)
+    )
+    kept = exp((demand.at_s - at_s) / tuning.TUNING.memory_s) / counted_s
+    return tuple(accumulate((kept * one for one in demand.device_s), initial=0.0))
+
+
+def room_from_s(wanted: Sequence[float], pool: Pool, devices: int, seconds: float) -> float:
+    """From when on so many devices can be held for so long with room left for what is much shorter.
+
+    What is held for as long as such jobs matter leaves as many whole devices as they wanted lately, or is nothing but
+    this.
+    """
+    shorter_s = tuning.TUNING.short * seconds
+    others = wanted[min(LENGTHS, max(0, frexp(shorter_s)[1] - 1))]
+    return pool.held_until_s(pool.group.devices - int(others) - devices) - shorter_s

@@ -1,0 +1,292 @@
+"""When will each job start and end, as far as can be known now? The queue played on, with nothing more submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import heappop, heappush
+from math import exp, inf, log, sqrt
+from statistics import NormalDist, median
+
+from orchestrator.memory.calibration.calibrate import WINDOW
+from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
+from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
+from orchestrator.specs.state import (
+    Event,
+    Finished,
+    Job,
+    JobStatus,
+    Launch,
+    Observation,
+    Released,
+    State,
+    Stop,
+    Woke,
+)
+
+FORECAST_MAX = 2000  # queued jobs, first come first: what comes after them nobody can tell
+RANGED_MAX = 100  # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
+SAMPLES = 19  # plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
+# Deviation of the logarithm of a length that nobody measured, and how many measured steps that is worth. An assumption:
+# twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours profile nothing.
+SUPPOSED_SPREAD = 0.2
+SUPPOSED_OUTCOMES = 4
+OVERDUE_S = 60.0  # from now on, until what should have ended is expected to end
+EVENTS_MAX = 50  # of a job, on average, in a play: one that waits for the night is looked at every night
+DONE = Evidence(ranks=(RankEnd(rank=0, exit_code=0),))
+STOPPED = Evidence(stopped=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """From when to when a job is expected to run, and on how many devices it starts.
+
+    With lengths as wrong as they were seen to be, it starts and ends within these ranges with a probability of 80 %,
+    if nothing more is submitted and nothing fails.
+    """
+
+    start_s: float
+    end_s: float
+    devices: int
+    start_range_s: tuple[float, float] | None = None  # None: too far back in the queue
+    end_range_s: tuple[float, float] | None = None
+
+
+def forecast(state: State) -> Mapping[str, Expected]:
+    """Of every job that runs, and of those that wait, in the order of the queue, as far as FORECAST_MAX of them.
+
+    The first of them are led through the decisions to come, in which they may be moved; the others are only placed.
+    """
+    found = dict(foreseen(state))
+    near = [*found][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
+    spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
+    plays = [_Play(state, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
+    for job_id in near:
+        seen = [play[job_id] for play in plays if job_id in play]
+        if len(seen) == len(plays):
+            one, *others = seen
+            found[job_id] = replace(
+                one,
+                start_range_s=_range([other.start_s for other in others]),
+                end_range_s=_range([other.end_s for other in others]),
+            )
+    return found
+
+
+def foreseen(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expected]:
+    """The same without ranges and moves, placed one after the other.
+
+    Those that are `hurried` take what ends them first, whatever it costs.
+    """
+    return _placed(Desk(state), hurried)
+
+
+def spread_of(observations: Sequence[Observation], job: Job) -> float:
+    """Deviation of the logarithm of true over expected lengths, by the newest measured steps of the job's family.
+
+    The supposed spread counts as SUPPOSED_OUTCOMES of them (Gelman et al. 2013, Bayesian Data Analysis, section 2.6).
+    """
+    family = job.spec.family_name
+    ratios = [one.step_ratio for one in observations if one.family == family and one.step_ratio][-WINDOW:]
+    centre = log(median(ratios)) if ratios else 0.0
+    squares = sum((log(ratio) - centre) ** 2 for ratio in ratios)
+    return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
+
+
+def _placed(desk: Desk, hurried: Collection[str]) -> dict[str, Expected]:
+    """What becomes of the jobs where each takes as long as expected."""
+    state = desk.state
+    found: dict[str, Expected] = {}
+    arrays = _Arrays()
+    desk.forget_promises()
+    for job in desk.running.values():
+        attempt = job.last
+        end_s = state.at_s
+        if attempt is not None and attempt.ended_at_s is None:
+            end_s, launched_s = desk.end_of(job, attempt), attempt.launched_at_s
+            end_s = end_s if end_s > state.at_s else state.at_s + OVERDUE_S
+            desk.expect(attempt, end_s)
+            found[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
+        arrays.take(job, end_s)
+    price, queued_max = price_of(desk), FORECAST_MAX + len(found)
+    later: list[tuple[float, int, str]] = []  # from when on they can start; their order and ids
+
+    def place(waiting: Waiting, from_s: float, by_s: float) -> None:
+        job = waiting.job
+        wanted = 0.0 if job.id in hurried else price
+        reservation = expected(desk, waiting, wanted, from_s=from_s, by_s=by_s)
+        if reservation is None:
+            return
+        desk.promise((reservation,), closely=True)
+        devices = sum(len(part.devices) for part in reservation.placement)
+        found[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
+        arrays.take(job, reservation.end_s)
+
+    def follow(job_id: str) -> None:
+        for one in desk.followers_of(job_id):
+            job = state.jobs[one]
+            if all(other.job in found for other in job.waits_for):
+                ready_s = max(found[other.job].end_s for other in job.waits_for)
+                heappush(later, (ready_s, job.order, job.id))
+
+    for waiting, by_s in desk.in_order():
+        if len(found) >= queued_max:
+            break
+        if waiting.job.id not in found:
+            if arrays.room_s(waiting.job) > -inf:
+                heappush(later, (state.at_s, waiting.job.order, waiting.job.id))
+            else:
+                place(waiting, state.at_s, by_s)
+    for job_id in [*found]:
+        follow(job_id)
+    for waiting in desk.waiting.values():
+        if waiting.job.not_before_s > state.at_s:
+            heappush(later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
+    while later and len(found) < queued_max:
+        ready_s, _, job_id = heappop(later)
+        job = state.jobs[job_id]
+        for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
+            if job_id not in found:
+                place(desk.waiting.get(job_id) or desk.seated(job), max(ready_s, arrays.room_s(job)), by_s)
+        if job_id in found:
+            follow(job_id)
+    return found
+
+
+class _Play:
+    """The decisions to come, where each job takes as long as this sample says; sample 0: as long as expected."""
+
+    def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
+        self._state, self._spreads, self._sample = state, spreads, sample
+        self._desk = Desk(state)  # what is known of lengths: nothing is measured meanwhile
+        self._found: dict[str, Expected] = {}
+        self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
+        self._ends: list[tuple[float, int, str]] = []
+        self._longer: dict[str, float] = {}  # than expected, by job: as many times
+        for job in self._desk.running.values():
+            attempt = job.attempts[-1]
+            if attempt.ended_at_s is None:
+                self._begin(job, attempt)
+
+    def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
+        """What became of these jobs, as far as they ended."""
+        going = {*near}
+        for job in self._desk.running.values():
+            attempt = job.attempts[-1]
+            if attempt.status is AttemptStatus.ENDED:
+                self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s))
+            elif attempt.status is AttemptStatus.STOPPING:
+                self._stop(job.id)
+        for _ in range(EVENTS_MAX * len(self._state.jobs)):
+            wake_s = wake_at_s(self._state) if going else None
+            if not going or (wake_s is None and not self._ends):
+                break
+            if self._ends and (wake_s is None or self._ends[0][0] <= wake_s):
+                end_s, _, job_id = heappop(self._ends)
+                runs, ends_s = self._running.get(job_id, (None, inf))
+                if runs is not None and ends_s == end_s:
+                    going.discard(job_id)
+                    self._found[job_id] = replace(self._found[job_id], end_s=end_s)
+                    self._end(runs, DONE, end_s)
+            elif wake_s is not None:
+                self._tell(Woke(at_s=wake_s))
+        return {job_id: one for job_id in near if (one := self._found.get(job_id)) and one.end_s < inf}
+
+    def _tell(self, event: Event) -> None:
+        self._state, actions = step(self._state, event)
+        for action in actions:
+            if isinstance(action, Launch):
+                self._begin(action.job, action.attempt)
+            elif isinstance(action, Stop):
+                self._stop(action.job_id)
+
+    def _begin(self, job: Job, attempt: Attempt) -> None:
+        launched_s, at_s = attempt.launched_at_s, self._state.at_s
+        length_s = self._desk.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
+        if job.id not in self._longer and 0 < length_s < inf and self._sample:
+            share = _share(job, self._sample)
+            self._longer[job.id] = _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
+        end_s = launched_s + length_s * self._longer.get(job.id, 1.0)
+        end_s = end_s if end_s > at_s else at_s + OVERDUE_S
+        self._found.setdefault(job.id, Expected(start_s=launched_s, end_s=inf, devices=attempt.plan.world_size))
+        self._running[job.id] = attempt, end_s
+        if end_s < inf:  # its nodes are there
+            heappush(self._ends, (end_s, job.order, job.id))
+
+    def _stop(self, job_id: str) -> None:
+        """Who is asked to end has saved what it has trained so far."""
+        (attempt, end_s), job, at_s = self._running[job_id], self._state.jobs[job_id], self._state.at_s
+        pool, left = self._desk.pool_of(attempt), steps_left(job, attempt)
+        saved = None
+        if pool is not None and left is not None and job.spec.optimizer_steps is not None:
+            from_s = attempt.launched_at_s + pool.launch_cost_s
+            trained = max(0.0, at_s - from_s) / max(end_s - from_s, at_s - from_s, OVERDUE_S)
+            saved = job.spec.optimizer_steps - left + int(left * trained)
+        self._end(attempt, replace(STOPPED, checkpoint_step=saved), at_s)
+
+    def _end(self, attempt: Attempt, evidence: Evidence, at_s: float) -> None:
+        del self._running[attempt.job_id]
+        self._tell(Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=at_s))
+        self._tell(Released(job_id=attempt.job_id, number=attempt.number, at_s=at_s))
+
+
+class _Arrays:
+    """Until when members of each array run, of whom only so many may at once."""
+
+    def __init__(self) -> None:
+        self._ends_s: dict[str, list[float]] = {}  # of those that run together, the first to end first
+
+    def room_s(self, job: Job) -> float:
+        """From when on one more of the job's array may run; minus infinity: from now on."""
+        if job.array is None or job.spec.member is None:
+            return -inf
+        ends_s = self._ends_s.get(job.array, [])
+        return -inf if len(ends_s) < job.spec.member.at_most else ends_s[0]
+
+    def take(self, job: Job, end_s: float) -> None:
+        """The job runs until then, from when there is room on."""
+        if job.array is None or job.spec.member is None:
+            return
+        ends_s = self._ends_s.setdefault(job.array, [])
+        if len(ends_s) >= job.spec.member.at_most:
+            heappop(ends_s)
+        heappush(ends_s, end_s)
+
+
+def _share(job: Job, sample: int) -> float:
+    """Which part of all lengths is shorter than the job's in this sample: each part once over the samples.
+
+    A Latin hypercube (McKay, Beckman, Conover 1979, Technometrics 21:239) without chance: SAMPLES is a prime, so that
+    each line through it is a permutation.
+    """
+    steps, offset = 1 + job.order % (SAMPLES - 1), job.order // (SAMPLES - 1)
+    return ((sample * steps + offset) % SAMPLES + 0.5) / SAMPLES
+
+
+def _longer(expected_s: float, past_s: float, spread: float, share: float) -> float:
+    """The length that this share of those that take longer than `past_s` do not pass; lengths are lognormal."""
+    if expected_s <= 0 or not expected_s < float("inf"):
+        return expected_s
+    before = 0.0 if past_s <= 0 else NORMAL.cdf(log(past_s / expected_s) / spread)
+    if before > LATE:
+        return past_s  # nothing is known of what takes so much longer than expected
+    return expected_s * exp(spread * _quantile(before + share * (1 - before)))
+
+
+NORMAL = NormalDist()
+LATE = 1 - 1e-9
+
+
+@lru_cache(maxsize=4096)
+def _quantile(share: float) -> float:
+    return NORMAL.inv_cdf(share)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[1], ordered[-2]

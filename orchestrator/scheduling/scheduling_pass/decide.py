@@ -1,0 +1,311 @@
+"""What shall a waiting job do: start now, and as what; wait for devices that are promised to it; or wait unpromised?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
+from typing import NamedTuple
+
+from orchestrator.memory.calibration.correction import is_known
+from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
+from orchestrator.scheduling.base.migration import is_elastic
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.start_windows import hours_of, why_closed
+from orchestrator.scheduling.options.job_options import Entry, Menu, NeverFits, learned, measured_peaks, menu
+from orchestrator.scheduling.placement.availability import Pool, Slot
+from orchestrator.scheduling.queue.demand import room_from_s
+from orchestrator.scheduling.queue.wait_queue import Menus, Waiting
+from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.specs.attempt import Placement
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.state import Job, Reservation, State
+
+NAMED_MAX = 3  # nodes in a reason
+RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break
+SOON = 1e-6  # of its seconds and its price, against its start: a job with a promised speed starts as soon as it can
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Start this plan there, now."""
+
+    candidate: Candidate
+    placement: Placement
+    device: str
+    correction: float  # on the activations, as learned by now
+    needed_bytes: int | None  # None: its peak was measured before
+    fit_probability: float | None  # None: nothing is known of its memory, or its peak was measured before
+    probe: bool  # only to be measured
+
+
+class Wait(NamedTuple):
+    """Something fits, but not now; `reservation` keeps it from being overtaken."""
+
+    reason: str
+    reservation: Reservation | None = None
+    look_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
+
+
+class _Offer(NamedTuple):
+    """One way to run, and what it costs to begin with it now."""
+
+    cost_s: float
+    pool: Pool
+    entry: Entry
+
+
+Opening = Callable[[_Offer, float], float]  # when it may start, from a time on
+
+
+class _Later(NamedTuple):
+    """An offer that can be had later, from `slot` on, though its devices are free since `free_s`."""
+
+    cost_s: float
+    offer: _Offer
+    slot: Slot
+    free_s: float
+
+
+def price_of(desk: Desk) -> float:
+    """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
+    others = max(0, len(desk.waiting) + len(desk.running) - 1)
+    return desk.tuning.price_alone + desk.tuning.price * others / max(1, desk.devices)
+
+
+def price_of_idle(desk: Desk) -> float:
+    """The same of devices that nobody can use now: only who waits counts."""
+    return desk.tuning.price_idle + desk.tuning.price * len(desk.waiting) / max(1, desk.devices)
+
+
+def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
+    """Why a job of an array waits of which as many run, or have devices promised, as may at once; None: it need not."""
+    member = job.spec.member
+    if job.array is None or member is None or desk.running_of_array[job.array] + promised[job.array] < member.at_most:
+        return None
+    return Wait(reason=f"waits for others of the array {job.array}: at most {member.at_most} run at once")
+
+
+def must_wait(desk: Desk, waiting: Waiting) -> bool:
+    """Whether nothing of what fits the job can be had now, whoever else starts or is promised something."""
+    fits = False
+    for pool, one in desk.prospects.menus_of(waiting):
+        for entry in _entries(pool, one) if isinstance(one, Menu) else ():
+            if _can_start(pool, entry, desk.state.at_s):
+                return False
+            fits = True
+    return fits
+
+
+def decide(
+    state: State,
+    desk: Desk,
+    waiting: Waiting,
+    price: float,
+    *,
+    may_reserve: bool,
+    by_s: float = inf,
+    devices_max: int | None = None,
+) -> Chosen | Wait | NeverFits | None:
+    """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
+
+    Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
+    come free.
+    """
+    menus = desk.prospects.menus_of(waiting)
+    offers = [
+        one
+        for one in _offers(menus, price, waiting.job.spec)
+        if devices_max is None or one.entry.devices <= devices_max
+    ]
+    if not offers and devices_max is not None:
+        return None
+    if not offers:
+        return _without_offers(state, waiting.job, menus)
+    opening = _opening(desk, waiting, offers, state.at_s, by_s)
+    now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
+    if later is not None and (now is None or later.cost_s < now.cost_s):
+        return _reserved(waiting.job, later, state.at_s) if may_reserve else None
+    return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
+
+
+def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s: float) -> Reservation | None:
+    """What the job would run as to end by `by_s`, and from when to when, where it could start from `from_s` on.
+
+    None where it cannot be told, or cannot be.
+    """
+    offers, now_s = _offers(desk.prospects.menus_of(waiting), price, waiting.job.spec), desk.state.at_s
+    opening = _opening(desk, waiting, offers, from_s, by_s)
+    if from_s > now_s:
+        later = _soonest(offers, opening, from_s)
+        return None if later is None else _reserved(waiting.job, later, now_s).reservation
+    now, later = _best(offers, opening, now_s, may_reserve=True)
+    if now is not None and (later is None or now.cost_s <= later.cost_s):
+        end_s = now_s + now.entry.seconds
+        placement = now.pool.place(now.entry.shape, end_s, now.entry.least_bytes)
+        assert placement is not None, waiting.job.id
+        return Reservation(job_id=waiting.job.id, start_s=now_s, end_s=end_s, placement=placement)
+    return None if later is None else _reserved(waiting.job, later, now_s).reservation
+
+
+def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
+    """Why a job that cannot start now waits, or that it can never start."""
+    menus = desk.prospects.menus_of(waiting)
+    offers = [(pool, entry) for pool, one in menus if isinstance(one, Menu) for entry in _entries(pool, one)]
+    if not offers:
+        return _without_offers(state, waiting.job, menus)
+    pool, entry = min(offers, key=lambda offer: offer[1].seconds)
+    spec, now_s = waiting.job.spec, state.at_s
+    start_s = hours_of(spec, (one.seconds for _, one in offers), now_s).start_s(now_s, entry.seconds)
+    return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
+
+
+def _offers(menus: Menus, price: float, spec: JobSpec) -> list[_Offer]:
+    """All that the job could run as, the best first, were it free."""
+    weight = 1.0 if spec.guarantee is None else SOON
+    offers = [
+        _Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
+        for pool, one in menus
+        if isinstance(one, Menu)
+        for entry in _entries(pool, one)
+    ]
+    if len(offers) > 1:
+        offers.sort(key=attrgetter("cost_s"))
+    return offers
+
+
+def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
+    """When the job may start: within its hours, and with room left for shorter ones.
+
+    No room is left by a job that is due, that is put before others, that can make way for them, or that says itself
+    when it may start; nor where the cluster is shared: whose turn it is counts there, not whose jobs are short.
+    """
+    spec, wanted = waiting.job.spec, desk.wanted(now_s)
+    hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
+    goes_first = min(waiting.due_s, waiting.presses_s) <= now_s or spec.priority > 0 or desk.state.policy.is_shared
+    if spec.between is not None or goes_first or is_elastic(waiting.job):
+        return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
+
+    def with_room(offer: _Offer, from_s: float) -> float:
+        room_s = room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds)
+        return hours.start_s(max(from_s, room_s), offer.entry.seconds)
+
+    return with_room
+
+
+def _best(
+    offers: Sequence[_Offer], opening: Opening, now_s: float, *, may_reserve: bool
+) -> tuple[_Offer | None, _Later | None]:
+    """The best of what can be had now, and, unless that is the best of all, of what can be had later."""
+    now = None
+    for one in offers:
+        if _can_start(one.pool, one.entry, now_s) and opening(one, now_s) == now_s:
+            now = one
+            break
+    if not offers or now is offers[0] or not (may_reserve or now is not None):
+        return now, None
+    return now, _soonest(offers, opening, now_s)
+
+
+def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
+    """The menu; where others hold memory, what could be had of it."""
+    if pool.has_room(one.most_bytes):
+        return one.entries
+    return one.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
+
+
+def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
+    if pool.idle < entry.devices:
+        return False
+    end_s = now_s + entry.seconds
+    if end_s > pool.open_until_s(entry.shape):
+        return False
+    return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
+
+
+def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _Later | None:
+    """The best of what can be had from then on."""
+    found: _Later | None = None
+    for offer in offers:
+        if found is not None and offer.cost_s >= found.cost_s:
+            continue
+        pool, entry = offer.pool, offer.entry
+        slot = first = pool.earliest(entry.shape, from_s, entry.seconds, entry.least_bytes)
+        while slot is not None and slot.start_s < (opens_s := opening(offer, slot.start_s)):
+            slot = pool.earliest(entry.shape, opens_s, entry.seconds, entry.least_bytes) if opens_s < inf else None
+        if slot is not None and first is not None:
+            cost_s = slot.start_s - from_s + offer.cost_s
+            if cost_s < (inf if found is None else found.cost_s):
+                found = _Later(cost_s, offer, slot, first.start_s)
+    return found
+
+
+def _reserved(job: Job, later: _Later, now_s: float) -> Wait:
+    pool, entry = later.offer.pool, later.offer.entry
+    reservation = Reservation(
+        job_id=job.id,
+        start_s=later.slot.start_s,
+        end_s=later.slot.start_s + entry.seconds,
+        placement=pool.devices_of(later.slot, entry.least_bytes),
+    )
+    if later.slot.start_s == later.free_s:
+        return Wait(reason=_waits_for(pool, entry, job.spec, now_s), reservation=reservation)
+    if job.spec.between is not None:
+        return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
+    reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
+    return Wait(reason=reason, reservation=reservation, look_at_s=later.slot.start_s)
+
+
+def _waits_for(pool: Pool, entry: Entry, spec: JobSpec, now_s: float) -> str:
+    """With that, if all would be there but for nodes that are closed, or will be before the job could end."""
+    waits = f"waits for {_wanted(pool, entry)}"
+    closed = pool.closed_before(now_s + entry.seconds)
+    if not closed or not pool.idle - sum(idle for _, _, idle in closed) < entry.devices <= pool.idle:
+        return waits
+    names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
+    if all(closes_s <= now_s for _, closes_s, _ in closed):
+        return f"{waits}: {names} {'takes' if len(closed) == 1 else 'take'} nothing new"
+    supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
+    return f"{waits}: it would not end before the maintenance of {names}{supposed}"
+
+
+def _wanted(pool: Pool, entry: Entry) -> str:
+    return f"{entry.devices} free {pool.group.hardware.device.name}"
+
+
+def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
+    """The plan with what is expected of it on the fullest of its devices."""
+    pool, entry = offer.pool, offer.entry
+    placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
+    assert placement is not None, (job.id, entry)
+    device, candidate = pool.group.hardware.device.name, entry.candidate
+    calibrated = desk.prospects.calibrated(job, device)
+    judged = candidate.plan not in measured_peaks(job, device)
+    capacity_bytes = min(pool.free_bytes(part.node, index) for part in placement for index in part.devices)
+    correction = calibrated.correction_of(candidate.plan, candidate.estimate)
+    known = judged and is_known(candidate.estimate, correction)
+    return Chosen(
+        candidate=candidate,
+        placement=placement,
+        device=device,
+        correction=correction,
+        needed_bytes=needed_bytes(candidate, calibrated) if judged else None,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+        probe=entry.probe,
+    )
+
+
+def _without_offers(state: State, job: Job, menus: Menus) -> Wait | NeverFits:
+    """Others hold its memory, its nodes are away, or nothing could ever hold it."""
+    for pool, one in menus:
+        if isinstance(one, Menu):
+            device = pool.group.hardware.device.name
+            return Wait(reason=f"waits for memory that other processes hold on {device}")
+    never = []
+    for group in groups_of(state.declared or state.nodes):
+        found = menu(job, group, learned(state, job, group.hardware.device.name), 0.0)
+        if isinstance(found, Menu) or found.likeliest is not None:
+            return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
+        never.append(found)
+    return NeverFits(why=lambda: "\n".join(one.why() for one in never))

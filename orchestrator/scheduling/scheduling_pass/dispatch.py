@@ -1,0 +1,252 @@
+"""Which waiting jobs start now, which get a reservation, and which running jobs are stopped for them?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+
+from orchestrator.planning.explain import why_taken
+from orchestrator.planning.search import own_settings
+from orchestrator.scheduling.base.job_updates import settled, with_job
+from orchestrator.scheduling.base.migration import can_move, claims_of, moved
+from orchestrator.scheduling.options.job_options import Menu, NeverFits
+from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.decide import (
+    RESERVATIONS_MAX,
+    Chosen,
+    Wait,
+    admitted,
+    crowded,
+    decide,
+    price_of,
+)
+from orchestrator.scheduling.scheduling_pass.guarantees import answered, kept_slots, may_start_sooner, room_for_promises
+from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.preemption import Move, growth, in_time, making_way
+from orchestrator.scheduling.scheduling_pass.quotas import Turns
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.plan import changes
+from orchestrator.specs.profile import UNTIMED, OwnSettings
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Reservation, State, Stop
+
+
+def empty_nodes(state: State, desk: Desk) -> tuple[State, tuple[Stop, ...]]:
+    """Ask jobs to end that run on nodes whose maintenance begins: they go on elsewhere or later."""
+    stops = []
+    for job in [*desk.running.values()] if desk.maintained else ():
+        left = [part.node for part in job.attempts[-1].placement if part.node in desk.maintained]
+        if left and can_move(job):
+            gone, stop = moved(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            desk.learn(job, gone)
+            state = with_job(state, gone)
+            stops.append(stop)
+    return state, tuple(stops)
+
+
+def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+    """Start jobs on the idle devices, with devices reserved for the first that wait: later jobs delay none of them.
+
+    All reservations are made anew whenever devices are idle and a job came, devices came free, or more is known.
+    """
+    if not state.nodes:  # what was promised is not there any more
+        return replace(state, reservations=(), look_at_s=None), ()
+    if not (desk.is_stale or desk.arrived):
+        return state, ()
+    state, refused = _refuse(state, desk)
+    if refused:  # for which others may have waited: who they are is asked before anybody starts
+        return state, refused
+    actions: list[Action] = []
+    unheard = {waiting.job.id: waiting for waiting in desk.arrived}
+    is_settled, waits, late = False, list[tuple[Waiting, Reservation]](), list[tuple[Waiting, float]]()
+    while not is_settled:
+        waited = len(desk.waiting)
+        state, done, waits, late = _round(state, desk, unheard)
+        actions += done
+        if desk.guaranteed and not desk.running and state.reservations:  # for whose end could they wait?
+            state, done, waits, late = _round(replace(state, reservations=()), desk, unheard)
+            actions += done
+        # until deciding once more would change nothing: who starts changes what is left of its team's quota
+        has_quotas = state.policy.has_quotas
+        is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
+    of_array = Counter[str | None]()
+    if any(waiting.job.array is not None for waiting in unheard.values()):
+        of_array.update(state.jobs[one.job_id].array for one in state.reservations)
+    for waiting in unheard.values():
+        outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
+        state, done = _answered(state, desk, waiting, outcome)
+        actions += done
+    desk.is_stale, desk.arrived = False, []
+    state, stops = _move(state, desk, waits, late)
+    return state, (*actions, *stops)
+
+
+def _refuse(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+    """Tell those that came, or came back, and can never start."""
+    actions: list[Action] = []
+    for waiting in desk.arrived:
+        if not any(isinstance(one, Menu) for _, one in desk.prospects.menus_of(waiting)):
+            outcome = admitted(state, desk, waiting)
+            if isinstance(outcome, NeverFits):
+                state, done = _answered(state, desk, waiting, outcome)
+                actions += done
+    if actions:
+        desk.arrived = [waiting for waiting in desk.arrived if waiting.job.id in desk.waiting]
+    return state, tuple(actions)
+
+
+def _move(
+    state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
+) -> tuple[State, tuple[Stop, ...]]:
+    """Stop one for a deadline, or that others gain more by than it loses, or else one that gains by what is idle."""
+    if (room := room_for_promises(state, desk)) is not None:
+        sooner = [room.slot if one.job_id == room.slot.job_id else one for one in state.reservations]
+        stopped, stops = _stopped(state, desk, room.moves)
+        return (replace(stopped, reservations=tuple(sooner)) if stops else stopped), stops
+    move = in_time(desk, late, state.at_s) or making_way(desk, waits, state.at_s)
+    move = move or (growth(desk, state.at_s) if desk.idle else None)
+    return (state, ()) if move is None else _stopped(state, desk, [move])
+
+
+def _stopped(state: State, desk: Desk, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
+    """All of them stopped together, or looked at again once all have run for long enough."""
+    from_s = max(move.from_s for move in moves)
+    if from_s > state.at_s:
+        look_at_s = from_s if state.look_at_s is None else min(state.look_at_s, from_s)
+        return replace(state, look_at_s=look_at_s), ()
+    stops = []
+    for move in moves:
+        gone, stop = moved(move.job, move.why, state.at_s, move.claims)
+        desk.learn(move.job, gone)
+        if move.claims:
+            desk.keep(gone)
+        state = with_job(state, gone)
+        stops.append(stop)
+    return state, tuple(stops)
+
+
+def _round(
+    state: State, desk: Desk, unheard: dict[str, Waiting]
+) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]]:
+    """One look at all who wait; `unheard` loses those who get an answer.
+
+    Who waits for devices is told as well, and who waits and will miss its deadline, with that.
+    """
+    actions: list[Action] = []
+    waits: list[tuple[Waiting, Reservation]] = []
+    late: list[tuple[Waiting, float]] = []
+    if not (desk.idle or desk.is_stale or desk.elastic or desk.guaranteed):
+        return state, (), waits, late
+    promised: list[Reservation] = []
+    looks_s: list[float] = []
+    slots = kept_slots(state, desk)
+    desk.forget_promises()
+    desk.promise(slots.values())
+    price = price_of(desk)
+    of_array = Counter[str | None]()
+    turns = Turns(desk)
+    for waiting, by_s, devices_max in turns:
+        may_reserve = len(promised) < RESERVATIONS_MAX
+        own = slots.pop(waiting.job.id, None)
+        if own is not None and not may_start_sooner(desk, waiting):
+            promised.append(own)
+            turns.heard(waiting, Wait(reason=waiting.job.reason, reservation=own))
+            continue
+        if own is not None:
+            desk.forget_promises()
+            desk.promise((*slots.values(), *promised))
+        if claims := claims_of(waiting.job):
+            devices_max, its_price = sum(len(part.devices) for part in claims), desk.tuning.price_idle
+        else:
+            its_price = price
+        outcome = crowded(desk, waiting.job, of_array) or decide(
+            state, desk, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+        )
+        outcome = answered(state, waiting, outcome, own)
+        if outcome is None:
+            late += [(waiting, by_s)] if by_s < inf and waiting.presses_s <= state.at_s else []
+            continue
+        if isinstance(outcome, Wait) and outcome.reservation is not None:
+            desk.promise((outcome.reservation,))
+            promised.append(outcome.reservation)
+            of_array[waiting.job.array] += 1
+            looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
+            if outcome.look_at_s is None and waiting.job.spec.between is None:
+                waits.append((waiting, outcome.reservation))
+        turns.heard(waiting, outcome)
+        unheard.pop(waiting.job.id, None)
+        state, done = _answered(state, desk, waiting, outcome)
+        actions += done
+    presses_s = desk.presses_at_s()
+    looks_s += [] if presses_s is None else [presses_s]
+    state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
+    return state, tuple(actions), waits, [one for one in late if one[0].job.id in desk.waiting]
+
+
+def _answered(
+    state: State, desk: Desk, waiting: Waiting, outcome: Chosen | Wait | NeverFits
+) -> tuple[State, tuple[Action, ...]]:
+    """The state after what was decided of a waiting job."""
+    job = waiting.job
+    actions: tuple[Action, ...] = ()
+    match outcome:
+        case Chosen() as chosen:
+            job, attempt = _begin(state, desk, job, chosen)
+            actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
+        case Wait() as wait:
+            if wait.reason == job.reason and job is state.jobs.get(job.id):
+                return state, ()
+            job = replace(job, reason=wait.reason)
+        case NeverFits() as never:
+            status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
+            job = replace(job, status=status, reason=never.why())
+            actions = (Record(job=job),)
+    desk.learn(waiting.job, job)
+    state, archived = settled(state, job)
+    return state, (*actions, *archived)
+
+
+def _begin(state: State, desk: Desk, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
+    before = next((one for one in reversed(job.attempts) if not one.probe), None)
+    attempt = Attempt(
+        job_id=job.id,
+        number=len(job.attempts) + 1,
+        plan=chosen.candidate.plan,
+        placement=chosen.placement,
+        device=chosen.device,
+        estimate=chosen.candidate.estimate,
+        correction=chosen.correction,
+        step_s=chosen.candidate.step_s,
+        needed_bytes=chosen.needed_bytes,
+        fit_probability=chosen.fit_probability,
+        change=changes(before.plan, chosen.candidate.plan) if before else (),
+        change_reason=before.failure.reason if before and before.failure else "",
+        launched_at_s=state.at_s,
+        relative_to=_relative_to(desk, job, chosen),
+        probe=chosen.probe,
+    )
+    job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
+    return job, attempt
+
+
+def _relative_to(desk: Desk, job: Job, chosen: Chosen) -> OwnSettings | None:
+    """The settings of its script by which the estimate was made; None where the model is known."""
+    if chosen.candidate.estimate.source not in UNTIMED:
+        return None
+    return own_settings(measured_spec(job.spec, desk.prospects.calibrated(job, chosen.device)))
+
+
+def _why(chosen: Chosen, before: Attempt | None) -> str:
+    candidate = chosen.candidate
+    if chosen.probe:
+        return f"is measured at micro-batch {candidate.plan.micro_batch_size}: nobody knows what it needs"
+    if before is None or before.failure is None:
+        return f"runs {why_taken(chosen.fit_probability)}"
+    changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))
+    if before.failure.kind is FailureKind.MOVED:
+        return f"goes on with {changed or 'the same plan'}: {before.failure.reason}"
+    if before.plan == candidate.plan:
+        return f"runs the same plan again after {before.failure.kind}"
+    return f"runs a cheaper plan after {before.failure.kind}: {changed}"

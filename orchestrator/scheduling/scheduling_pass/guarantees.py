@@ -1,0 +1,162 @@
+"""Which speed is a job promised, from when on, and who makes way for it? `guarantee: requested` of a job file.
+
+A guaranteed job never runs slower than its request: so many devices with the requested plan. It goes before all that is
+not guaranteed, in the order of submission and whatever its priority; who was due before it came keeps its place, so
+that nobody starves. At submission it gets a reservation, which nobody behind it delays, and is promised to start by
+then, with a quarter more to wait as jobs may run longer than they say. It is refused where the reservation begins later
+than START_WITHIN_S, where its request fits nowhere, or where the guaranteed jobs of its team would ask for more devices
+than its quota. Jobs that can be moved make way for it; it is never moved itself, but for a maintenance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.options.job_options import Entry, Menu, NeverFits
+from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.decide import Chosen, Wait
+from orchestrator.scheduling.scheduling_pass.index import OVERDUE, Desk
+from orchestrator.scheduling.scheduling_pass.preemption import Move, Moving, movable
+from orchestrator.specs.attempt import NodeDevices, Placement
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import Reservation, State
+from orchestrator.specs.units import format_seconds
+
+# From submission to the promised start. A day, as for a job of unknown length: later, a promise says nothing of use.
+START_WITHIN_S = 86_400.0
+LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
+TRIED_MAX = 3  # who waits with a promise, first come first, for whom it is asked who could be stopped
+
+
+class Room(NamedTuple):
+    """Whom to stop together, and what is promised to the job that they make way for."""
+
+    moves: Sequence[Move]
+    slot: Reservation
+
+
+def answered(
+    state: State, waiting: Waiting, outcome: Chosen | Wait | NeverFits | None, slot: Reservation | None
+) -> Chosen | Wait | NeverFits | None:
+    """The outcome; a guaranteed job keeps its slot until it can start sooner, and is promised its first, or refused."""
+    job = waiting.job
+    if slot is not None and not isinstance(outcome, Chosen | NeverFits):
+        later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s
+        return Wait(reason=job.reason if outcome is None else outcome.reason, reservation=slot) if later else outcome
+    if not job.spec.guaranteed_gpus or job.starts_by_s is not None or isinstance(outcome, NeverFits):
+        return outcome
+    reason = _beyond_quota(state, waiting)
+    if reason is None:
+        match outcome:
+            case Chosen():
+                starts_by_s = state.at_s
+            case Wait(reservation=Reservation(start_s=start_s)) if start_s <= job.submitted_at_s + START_WITHIN_S:
+                starts_by_s = state.at_s + OVERDUE * (start_s - state.at_s)
+            case Wait(reservation=Reservation(start_s=start_s)):
+                reason = f"could start only in {format_seconds(start_s - state.at_s)}"
+            case _:
+                reason = "nobody can tell when it could start" if outcome is None else outcome.reason
+    if reason is None:
+        waiting.job = replace(job, starts_by_s=starts_by_s)
+        return outcome
+    gpus = job.spec.guaranteed_gpus
+    refused = f"cannot be promised the speed of {gpus} device{'s' if gpus > 1 else ''}: {reason}"
+    return NeverFits(why=lambda: f"{refused}; without `guarantee` it gets what is left")
+
+
+def _beyond_quota(state: State, waiting: Waiting) -> str | None:
+    """Why the team may not ask for so many guaranteed devices; None: it may."""
+    if not state.policy.has_quotas:
+        return None
+    team = state.policy.team_of(waiting.job.user)
+    promised = sum(
+        one.spec.guaranteed_gpus
+        for one in state.jobs.values()
+        if one.starts_by_s is not None and not one.status.ended and state.policy.team_of(one.user) == team
+    )
+    if promised + waiting.job.spec.guaranteed_gpus <= team.quota:
+        return None
+    return f"{promised} of the {team.quota} devices of team {team.name}'s quota are promised to its other jobs"
+
+
+def kept_slots(state: State, desk: Desk) -> dict[str, Reservation]:
+    """By job, what guaranteed jobs were promised at earlier decisions, as far as it can still be had.
+
+    A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Only
+    a job whose devices are not left in time gets another one, around those of all others.
+    """
+    slots = [one for one in state.reservations if one.job_id in desk.guaranteed]
+    return {one.job_id: one for one in slots if one.start_s + LATE_S >= state.at_s and desk.can_have(one, LATE_S)}
+
+
+def may_start_sooner(desk: Desk, waiting: Waiting) -> bool:
+    """Whether devices enough for what keeps its promise are idle, wherever they are."""
+    return any(
+        pool.idle >= menu.entries[0].devices
+        for pool, menu in desk.prospects.menus_of(waiting)
+        if isinstance(menu, Menu)
+    )
+
+
+def room_for_promises(state: State, desk: Desk) -> Room | None:
+    """Who shall be stopped for the first guaranteed job that waits for long and could start then; None: nobody."""
+    found: Room | None = None
+    for one in [one for one in state.reservations if one.job_id in desk.guaranteed][:TRIED_MAX]:
+        desk.forget_promises()
+        desk.promise([other for other in state.reservations if other is not one])
+        found = found or _room_for(desk, desk.guaranteed[one.job_id], one.start_s - state.at_s, state.at_s)
+    if desk.guaranteed:
+        desk.forget_promises()
+        desk.promise(state.reservations)
+    return found
+
+
+def _room_for(desk: Desk, waiting: Waiting, waits_s: float, at_s: float) -> Room | None:
+    """Jobs that came later, as few as will do: those first that have run for long enough and would end last.
+
+    Nobody is stopped for what comes free within the time that a stop and another launch may take.
+    """
+    for pool, menu in desk.prospects.menus_of(waiting):
+        if not isinstance(menu, Menu) or waits_s <= MOVE_GRACE_S + pool.launch_cost_s:
+            continue
+        entry = menu.entries[0]
+        able = [
+            one
+            for one in movable(desk, desk.last_elastic(), at_s)
+            if one.pool is pool and desk.due_s(one.job) > waiting.due_s
+        ]
+        able.sort(key=lambda one: max(at_s, one.from_s))
+        count = next((n for n in range(1, len(able) + 1) if _placed(pool, able[:n], entry, at_s)), 0)
+        stopped = able[:count]
+        for one in stopped[:-1]:
+            others = [other for other in stopped if other is not one]
+            stopped = others if _placed(pool, others, entry, at_s) else stopped
+        placement = _placed(pool, stopped, entry, at_s) if stopped else None
+        if placement is not None:
+            why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
+            start_s = at_s + MOVE_GRACE_S
+            return Room(
+                moves=[Move(job=one.job, from_s=one.from_s, why=why) for one in stopped],
+                slot=Reservation(
+                    job_id=waiting.job.id, start_s=start_s, end_s=start_s + entry.seconds, placement=placement
+                ),
+            )
+    return None
+
+
+def _placed(pool: Pool, stopped: Sequence[Moving], entry: Entry, at_s: float) -> Placement | None:
+    """Devices for a start once these have left."""
+    held = _together([one.attempt.placement for one in stopped])
+    return pool.place_again(held, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes)
+
+
+def _together(placements: Sequence[Placement]) -> Placement:
+    """Several as one, each node once."""
+    devices: dict[str, tuple[int, ...]] = {}
+    for placement in placements:
+        for part in placement:
+            devices[part.node] = (*devices.get(part.node, ()), *part.devices)
+    return tuple(NodeDevices(node=name, devices=tuple(sorted(each))) for name, each in devices.items())

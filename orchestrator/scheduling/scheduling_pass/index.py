@@ -1,0 +1,451 @@
+"""What follows from a state, kept up to date with it: free devices, the waiting in their order, what each can run as.
+
+A desk could be made anew from every state; it is carried along because that would cost a look at every job.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import groupby, takewhile
+from math import inf
+
+from orchestrator.scheduling.base.drain import closures, maintained, next_change_s
+from orchestrator.scheduling.base.migration import claims_of, is_elastic, may_grow
+from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.start_windows import opening_s
+from orchestrator.scheduling.base.tuning import tuned_for
+from orchestrator.scheduling.options.job_options import Menu, attempt_seconds
+from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.queue.demand import devices_wanted
+from orchestrator.scheduling.queue.fair_share import Place, fair_tree, nobodys, used_s
+from orchestrator.scheduling.queue.wait_queue import Line, Standing, Waiting, merged
+from orchestrator.scheduling.scheduling_pass.option_cache import Prospects
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.cluster import Window
+from orchestrator.specs.job.spec import Dependency
+from orchestrator.specs.state import Job, JobStatus, Reservation, State
+
+
+class Desk:
+    """Indices of one state. Whoever changes the state tells the desk."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state  # whose indices these are
+        self.pools = [Pool(group) for group in groups_of(state.nodes)]
+        self.devices = sum(pool.group.devices for pool in self.pools)
+        self.prospects = Prospects(self.pools, state.observations)
+        self.waiting: dict[str, Waiting] = {}
+        self.running: dict[str, Job] = {}  # those that hold devices
+        self.elastic: dict[str, Job] = {}  # those of them that could be moved
+        self.growing: dict[str, Job] = {}  # those of them that may have more devices
+        self.ends_s: dict[str, float] = {}  # when those that run are expected to end
+        self.running_of_array: Counter[str] = Counter()  # how many of them are of each array
+        self.guaranteed: dict[str, Waiting] = {}  # those that wait for devices with a promised speed
+        self.arrived: list[Waiting] = []  # since the last decision
+        self.is_stale = False  # devices, nodes or knowledge changed since the last decision
+        self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
+        self._pool_of = {name: pool for pool in self.pools for name in pool.names}
+        self._policy = state.policy
+        self.tuning = tuned_for(state.policy.objective)
+        # by priority and, where it counts, user
+        self._lines: dict[tuple[int, str], Line] = {}
+        self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
+        self._asleep: list[tuple[float, str]] = []
+        self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
+        self._wanted: tuple[object, Sequence[float]] = (None, ())  # of what demand and when, and how much
+        self._tree: tuple[object, Callable[[str], Place]] = (None, nobodys)  # of when and what usage, and whose turn
+        self._claiming: dict[str, Job] = {}  # those that devices are kept for while they move
+        self.closed: dict[str, tuple[Window, ...]] = {}  # by node
+        self.close(state)
+        for job in state.jobs.values():
+            self.learn(None, job)
+        self.arrived.clear()
+        self.is_stale = False
+
+    # what changes
+
+    def learn(self, before: Job | None, after: Job | None) -> None:
+        """A job is no longer what it was (None: it was not, or is not, here)."""
+        held_before, held_after = _held(before), _held(after)
+        if held_before != held_after:
+            for number, attempt in held_before.items():
+                if number not in held_after:
+                    self._vacate(attempt)
+            for number, attempt in held_after.items():
+                known = held_before.get(number)
+                if known is None or (known.pace, known.leaves_by_s) != (attempt.pace, attempt.leaves_by_s):
+                    assert after is not None
+                    self._occupy(after, attempt)
+        job = after or before
+        assert job is not None
+        for one in _awaited(before):
+            self._followers.get(one.job, set()).discard(job.id)
+        for one in _awaited(after):
+            self._followers.setdefault(one.job, set()).add(job.id)
+        if job.array is not None:
+            self.running_of_array[job.array] += bool(held_after) - (job.id in self.running)
+        runs = bool(held_after)
+        could_move = runs and is_elastic(job)
+        for index, belongs in (
+            (self.running, runs),
+            (self.elastic, could_move),
+            (self.growing, could_move and may_grow(job)),
+            (self._claiming, runs and bool(claims_of(job))),
+        ):
+            if belongs:
+                index[job.id] = job
+            else:
+                index.pop(job.id, None)
+        if after is None or after.status.ended:
+            self.prospects.forget(job.id)
+        if not held_after:
+            self._forget_end(job.id)
+        waited, waits = before is not None and _waits(before), after is not None and _waits(after)
+        if waited and not waits:
+            self._leave(job.id)
+        elif waits:
+            assert after is not None
+            self._enter(after, is_new=not waited)
+
+    def see(self, state: State) -> Desk:
+        """The nodes are others, or others of their bytes are free."""
+        groups = groups_of(state.nodes)
+        if [(group.hardware, _names(group)) for group in groups] != [
+            (pool.group.hardware, pool.names) for pool in self.pools
+        ] or self._policy != state.policy:
+            desk = Desk(state)
+            desk.arrived = [desk.waiting[one.job.id] for one in self.waiting.values()]
+            desk.is_stale = True
+            return desk
+        for pool, group in zip(self.pools, groups, strict=True):
+            pool.see(group.nodes)
+        self.close(state)
+        self.is_stale = True
+        return self
+
+    def close(self, state: State) -> None:
+        """Some nodes may be closed by now, and others open again."""
+        self.maintained = maintained(state)
+        self._next_change_s = next_change_s(state.nodes, state.at_s)
+        closed = closures(state)
+        if closed != self.closed:
+            self.closed = closed
+            for pool in self.pools:
+                pool.close(closed)
+            self.is_stale = True
+
+    def observe(self, state: State) -> None:
+        """Reality has said more of some families: when their jobs end is asked anew."""
+        self.state = state
+        families = self.prospects.observe(state.observations)
+        for job in self.running.values():
+            if job.spec.family_name in families:
+                for attempt in _held(job).values():
+                    self._occupy(job, attempt)
+
+    def expect(self, attempt: Attempt, end_s: float) -> None:
+        """What an attempt holds it is expected to hold until then."""
+        for part in attempt.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is not None:
+                pool.occupy(part.node, part.devices, end_s)
+
+    def promise(self, reservations: Iterable[Reservation], *, closely: bool = False) -> None:
+        """Nothing may stand in the way of these.
+
+        Others may be promised devices that all are idle before; `closely` also those that are while others of them are
+        not: decisions find these when they come free, and have no time to look for them.
+        """
+        for one in reservations:
+            is_later = one.start_s > self.state.at_s and self._is_idle_before(one, closely=closely)
+            for part in one.placement:
+                if (pool := self._pool_of.get(part.node)) is not None:
+                    pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
+
+    def can_have(self, reservation: Reservation, late_s: float) -> bool:
+        """Whether its devices are there, open and left by whoever holds them now, at most so late."""
+        for part in reservation.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is None or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s:
+                return False
+            for closes_s, opens_s in self.closed.get(part.node, ()):
+                if closes_s < reservation.end_s and reservation.start_s < opens_s:
+                    return False
+        return True
+
+    def forget_promises(self) -> None:
+        """All that is reserved is open again, but for what is kept for those that move."""
+        for pool in self.pools:
+            pool.forget_promises()
+        for job in self._claiming.values():
+            self.keep(job)
+
+    def keep(self, job: Job) -> None:
+        """Nobody else gets what a job claims that moves, for as long as it would have run on as it was."""
+        attempt = job.last
+        assert attempt is not None, job.id
+        until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
+        self.promise([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.claims)])
+
+    def wake(self, at_s: float) -> None:
+        """Those whose time has come wait for devices again, nodes close and open, and who is late ends later."""
+        if at_s >= self._next_change_s:
+            self.close(self.state)
+        while self._ends and self._ends[0][0] <= at_s:
+            job = self.running[self._ends[0][1]]
+            for attempt in _held(job).values():
+                self._occupy(job, attempt)
+        while self._asleep and self._asleep[0][0] <= at_s:
+            _, job_id = heappop(self._asleep)
+            waiting = self.waiting.get(job_id)
+            if waiting is not None and waiting.job.not_before_s <= at_s and not self._stands(waiting):
+                self._line_up(waiting)
+        while self._openings and self._openings[0][0] <= at_s:
+            _, job_id = heappop(self._openings)
+            waiting = self.waiting.get(job_id)
+            if waiting is not None:
+                self.is_stale = True
+                self._expect_opening(waiting.job, at_s)
+
+    # what is
+
+    @property
+    def idle(self) -> int:
+        """Devices that nobody holds."""
+        return sum([pool.idle for pool in self.pools])
+
+    @property
+    def users(self) -> set[str]:
+        """Whose jobs wait for devices; nobody's where nothing is shared."""
+        return {user for _, user in self._lines}
+
+    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+        """Who waits for devices, first things first, and by when it should be done (infinity: at some time).
+
+        Who is promised a speed; then by priority, then whose turn it is. Of those first all past their aging limits,
+        first come first; then all whose deadlines press and could be met if they started now, the earliest first; then
+        the others, who is due first, but of the largest the larger first. Whoever could meet its deadline comes with it
+        first, and once more without.
+        """
+        yield from ((waiting, inf) for waiting in self.promised_first())
+        at_s = self.state.at_s
+        place = self._places()
+        turns = sorted((-priority, place(user), user) for priority, user in self._lines)
+        for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
+            keys = [(-priority, user) for _, _, user in equals]
+            for _, _, job_id in merged([line.due(at_s) for line in self._lines_of(keys)]):
+                yield from self._in_time_first(job_id)
+            for by_s, _, job_id in merged([line.by_deadline(at_s) for line in self._lines_of(keys)]):
+                waiting = self.waiting[job_id]
+                if waiting.presses_s <= at_s < waiting.due_s and self._could_end_by(waiting, by_s):
+                    yield waiting, by_s
+            for _, _, job_id in merged([self._ordered(line) for line in self._lines_of(keys)]):
+                yield from self._in_time_first(job_id)
+
+    def _in_time_first(self, job_id: str) -> Iterator[tuple[Waiting, float]]:
+        waiting = self.waiting[job_id]
+        by_s, at_s = waiting.job.deadline_s, self.state.at_s
+        if by_s is not None and at_s < by_s and not waiting.presses_s <= at_s < waiting.due_s:
+            if self._could_end_by(waiting, by_s):
+                yield waiting, by_s
+            if job_id not in self.waiting:
+                return
+        yield waiting, inf
+
+    def presses_at_s(self) -> float | None:
+        """When the next of the deadlines of those that wait presses."""
+        times_s = [line.presses_at_s(self.state.at_s) for line in self._lines.values()]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def promised_first(self) -> list[Waiting]:
+        """Those that wait with a promised speed, as they came, and who was due before the last of them came."""
+        last_s = max((waiting.due_s for waiting in self.guaranteed.values()), default=-inf)
+        standings = merged([line.by_due() for line in self._lines.values()]) if self.guaranteed else ()
+        return [self.waiting[job_id] for _, _, job_id in takewhile(lambda one: one[0] <= last_s, standings)]
+
+    def wake_at_s(self, at_s: float) -> float | None:
+        """When the next of those who wait for a time need not any more, or the next node closes or opens."""
+        times_s = [time_s for time_s, job_id in (*self._asleep, *self._openings) if job_id in self.waiting]
+        return min([time_s for time_s in (*times_s, self._next_change_s) if at_s < time_s < inf], default=None)
+
+    def last_elastic(self) -> Iterator[str]:
+        """Ids of running jobs that could be moved, the one that is expected to end last first."""
+        return (job_id for _, job_id in reversed(self._ends) if job_id in self.elastic)
+
+    def followers_of(self, job_id: str) -> list[str]:
+        """Ids of the jobs that wait for the end of this one."""
+        return sorted(self._followers.get(job_id, ()))
+
+    def wanted(self, at_s: float) -> Sequence[float]:
+        """Devices that jobs shorter than 1, 2, 4, 8 ... seconds kept busy lately."""
+        key = (self.state.demand, at_s)
+        if key != self._wanted[0]:
+            self._wanted = (key, devices_wanted(*key))
+        return self._wanted[1]
+
+    def seated(self, job: Job) -> Waiting:
+        """The job as it waits for devices, or would; first of all where devices are kept for it."""
+        due_s = -inf if claims_of(job) else self.due_s(job)
+        return Waiting(job, due_s, self.prospects.size_of(job)[2], self.presses_s(job))
+
+    def pool_of(self, attempt: Attempt) -> Pool | None:
+        """Where it runs; None where one of its nodes is gone."""
+        pools = [self._pool_of.get(part.node) for part in attempt.placement]
+        return None if None in pools else pools[0]
+
+    def due_s(self, job: Job) -> float:
+        """Its aging limit: from when on nobody who came later goes before it.
+
+        A job whose deadline presses from the start goes by that first, and ages from its deadline on; one that is
+        promised its speed is due at once.
+        """
+        if job.spec.guarantee is not None:
+            return job.submitted_at_s
+        limit_s = self.tuning.aging * self.prospects.size_of(job)[0]
+        if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
+            return job.submitted_at_s + limit_s
+        return job.deadline_s + self.tuning.aging_late * limit_s
+
+    def presses_s(self, job: Job) -> float:
+        """From when on its deadline leaves it little slack, so that it goes first; infinity: it has none."""
+        return (
+            inf if job.deadline_s is None else job.deadline_s - (1 + self.tuning.slack) * self.prospects.size_of(job)[1]
+        )
+
+    def end_of(self, job: Job, attempt: Attempt) -> float:
+        """When a running attempt is expected to end; infinity where its nodes are gone."""
+        pool = self.pool_of(attempt)
+        if pool is None:
+            return inf
+        calibrated = self.prospects.calibrated(job, attempt.device)
+        length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
+        if attempt.leaves_by_s is not None:
+            length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
+        return later_end_s(attempt.launched_at_s, length_s, self.state.at_s)
+
+    # how it is kept
+
+    def _is_idle_before(self, reservation: Reservation, *, closely: bool) -> bool:
+        """Whether all of its devices are, or, asked closely, any."""
+        for part in reservation.placement:
+            if (pool := self._pool_of.get(part.node)) is not None:
+                count = pool.free_before(part.node, part.devices, reservation.start_s)
+                if closely and count:
+                    return True
+                if not closely and count < len(part.devices):
+                    return False
+        return not closely
+
+    def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
+        within_s = by_s - self.state.at_s
+        return any(
+            one.entries[-1].seconds <= within_s for _, one in self.prospects.menus_of(waiting) if isinstance(one, Menu)
+        )
+
+    def _enter(self, job: Job, *, is_new: bool) -> None:
+        known = self.waiting.get(job.id)
+        if known is not None and not is_new:
+            known.job = job
+            return
+        waiting = self.waiting[job.id] = self.seated(job)
+        self._expect_opening(job, self.state.at_s)
+        if job.not_before_s > self.state.at_s:
+            heappush(self._asleep, (job.not_before_s, job.id))
+        else:
+            self._line_up(waiting)
+
+    def _expect_opening(self, job: Job, after_s: float) -> None:
+        if job.spec.between is not None:
+            heappush(self._openings, (opening_s(job.spec, after_s), job.id))
+
+    def _line_up(self, waiting: Waiting) -> None:
+        self._lines.setdefault(self._line_of(waiting.job), Line()).add(waiting)
+        if waiting.job.spec.guarantee is not None:
+            self.guaranteed[waiting.job.id] = waiting
+        self.arrived.append(waiting)
+
+    def _leave(self, job_id: str) -> None:
+        waiting = self.waiting.pop(job_id)
+        self.guaranteed.pop(job_id, None)
+        if self._stands(waiting):
+            key = self._line_of(waiting.job)
+            self._lines[key].remove(waiting)
+            if not self._lines[key]:
+                del self._lines[key]
+
+    def _stands(self, waiting: Waiting) -> bool:
+        line = self._lines.get(self._line_of(waiting.job))
+        return line is not None and waiting in line
+
+    def _lines_of(self, keys: Sequence[tuple[int, str]]) -> list[Line]:
+        """Those of them that are still there: who starts leaves."""
+        return [self._lines[key] for key in keys if key in self._lines]
+
+    def _ordered(self, line: Line) -> Sequence[Standing]:
+        """Where the cluster is shared it counts whose turn it is, not who could end together."""
+        at_s = self.state.at_s
+        return line.in_order(at_s) if self._policy.is_shared else line.largest_first(at_s, self.devices, self.tuning)
+
+    def _line_of(self, job: Job) -> tuple[int, str]:
+        return job.spec.priority, job.user if self._policy.is_shared else ""
+
+    def _places(self) -> Callable[[str], Place]:
+        """Whose turn it is."""
+        if not self._policy.is_shared:
+            return nobodys
+        now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
+        if now != self._tree[0]:
+            self._tree = (now, fair_tree(self._policy, used_s(self.state, self.running.values())).place)
+        return self._tree[1]
+
+    def _occupy(self, job: Job, attempt: Attempt) -> None:
+        end_s = self.end_of(job, attempt)
+        self._forget_end(job.id)
+        insort(self._ends, (end_s, job.id))
+        self.ends_s[job.id] = end_s
+        self.expect(attempt, end_s)
+
+    def _forget_end(self, job_id: str) -> None:
+        end_s = self.ends_s.pop(job_id, None)
+        if end_s is not None:
+            del self._ends[bisect_left(self._ends, (end_s, job_id))]
+
+    def _vacate(self, attempt: Attempt) -> None:
+        for part in attempt.placement:
+            pool = self._pool_of.get(part.node)
+            if pool is not None:
+                pool.vacate(part.node, part.devices)
+        self.is_stale = True
+
+
+OVERDUE = 1.25  # what runs longer than expected is expected to take this much longer, again and again
+
+
+def later_end_s(launched_s: float, length_s: float, at_s: float) -> float:
+    """The end, after `at_s`, of an attempt that was expected to take `length_s`."""
+    length_s = max(1.0, length_s)
+    while launched_s + length_s <= at_s:  # it grows: a hundred turns are nine orders of magnitude
+        length_s *= OVERDUE
+    return launched_s + length_s
+
+
+def _held(job: Job | None) -> dict[int, Attempt]:
+    """Attempts whose devices are not reported free again, by number."""
+    return {} if job is None else {one.number: one for one in job.attempts if not one.released}
+
+
+def _waits(job: Job) -> bool:
+    """For devices."""
+    return job.status is JobStatus.QUEUED and not job.waits_for and all(one.released for one in job.attempts)
+
+
+def _awaited(job: Job | None) -> Sequence[Dependency]:
+    return job.waits_for if job is not None and job.status is JobStatus.QUEUED else ()
+
+
+def _names(group: Group) -> list[str]:
+    return [node.name for node in group.nodes]

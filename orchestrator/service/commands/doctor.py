@@ -1,0 +1,217 @@
+"""What is missing on this machine, and how is it mended? Needs neither the service nor a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.service.server.client import is_up
+from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.rates import rates_of
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.units import format_bytes
+
+OK, WARN, BAD = "ok", "warn", "bad"
+STYLES = {OK: "green", WARN: "yellow", BAD: "bold red"}
+
+PYTHON_MIN = (3, 11)
+DISK_MIN_BYTES = 1 * 2**30  # below, a checkpoint of the smallest job may not fit
+DISK_GOOD_BYTES = 20 * 2**30
+SHM_MIN_BYTES = 64 * 2**20  # gloo and data loader workers; Docker's default is just this
+SHM_GOOD_BYTES = 1 * 2**30  # NCCL: 33 MiB per pair of ranks, and Ray's object store
+HOST_MIN_BYTES = 3 * 2**30  # an embedded Ray node, MLflow and two virtual devices
+HOST_GOOD_BYTES = 8 * 2**30
+SHM_HINT = "in a container: --shm-size=8g, or an emptyDir of medium Memory"
+DISK_HINT = "free some, or use another home: --home, ORC_HOME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the doctor: a verdict, what was found, and what to do about it."""
+
+    subject: str
+    verdict: str
+    found: str
+    to_do: str = ""
+
+
+def findings(home: Path) -> list[Finding]:
+    """Every check in order; a check that fails in a way nobody foresaw is itself a bad finding."""
+    checks: list[tuple[str, Callable[[], Finding | None]]] = [
+        ("python", _python),
+        ("torch", lambda: _package("torch", "the ranks of our engines train with it")),
+        ("deepspeed", lambda: _package("deepspeed", "it runs ZeRO stages 1 and 2, and offload")),
+        ("ray", lambda: _package("ray", "it starts the processes")),
+        ("mlflow", lambda: _package("mlflow", "it keeps the records")),
+        ("nvml", _nvml),
+        ("cuda", _cuda),
+        ("compiler", _compiler),
+        ("cpu ranks", lambda: _cpu_ranks(home)),
+        ("nvme", lambda: _nvme(home)),
+        ("host memory", _host_memory),
+        ("shm", lambda: _space("shm", Path("/dev/shm"), SHM_MIN_BYTES, SHM_GOOD_BYTES, SHM_HINT)),
+        ("disk", lambda: _space("disk", home, DISK_MIN_BYTES, DISK_GOOD_BYTES, DISK_HINT)),
+        ("home", lambda: _home(home)),
+        ("service", lambda: _service(home)),
+    ]
+    return [finding for subject, check in checks if (finding := _checked(subject, check))]
+
+
+def findings_table(found: list[Finding]) -> Table:
+    """One row per check."""
+    table = Table.grid(padding=(0, 2))
+    for finding in found:
+        table.add_row(
+            Text(finding.verdict, style=STYLES[finding.verdict]), finding.subject, finding.found, Text(finding.to_do)
+        )
+    return table
+
+
+def _checked(subject: str, check: Callable[[], Finding | None]) -> Finding | None:
+    try:
+        return check()
+    except Exception as error:  # a doctor reports what he could not examine
+        return Finding(subject=subject, verdict=BAD, found=f"{type(error).__name__}: {error}", to_do="see the message")
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    needed = ".".join(map(str, PYTHON_MIN))
+    if sys.version_info < PYTHON_MIN:
+        return Finding(subject="python", verdict=BAD, found=version, to_do=f"use Python {needed} or newer")
+    return Finding(subject="python", verdict=OK, found=f"{version} ({sys.executable})")
+
+
+def _package(name: str, purpose: str) -> Finding:
+    try:
+        return Finding(subject=name, verdict=OK, found=importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            subject=name, verdict=BAD, found="not installed", to_do=f"pip install orchestrator again: {purpose}"
+        )
+
+
+def _nvml() -> Finding:
+    from orchestrator.backends.nvml import devices
+
+    reading = devices()
+    if reading.error:
+        to_do = "fine for virtual devices; on a GPU machine install the NVIDIA driver (nvidia-smi must work)"
+        return Finding(subject="nvml", verdict=WARN, found=reading.error, to_do=to_do)
+    free = ", ".join(f"{device.name} {format_bytes(device.free_bytes)} free" for device in reading.devices)
+    return Finding(subject="nvml", verdict=OK, found=free or "no device")
+
+
+def _cuda() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        found = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"
+        return Finding(subject="cuda", verdict=OK, found=found)
+    built = torch.version.cuda
+    if built is None:
+        found, to_do = "torch is built for CPU", "fine for virtual devices; on GPUs install a CUDA build of torch"
+    else:
+        found, to_do = f"torch for CUDA {built} sees no device", "check the driver and CUDA_VISIBLE_DEVICES"
+    return Finding(subject="cuda", verdict=WARN, found=found, to_do=to_do)
+
+
+def _compiler() -> Finding:
+    compiler = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    found = f"{compiler or 'no C++ compiler'}, {'ninja' if ninja else 'no ninja'}"
+    if compiler and ninja:
+        return Finding(subject="compiler", verdict=OK, found=found)
+    to_do = "apt install g++ ninja-build: DeepSpeed builds its CPU optimizer with them, for plans with offload"
+    return Finding(subject="compiler", verdict=WARN, found=found, to_do=to_do)
+
+
+def _cpu_ranks(home: Path) -> Finding | None:
+    """What this home's virtual devices were measured to reach; None where it has none."""
+    rates = rates_of(_cluster(home), home)
+    if rates is None:
+        return None
+    found = (
+        f"{rates.fp32_flops / 1e9:.0f} GFLOP/s in fp32, {rates.bf16_flops / 1e9:.0f} in bf16, "
+        f"{rates.memory_bandwidth / 1e9:.0f} GB/s of memory, {rates.link_bandwidth / 1e9:.1f} GB/s between two"
+    )
+    return Finding(subject="cpu ranks", verdict=OK, found=found)
+
+
+def _cluster(home: Path) -> ClusterSpec:
+    kept = home / "cluster.yaml"
+    return read_cluster(kept if kept.exists() else None)
+
+
+def _nvme(home: Path) -> Finding | None:
+    """Whether plans can offload to files; None where no device of this home's cluster names a folder for them."""
+    devices = [node.device for node in _cluster(home).nodes]
+    folders = sorted({device.nvme_folder for device in devices if device.nvme_folder is not None})
+    if not folders:
+        return None
+    closed = [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]
+    if closed:
+        found = f"{', '.join(closed)} cannot be written to here"
+        to_do = "make it on every node whose device names it as nvme_folder: plans may offload to it"
+        return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed talks while it is imported
+        from orchestrator.training.engines.deepspeed_nvme import nvme_problem
+
+        problem = nvme_problem((home / "torch_extensions").absolute())
+    if problem:
+        found, _, to_do = problem.partition(": ")
+        return Finding(subject="nvme", verdict=WARN, found=found, to_do=to_do)
+    return Finding(subject="nvme", verdict=OK, found=f"{', '.join(folders)}, and what DeepSpeed needs for it")
+
+
+def _host_memory() -> Finding:
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available_bytes = int(lines["MemAvailable"].split()[0]) * 1024
+    verdict = BAD if available_bytes < HOST_MIN_BYTES else WARN if available_bytes < HOST_GOOD_BYTES else OK
+    to_do = "" if verdict == OK else f"end other programs: the embedded cluster wants {format_bytes(HOST_MIN_BYTES)}"
+    return Finding(
+        subject="host memory", verdict=verdict, found=f"{format_bytes(available_bytes)} available", to_do=to_do
+    )
+
+
+def _space(subject: str, path: Path, min_bytes: int, good_bytes: int, hint: str) -> Finding:
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    verdict = BAD if free_bytes < min_bytes else WARN if free_bytes < good_bytes else OK
+    to_do = "" if verdict == OK else hint
+    return Finding(
+        subject=subject, verdict=verdict, found=f"{format_bytes(free_bytes)} free in {existing}", to_do=to_do
+    )
+
+
+def _home(home: Path) -> Finding:
+    if not home.exists():
+        return Finding(subject="home", verdict=OK, found=f"{home} does not exist yet", to_do="`orc up` makes it")
+    if not os.access(home, os.W_OK | os.X_OK):
+        return Finding(subject="home", verdict=BAD, found=f"{home} is not writable", to_do="chown it, or use --home")
+    token = home / "token"
+    for path, allowed in ((home, 0o700), (token, 0o600)):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & ~allowed:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            to_do = f"chmod {allowed:o} {path}: others can read what lets them in"
+            return Finding(subject="home", verdict=BAD, found=f"{path} has mode {mode:o}", to_do=to_do)
+    return Finding(subject="home", verdict=OK, found=str(home))
+
+
+def _service(home: Path) -> Finding:
+    if is_up(home):
+        return Finding(subject="service", verdict=OK, found="is up")
+    if (home / "service.json").exists():
+        to_do = f"`orc up` starts it again and takes up what runs; see {home / 'service.log'}"
+        return Finding(subject="service", verdict=WARN, found="was started, but does not answer", to_do=to_do)
+    return Finding(subject="service", verdict=OK, found="is not up", to_do="`orc up` starts it")

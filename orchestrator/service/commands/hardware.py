@@ -1,0 +1,36 @@
+"""On which hardware is a job planned?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.rates import known
+from orchestrator.specs.cluster import Node, idle_nodes
+from orchestrator.specs.state import Observation
+
+
+def hardware_of(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
+    """The given cluster with all memory free, else the live one with what it has learned, else the one of `orc up`.
+
+    Raises SpecError where the file is none of a cluster, ServiceError where the service does not answer.
+    """
+    if cluster is not None or not _is_up(home):
+        kept = home / "cluster.yaml"
+        return idle_nodes(known(read_cluster(cluster or (kept if kept.exists() else None)), home)), ()
+    from orchestrator.service.server.client import Client
+    from orchestrator.service.views.records import node_from_view, observations_from_view
+
+    with closing(Client(home)) as client:
+        live = client.cluster()
+    return [node_from_view(node) for node in live["nodes"]], observations_from_view(live["observations"])
+
+
+def _is_up(home: Path) -> bool:
+    if not (home / "service.json").exists():
+        return False
+    from orchestrator.service.server.client import is_up  # which loads httpx: planning does without
+
+    return is_up(home)

@@ -1,0 +1,74 @@
+"""A night as somebody writes it down: which job files are submitted when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.simulated.traces import Arrival, Trace, trace_of
+from orchestrator.service.server.intake import local_zone, read_jobs
+from orchestrator.specs.clock import parse_deadline
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import read_document
+from orchestrator.specs.units import parse_seconds
+
+
+def read_list(path: Path, home: Path) -> Trace:
+    """The jobs of a file that says `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
+
+    Files are relative to the list. What a file says is submitted together, and so are files of the same time; without
+    `at` that is when the list begins. Which day and time that is only hours and deadlines ask. Raises SpecError.
+    """
+    source = str(path)
+    try:
+        said: dict[str, Any] = read_document(path.read_text(encoding="utf-8"), source).data
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=source) from None
+    entries = said.get("jobs")
+    if not {"jobs"} <= set(said) <= {"jobs", "begins"} or not isinstance(entries, list) or not entries:
+        allowed = "begins: 2026-11-23T18:00 (if wanted), jobs: [{at: 10min, file: job.yaml}]"
+        raise SpecError("not a list of jobs", source=source, got=", ".join(said), allowed=allowed)
+    begins_s = _begin(said["begins"], source) if "begins" in said else None
+    timed: list[tuple[float, JobSpec, str]] = []
+    for index, entry in enumerate(entries):
+        where = f"jobs.{index}"
+        if not isinstance(entry, dict) or not {"file"} <= set(entry) <= {"at", "file"}:
+            raise SpecError("an entry says `file`, and may say `at`", source=source, path=where, got=entry)
+        try:
+            at_s = parse_seconds(entry.get("at", "0s"))
+        except ValueError as error:
+            raise SpecError(str(error), source=source, path=f"{where}.at", got=entry["at"]) from None
+        timed += [(at_s, spec, f"{source}: {where}") for spec in read_jobs(path.parent / str(entry["file"]), (), home)]
+    first_s = min((at_s for at_s, _, _ in timed), default=0.0)
+    return trace_of(path.stem, [_arrival(spec, at_s, first_s, begins_s, where) for at_s, spec, where in timed])
+
+
+def _begin(said: object, source: str) -> float:
+    """The moment that a list's `begins` names."""
+    try:
+        moment = parse_deadline(said)
+    except ValueError:
+        moment = None
+    if moment is None or moment.day is None:
+        allowed = "2026-11-23T18:00, 2026-11-23T18:00 Europe/Berlin or 2026-11-23T18:00+01:00"
+        raise SpecError("not a day and a time", source=source, path="begins", got=said, allowed=allowed)
+    return replace(moment, zone=moment.zone or local_zone()).due_s(0.0)
+
+
+def _arrival(spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, where: str) -> Arrival:
+    """A job of a list, whose hours count from the first that comes, and its deadline from the list's begin."""
+    if spec.optimizer_steps is None:
+        raise SpecError("nobody says how long the job runs", source=where, path="steps", hint="say `steps`")
+    if spec.between is None and spec.by is None:
+        return Arrival(at_s=at_s, spec=spec)
+    if begins_s is None:
+        hint = "say in the list when it does, such as `begins: 2026-11-23T18:00`"
+        key = "between" if spec.between is not None else "by"
+        raise SpecError("nobody says at which time of the day the list begins", source=where, path=key, hint=hint)
+    between = None if spec.between is None else spec.between.counted_from(begins_s + first_s)
+    deadline_s = None if spec.by is None else spec.by.due_s(begins_s + at_s) - begins_s
+    if deadline_s is not None and deadline_s <= at_s:
+        raise SpecError("the deadline is over", source=where, path="by", got=str(spec.by))
+    return Arrival(at_s=at_s, spec=spec.model_copy(update={"between": between, "by": None}), deadline_s=deadline_s)

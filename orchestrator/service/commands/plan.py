@@ -1,0 +1,361 @@
+"""What would happen to this job on this hardware? `orc plan` and `orc estimate`; nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypedDict, TypeVar
+
+from orchestrator.memory.calibration.calibrate import Calibration, calibration
+from orchestrator.memory.calibration.correction import corrected_bytes, is_known
+from orchestrator.memory.estimate import estimate
+from orchestrator.planning.cost import step_s
+from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
+from orchestrator.planning.search import frontier, profile_for
+from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.options.probe import measured_spec, probe_of
+from orchestrator.service.views.records import EstimateView, estimate_view
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import Override, together
+from orchestrator.specs.plan import (
+    ActivationCheckpointing,
+    Degradation,
+    Engine,
+    Offload,
+    OffloadTarget,
+    ParallelLayout,
+    Plan,
+    Precision,
+    Sharding,
+    ZeroStage,
+    in_short,
+    settings,
+)
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.state import Job, Observation
+
+SETTINGS = (
+    "engine",
+    "dp",
+    "tp",
+    "pp",
+    "dp_replicate",
+    "pipeline_stages_per_rank",
+    "zero_stage",
+    "offload",
+    "offload_target",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "precision",
+    "sequence_length",
+)
+SHORT_SETTINGS = {"micro_batch": "micro_batch_size", "gradient_accumulation": "gradient_accumulation_steps"}
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+class CandidateView(TypedDict):
+    """One plan: cost, and why it cannot be taken (None: it can)."""
+
+    plan: str
+    settings: dict[str, str]
+    degradation: str
+    step_s: float  # as predicted, times what measured steps say
+    step_factor: float  # measured / predicted of the engine's steps so far, 1 where none was measured
+    estimate: EstimateView
+    correction: float  # of the activations
+    needed_bytes: int  # corrected and with margin: compared with the capacity
+    capacity_bytes: int  # of the fullest device among the emptiest that it needs
+    fit_probability: float | None  # None where nothing is known of its memory
+    rejected: str | None
+
+
+class Forecast(TypedDict):
+    """The frontier of a job on one kind of device, fastest first, and the plan that would be taken."""
+
+    job: str
+    device: str
+    devices: int
+    global_batch_size: int
+    profile: str  # where the model's costs come from
+    chosen: int | None  # index into the frontier; where nothing fits, of the plan that may run all the same
+    probe: CandidateView | None  # what is run first to be measured, where nobody knows what the script needs
+    frontier: list[CandidateView]
+    nothing_fits: str | None  # the breakdown, and what would make it fit
+
+
+def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
+    """The job on the first kind of device that can hold it, or may; else on the kind with the fastest devices.
+
+    `free_bytes` of the nodes is what a job could have there. A plan that only may run is chosen where no plan fits any
+    kind even when it is empty; else the job waits for memory, as the scheduler decides. Raises SpecError where there
+    are too few devices, or no kind can run the job.
+    """
+    groups = _groups(nodes)
+    large_enough = [group for group in groups if group.devices >= spec.gpus.min]
+    if not large_enough:
+        raise SpecError(
+            "the job wants more devices of one kind than there are",
+            source=spec.name,
+            path="gpus.min",
+            got=spec.gpus.min,
+            allowed=f"at most {max(group.devices for group in groups)}",
+        )
+    found, refused = [], []
+    for group in large_enough:
+        try:
+            found.append(_forecast_on(spec, group, observations))
+        except SpecError as error:  # on this kind of device the job cannot be cut, or computed
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    if not any(one.fits_empty for one in found):
+        found = [replace(one, told=_or_likeliest(one)) for one in found]
+    told = [one.told for one in found]
+    return next((one for one in told if one["chosen"] is not None), told[0])
+
+
+def _origin(profile: ModelProfile) -> str:
+    return f"{profile.source}, {profile.attention} attention" if profile.attention else profile.source
+
+
+@dataclass(frozen=True, slots=True)
+class _OnKind:
+    """The forecast on one kind of device, which chooses only what fits its free memory."""
+
+    told: Forecast
+    device: DeviceSpec
+    candidates: Sequence[Candidate]  # of the frontier, in its order
+    calibrated: Calibration
+
+    @property
+    def fits_empty(self) -> bool:
+        return any(fits(one, self.device.memory, self.calibrated) for one in self.candidates)
+
+
+def _or_likeliest(found: _OnKind) -> Forecast:
+    """The same with the plan that most probably runs on an empty device, where its free memory holds it."""
+    one = likeliest(((one, found.device.memory) for one in found.candidates), found.calibrated)
+    if one is None:
+        return found.told
+    chosen = found.candidates.index(one)
+    least_bytes = corrected_bytes(one.estimate, found.calibrated.correction_of(one.plan, one.estimate))
+    return {**found.told, "chosen": chosen if least_bytes <= found.told["frontier"][chosen]["capacity_bytes"] else None}
+
+
+def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation]) -> _OnKind:
+    hardware = group.hardware
+    free_bytes = _free_bytes(group.nodes)
+    calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
+    spec = measured_spec(spec, calibrated)
+    candidates = frontier(spec, hardware, calibrated.correction, calibrated.overhead).candidates
+    views = [_view(candidate, free_bytes, calibrated) for candidate in candidates]
+    chosen = next((index for index, view in enumerate(views) if view["rejected"] is None), None)
+    nothing = None
+    if chosen is None:
+        nothing = why_nothing_fits(spec, hardware, free_bytes[spec.gpus.min - 1], calibrated)
+    job = Job(id=spec.name, spec=spec, order=1, submitted_at_s=0.0)
+    probe = probe_of(job, hardware.device, calibrated, candidates)
+    told = Forecast(
+        job=spec.name,
+        device=hardware.device.name,
+        devices=len(free_bytes),
+        global_batch_size=spec.global_batch_size,
+        profile=_origin(profile_for(spec, hardware, candidates[0].plan)),
+        chosen=chosen,
+        probe=None if probe is None or chosen is None else _view(probe, free_bytes, calibrated),
+        frontier=views,
+        nothing_fits=nothing,
+    )
+    return _OnKind(told, hardware.device, candidates, calibrated)
+
+
+def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:
+    """`free_bytes` of all devices, largest first: a gang gets the emptiest, and the fullest of those is its limit."""
+    plan, estimate = candidate.plan, candidate.estimate
+    capacity_bytes = free_bytes[plan.world_size - 1]
+    step_factor = calibrated.step_factors.get(plan.engine, 1.0)
+    correction = calibrated.correction_of(plan, estimate)
+    known = is_known(estimate, correction)
+    return CandidateView(
+        plan=in_short(plan),
+        settings=settings(plan),
+        degradation=candidate.degradation.name.lower(),
+        step_s=candidate.step_s * step_factor,
+        step_factor=step_factor,
+        estimate=estimate_view(estimate, correction),
+        correction=correction,
+        needed_bytes=needed_bytes(candidate, calibrated),
+        capacity_bytes=capacity_bytes,
+        fit_probability=fit_probability(candidate, capacity_bytes, calibrated) if known else None,
+        rejected=why_rejected(candidate, capacity_bytes, calibrated),
+    )
+
+
+def _groups(nodes: Sequence[Node]) -> list[Group]:
+    """`groups_of(nodes)`. Raises SpecError where there is none."""
+    if not nodes:
+        raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
+    return groups_of(nodes)
+
+
+def _free_bytes(nodes: Iterable[Node]) -> list[int]:
+    """Of every device, largest first."""
+    return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------- one given plan
+
+
+def forecast_of(
+    spec: JobSpec, given: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
+) -> CandidateView:
+    """One given plan on the first kind of device that has enough devices (the fastest kind where none has).
+
+    Raises SpecError where a setting is unknown or impossible, IllegalPlan where no engine can run the combination.
+    """
+    plan = given_plan(spec, given)
+    groups = _groups(nodes)
+    group = next((one for one in groups if one.devices >= plan.world_size), groups[0])
+    if plan.world_size > group.devices:
+        raise SpecError(
+            "the plan wants more devices of one kind than there are",
+            source="--set",
+            path="dp",
+            got=plan.world_size,
+            allowed=f"at most {group.devices}",
+        )
+    free_bytes = _free_bytes(group.nodes)
+    hardware = group.hardware
+    calibrated = calibration(observations, device=hardware.device.name, family=spec.family_name)
+    profile = profile_for(measured_spec(spec, calibrated), hardware, plan)
+    candidate = Candidate(
+        plan=plan,
+        estimate=estimate(profile, plan, hardware.device, calibrated.overhead),
+        step_s=step_s(profile, plan, hardware),
+        degradation=_degradation(spec, plan),
+    )
+    return _view(candidate, free_bytes, calibrated)
+
+
+def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
+    """The plan that `--set` describes; what is not said is the job's own, accumulation follows from the global batch.
+
+    Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
+    """
+    said = {SHORT_SETTINGS.get(key, key): text for key, text in given}
+    problems = [_unknown_setting(key, text) for key, text in said.items() if key not in SETTINGS]
+    if problems:
+        raise together(problems, "--set")
+    layout = ParallelLayout(dp=_number(said, "dp", spec.gpus.min), tp=_number(said, "tp", 1), pp=_number(said, "pp", 1))
+    zero_stage = _zero_stage(said)
+    offload = _choice(said, "offload", Offload, Offload.NONE)
+    target = _choice(said, "offload_target", OffloadTarget, OffloadTarget.CPU)
+    copies = _number(said, "dp_replicate", 1)
+    micro_batch_size = _number(said, "micro_batch_size", 1)
+    length = spec.data.sequence_length if spec.model is not None else None
+    by_fsdp = spec.is_script and spec.knobs.is_sharded_by_fsdp
+    return Plan(
+        engine=_choice(said, "engine", Engine, _default_engine(spec, layout, zero_stage, offload, target, copies)),
+        layout=layout,
+        dp_replicate=copies,
+        pipeline_stages_per_rank=_number(said, "pipeline_stages_per_rank", 1),
+        zero_stage=zero_stage,
+        offload=offload,
+        offload_target=target,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=_accumulation(spec, said, micro_batch_size, layout.dp),
+        activation_checkpointing=_choice(
+            said, "activation_checkpointing", ActivationCheckpointing, ActivationCheckpointing.NONE
+        ),
+        precision=_choice(said, "precision", Precision, spec.precision),
+        optimizer=spec.training.optimizer,
+        sequence_length=_number(said, "sequence_length", 1) if "sequence_length" in said else length,
+        sharding=Sharding.FSDP if by_fsdp and zero_stage is not ZeroStage.NONE else Sharding.DEEPSPEED,
+    )
+
+
+def _default_engine(
+    spec: JobSpec, layout: ParallelLayout, zero_stage: ZeroStage, offload: Offload, target: OffloadTarget, copies: int
+) -> Engine:
+    """DeepSpeed for what only it can do, and for stage 2 where both can."""
+    if spec.is_script:
+        return Engine.SCRIPT
+    torch_only = layout.tp > 1 or layout.pp > 1 or copies > 1
+    deepspeed_only = zero_stage is ZeroStage.OPTIMIZER or offload is Offload.OPTIMIZER or target is OffloadTarget.NVME
+    either = zero_stage is ZeroStage.GRADIENTS and not torch_only
+    return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
+
+
+def _accumulation(spec: JobSpec, said: dict[str, str], micro_batch_size: int, dp: int) -> int:
+    """What the global batch leaves over; it may be said, but not otherwise."""
+    at_once = micro_batch_size * dp
+    steps, left = divmod(spec.global_batch_size, at_once)
+    if left or not steps:
+        raise SpecError(
+            "micro_batch_size x dp does not divide the global batch",
+            source="--set",
+            path="micro_batch_size",
+            got=f"{micro_batch_size} x {dp} = {at_once}",
+            allowed=f"a divisor of global_batch_size={spec.global_batch_size}",
+        )
+    told = _number(said, "gradient_accumulation_steps", steps)
+    if told != steps:
+        raise SpecError(
+            "the global batch would change",
+            source="--set",
+            path="gradient_accumulation_steps",
+            got=told,
+            allowed=f"{steps} = {spec.global_batch_size} / ({micro_batch_size} x {dp})",
+            hint="leave it out: it follows from the global batch",
+        )
+    return steps
+
+
+def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
+    if spec.model is not None and plan.sequence_length != spec.data.sequence_length:
+        return Degradation.SEMANTIC
+    return Degradation.EXACT if plan.precision is spec.precision else Degradation.NUMERIC
+
+
+def _unknown_setting(key: str, text: str) -> SpecError:
+    near = closest(key, (*SETTINGS, *SHORT_SETTINGS))
+    hint = f"did you mean {near!r}?" if near else ""
+    return SpecError(
+        "unknown setting of a plan", source="--set", path=key, got=text, allowed=", ".join(SETTINGS), hint=hint
+    )
+
+
+def _number(said: dict[str, str], key: str, otherwise: int) -> int:
+    text = said.get(key, str(otherwise))
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError("not a number of things", source="--set", path=key, got=text, allowed="1 or more")
+    return int(text)
+
+
+def _zero_stage(said: dict[str, str]) -> ZeroStage:
+    text = said.get("zero_stage", "0")
+    if text not in ("0", "1", "2", "3"):
+        raise SpecError("not a ZeRO stage", source="--set", path="zero_stage", got=text, allowed="0, 1, 2, 3")
+    return ZeroStage(int(text))
+
+
+def _choice(said: dict[str, str], key: str, choices: type[Choice], otherwise: Choice) -> Choice:
+    words = {str(choice.value): choice for choice in choices}
+    text = said.get(key, str(otherwise.value))
+    if text not in words:
+        near = closest(text, words)
+        raise SpecError(
+            "not one of the possible values",
+            source="--set",
+            path=key,
+            got=text,
+            allowed=", ".join(words),
+            hint=f"did you mean {near!r}?" if near else "",
+        )
+    return words[text]

@@ -1,0 +1,344 @@
+"""What would become of these jobs on that cluster? The production controller and `step`, on the simulated backend."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import ceil, inf
+from pathlib import Path
+from statistics import fmean, median
+from typing import TypedDict
+
+from orchestrator.backends.ports import Decided
+from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.backends.simulated.nature import Span, stream
+from orchestrator.backends.simulated.process import Process
+from orchestrator.backends.simulated.traces import Arrival, Trace, queued
+from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.service.server.controller import Controller
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.clock import deadline_at
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.state import Action, Event, Job, State
+
+FOREVER_S = 1e9
+TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug
+ROUNDING_S = 1e-3
+AS_FAST = 1 + 1e-9
+SHORTEST_S = 10.0  # below it a slowdown says nothing (Feitelson and Rudolph, JSSPP 1998: bounded slowdown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """What goes wrong in the simulated world."""
+
+    oom_chance: float = 0.0  # of a job whose first attempt runs out of memory, so that it needs a lighter plan
+    node_loss_chance: float = 0.0  # of an attempt that takes a node down with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one job."""
+
+    name: str
+    submitted_at_s: float
+    started_at_s: float | None  # launch of its first attempt
+    ended_at_s: float | None  # None: it did not finish
+    alone_s: float  # from its launch to its end, had it had the cluster for itself
+    deadline_s: float | None
+    attempts: tuple[Process, ...]
+    guaranteed: bool = False  # it asks for a promise
+    request_step_s: float | None = None  # true seconds of a step as it would run as requested; None: not told
+    starts_by_s: float | None = None  # as promised; None: it was promised nothing
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Whether it started in time, and no attempt trained slower than its request would have, where that is told."""
+        if self.starts_by_s is None or self.started_at_s is None:
+            return False
+        slowest_s = inf if self.request_step_s is None else self.request_step_s * AS_FAST
+        in_time = self.started_at_s <= self.starts_by_s + ROUNDING_S
+        return in_time and all(one.step_s <= slowest_s for one in self.attempts)
+
+    @property
+    def completion_s(self) -> float:
+        return inf if self.ended_at_s is None else self.ended_at_s - self.submitted_at_s
+
+    @property
+    def slowdown(self) -> float:
+        """Bounded: how many times as long as alone."""
+        return max(1.0, self.completion_s / max(self.alone_s, SHORTEST_S))
+
+    @property
+    def lateness_s(self) -> float:
+        """Seconds from its deadline to its end; 0 where it is in time or has none."""
+        if self.deadline_s is None or self.in_time:
+            return 0.0
+        return inf if self.ended_at_s is None else self.ended_at_s - self.deadline_s
+
+    @property
+    def in_time(self) -> bool:
+        return self.deadline_s is not None and self.ended_at_s is not None and self.ended_at_s <= self.deadline_s
+
+
+class Report(TypedDict):
+    """A run in numbers. The same trace, cluster, seed and commit give the same report."""
+
+    trace: str
+    cluster: str
+    objective: str
+    devices: int
+    seed: int
+    commit: str  # of this program; "" where it is not run from its repository
+    jobs: int
+    finished: int
+    mean_completion_s: float
+    median_completion_s: float
+    p99_completion_s: float
+    makespan_s: float
+    p99_slowdown: float
+    worst_slowdown: float
+    gpu_hours: float
+    utilisation: float  # of all devices until the last end
+    deadlines: int
+    deadlines_met: int
+    mean_lateness_s: float  # of those that ended after their deadlines
+    guaranteed: int  # jobs that ask for a promised speed
+    promised: int  # of them those that were not refused
+    promises_kept: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """A run: what became of each job, and how long each decision took on this machine."""
+
+    report: Report
+    outcomes: tuple[Outcome, ...]
+    decisions_s: tuple[float, ...]
+
+
+class Recorded:
+    """The nature of a trace: step times as they were measured, launches as long as the cluster says."""
+
+    stop_share: Span = (0.0, 0.0)
+    release_s: Span = (0.0, 0.0)
+
+    def __init__(self, arrivals: Sequence[Arrival], launch_cost_s: float) -> None:
+        self.startup_s: Span = (launch_cost_s, launch_cost_s)
+        self._arrivals = arrivals
+
+    def step_s(self, job: Job, attempt: Attempt) -> float:
+        """As measured on these shares of nodes; where nobody measured them, as told, less what is told wrongly."""
+        arrival = self._arrivals[job.order - 1]
+        shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
+        measured = next((step_s for known, step_s in arrival.shapes if known == shape), None)
+        return attempt.step_s * arrival.step_factor if measured is None else measured
+
+    def peak_bytes(self, job: Job, attempt: Attempt, capacity_bytes: int) -> int:  # noqa: ARG002
+        """0: a trace knows nothing of memory, and teaches nothing about it."""
+        return 0
+
+
+class Unkept:
+    """A journal for a service that nobody will start again."""
+
+    def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
+        return None, ()
+
+    def confirm(self) -> None:
+        pass
+
+    def append(self, decided: Sequence[Decided]) -> None:
+        pass
+
+    def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
+        pass
+
+    def snapshot(self, state: State) -> None:
+        pass
+
+    def job(self, job_id: str) -> Job | None:  # noqa: ARG002
+        return None
+
+    def ended(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
+        return []
+
+
+class Stopwatch:
+    """`step`, timed."""
+
+    def __init__(self) -> None:
+        self.taken_s: list[float] = []
+
+    def __call__(self, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+        begin_s = time.perf_counter()
+        decided = step(state, event)
+        self.taken_s.append(time.perf_counter() - begin_s)
+        return decided
+
+
+def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
+    """The trace played on the cluster until nothing more can happen."""
+    backend = backend_for(trace, cluster, seed=seed, trouble=trouble)
+    decide = Stopwatch()
+    controller = Controller(Unkept(), backend, backend.now, decide=decide)
+    controller.turn(0.0)  # the cluster is seen
+    turns = TURNS_PER_JOB * len(trace.arrivals)
+    burst = stream(seed, "burst")
+    for at_s, together in groupby(trace.arrivals, key=lambda arrival: arrival.at_s):
+        while backend.now() < at_s:
+            controller.turn(at_s - backend.now())
+            turns -= 1
+        bursts = ((arrival, burst.random() < trouble.oom_chance) for arrival in together)
+        fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
+        controller.submit_all([(_due(arrival), fault if is_burst else None) for arrival, is_burst in bursts])
+    controller.turn(0.0)  # what was decided of the last is done
+    while controller.state.jobs and (backend.is_busy or wake_at_s(controller.state) is not None):
+        controller.turn(FOREVER_S)
+        turns -= 1
+        assert turns > 0, "events beget events"
+    outcomes = outcomes_of(trace, cluster, backend.processes)
+    return Simulated(
+        report=report_on(trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(decide.taken_s)
+    )
+
+
+def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:
+    """Live jobs as a trace that begins now: what they wait for, their hours and deadlines count from now as well.
+
+    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where none is left.
+    """
+    trace, unknown = queued(state.jobs.values(), state.at_s)
+    live = [job for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]
+    known = [job for job in live if job.id not in unknown]
+    ids = {job.id: f"{job.spec.name}-{number}" for number, job in enumerate(known, 1)}
+    both = zip(known, trace.arrivals, strict=True)
+    return replace(trace, arrivals=tuple(_from_now(job, one, ids, state.at_s) for job, one in both)), unknown
+
+
+def _from_now(job: Job, arrival: Arrival, ids: Mapping[str, str], now_s: float) -> Arrival:
+    between = job.spec.between
+    said = {
+        "after": tuple(one.model_copy(update={"job": ids[one.job]}) for one in job.waits_for if one.job in ids),
+        "between": None if between is None else between.counted_from(now_s),
+        "by": None,
+    }
+    deadline_s = None if job.deadline_s is None or job.deadline_s <= now_s else job.deadline_s - now_s
+    return replace(arrival, spec=arrival.spec.model_copy(update=said), deadline_s=deadline_s)
+
+
+def _due(arrival: Arrival) -> JobSpec:
+    """The job, which says its deadline."""
+    if arrival.deadline_s is None:
+        return arrival.spec
+    return arrival.spec.model_copy(update={"by": deadline_at(arrival.deadline_s)})
+
+
+def backend_for(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:
+    """The world in which the trace's jobs take as long as they truly do."""
+    hazards = {FailureKind.NODE_LOST: trouble.node_loss_chance} if trouble.node_loss_chance else {}
+    nature = Recorded(trace.arrivals, cluster.launch_cost)
+    return SimulatedBackend(cluster, seed=seed, hazards=hazards, repeat_chance=0.0, nature=nature)
+
+
+def outcomes_of(trace: Trace, cluster: ClusterSpec, processes: Mapping[str, Process]) -> tuple[Outcome, ...]:
+    """What the world saw of each job, in the order of their arrivals."""
+    attempts: dict[int, list[Process]] = {}
+    for process in processes.values():
+        attempts.setdefault(process.job.order, []).append(process)
+    devices = sum(node.devices * node.count for node in cluster.nodes)
+    return tuple(
+        _outcome(arrival, tuple(attempts.get(order, ())), cluster.launch_cost, devices)
+        for order, arrival in enumerate(trace.arrivals, start=1)
+    )
+
+
+def _outcome(arrival: Arrival, attempts: tuple[Process, ...], launch_cost_s: float, devices: int) -> Outcome:
+    done = attempts[-1] if attempts and attempts[-1].evidence and attempts[-1].ending is None else None
+    return Outcome(
+        name=arrival.spec.name,
+        submitted_at_s=arrival.at_s,
+        started_at_s=attempts[0].launched_at_s if attempts else None,
+        ended_at_s=done.ended_at_s if done else None,
+        alone_s=launch_cost_s + alone_s(arrival, devices, attempts),
+        deadline_s=arrival.deadline_s,
+        attempts=attempts,
+        guaranteed=arrival.spec.guarantee is not None,
+        request_step_s=_request_step_s(arrival),
+        starts_by_s=attempts[0].job.starts_by_s if attempts else None,
+    )
+
+
+def _request_step_s(arrival: Arrival) -> float | None:
+    guarantee = arrival.spec.guarantee
+    if guarantee is None:
+        return None
+    told_s = guarantee.step or dict(arrival.spec.speeds).get(arrival.spec.guaranteed_gpus)
+    return None if told_s is None else told_s * arrival.step_factor
+
+
+def alone_s(arrival: Arrival, devices: int, attempts: Sequence[Process] = ()) -> float:
+    """Seconds of training on the best number of `devices`; of a job without speeds, on what it ran on."""
+    speeds = [step_s * arrival.step_factor for count, step_s in arrival.spec.speeds if count <= devices]
+    steps = arrival.spec.optimizer_steps or arrival.spec.training.max_steps
+    return steps * min(speeds or [process.step_s for process in attempts], default=0.0)
+
+
+def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[Outcome]) -> Report:
+    """The run in numbers."""
+    finished = [one for one in outcomes if one.ended_at_s is not None]
+    completions = sorted(one.completion_s for one in finished) or [0.0]
+    slowdowns = sorted(one.slowdown for one in finished) or [0.0]
+    devices = sum(node.devices * node.count for node in cluster.nodes)
+    makespan_s = max((one.ended_at_s or 0.0 for one in finished), default=0.0)
+    held_s = sum(
+        len(process.devices) * (process.ended_at_s - process.launched_at_s)
+        for one in outcomes
+        for process in one.attempts
+        if process.ended_at_s is not None
+    )
+    return Report(
+        trace=trace.name,
+        cluster=cluster.name,
+        objective=cluster.policy.objective.value,
+        devices=devices,
+        seed=seed,
+        commit=_commit(),
+        jobs=len(outcomes),
+        finished=len(finished),
+        mean_completion_s=fmean(completions),
+        median_completion_s=median(completions),
+        p99_completion_s=quantile(completions, 0.99),
+        makespan_s=makespan_s,
+        p99_slowdown=quantile(slowdowns, 0.99),
+        worst_slowdown=slowdowns[-1],
+        gpu_hours=held_s / 3600,
+        utilisation=held_s / (devices * makespan_s) if makespan_s else 0.0,
+        deadlines=sum(one.deadline_s is not None for one in outcomes),
+        deadlines_met=sum(one.in_time for one in outcomes),
+        mean_lateness_s=fmean([one.lateness_s for one in finished if one.lateness_s] or [0.0]),
+        guaranteed=sum(one.guaranteed for one in outcomes),
+        promised=sum(one.starts_by_s is not None for one in outcomes),
+        promises_kept=sum(one.keeps_promise for one in outcomes),
+        restarts=sum(max(0, len(one.attempts) - 1) for one in outcomes),
+    )
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all do not pass (the nearest rank)."""
+    return ascending[max(0, ceil(share * len(ascending)) - 1)]
+
+
+def _commit() -> str:
+    """Of the repository that this file is in; "" where it is in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,314 @@
+"""What does the service answer over HTTP? Every route but /healthz wants the token; nobody but this machine may ask."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.views.records import (
+    JobView,
+    explanation_view,
+    in_order,
+    job_view,
+    node_view,
+    observations_from_view,
+    observations_view,
+    promise_view,
+)
+from orchestrator.service.views.teams import teams_view
+from orchestrator.specs.attempt import AttemptStatus, Heartbeat
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
+from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.specs.state import Job, JobStatus
+
+BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
+LOG_BYTES_MAX = 2**18  # per answer; the reader asks again from the next offset
+ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in an answer
+WAIT_S_MAX = 10.0  # of a long poll
+NEVER_SEEN = -1  # a version that no state has
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the routes need: the controller, the home folder, the token, and how to end."""
+
+    controller: Controller
+    home: Path
+    token: str
+    cluster: str  # name of the cluster
+    tracking_uri: str
+    shut_down: Callable[[], None]
+
+
+class FaultRequest(BaseModel):
+    """`orc rehearse`: what to make fail, in which rank, before which step completes."""
+
+    model_config = ConfigDict(extra="forbid")
+    kind: FaultKind
+    rank: int = Field(ge=0)
+    step: int = Field(ge=0)
+
+
+class SubmitRequest(BaseModel):
+    """A job as `JobSpec.model_dump(mode="json")` writes it."""
+
+    model_config = ConfigDict(extra="forbid")
+    spec: dict[str, Any]
+    fault: FaultRequest | None = None
+
+
+class CancelRequest(BaseModel):
+    """Jobs that shall end, or the arrays that they are of."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: list[str] = Field(min_length=1)
+    whole_arrays: bool = False
+
+
+class BatchRequest(BaseModel):
+    """Jobs that are kept together, or not at all."""
+
+    model_config = ConfigDict(extra="forbid")
+    jobs: list[SubmitRequest] = Field(min_length=1)
+
+
+class ObserveRequest(BaseModel):
+    """Outcomes as `views.observations_view` writes them."""
+
+    model_config = ConfigDict(extra="forbid")
+    observations: list[dict[str, Any]]
+
+
+class DrainRequest(BaseModel):
+    """`undo`: the node takes again what comes."""
+
+    model_config = ConfigDict(extra="forbid")
+    undo: bool = False
+
+
+class ShutdownRequest(BaseModel):
+    """`force` ends the service although jobs run."""
+
+    model_config = ConfigDict(extra="forbid")
+    force: bool = False
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; wrong token 401, wrong Host 403, unknown thing 404, bad input 422, refusal 409."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.middleware("http")(lambda request, handler: _guarded(request, handler, service.token))
+    app.exception_handler(OrchestratorError)(_refused)
+    app.exception_handler(RequestValidationError)(_malformed)
+    _add_job_routes(app, service)
+    _add_service_routes(app, service)
+    return app
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+def _add_job_routes(app: FastAPI, service: Service) -> None:
+    controller = service.controller
+
+    @app.post("/jobs")
+    def submit(request: SubmitRequest) -> dict[str, Any]:
+        job_id = controller.submit(*_asked(request, "the submitted job"))
+        return {"id": job_id, "late": late(controller.state, [job_id])}
+
+    @app.post("/jobs/batch")
+    def submit_batch(request: BatchRequest) -> dict[str, Any]:
+        """All or none: one transaction."""
+        asked = [_asked(one, f"submitted job {number}") for number, one in enumerate(request.jobs, 1)]
+        ids = controller.submit_all(asked)
+        promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
+        return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
+
+    @app.get("/jobs")
+    def jobs(
+        ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
+    ) -> dict[str, Any]:
+        known = dict(controller.state.jobs) if before is None else {}
+        known |= {job.id: job for job in controller.ended(ended, before)}  # asked second: none falls in between
+        policy = controller.state.policy
+        return {"jobs": [_view(service.home, job, policy) for job in in_order(known.values())]}
+
+    @app.get("/jobs/{job_id}")
+    def job(
+        job_id: str, seen: int | None = None, wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0
+    ) -> dict[str, Any]:
+        _job(service, job_id)
+        version = controller.wait_for_change(NEVER_SEEN if seen is None else seen, wait_s)
+        found = _job(service, job_id)
+        return {"job": _view(service.home, found, controller.state.policy), "version": version}
+
+    @app.get("/jobs/{job_id}/explanation")
+    def explanation(job_id: str) -> dict[str, Any]:
+        return dict(explanation_view(controller.state, _job(service, job_id)))
+
+    @app.post("/jobs/cancel")
+    def cancel(request: CancelRequest) -> dict[str, Any]:
+        for job_id in request.jobs:
+            _job(service, job_id)
+        return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs")
+    def log(
+        job_id: str,
+        number: int,
+        rank: Annotated[int, Query(ge=0)] = 0,
+        offset: Annotated[int, Query(ge=0)] = 0,
+    ) -> Response:
+        attempts = _job(service, job_id).attempts
+        if not 1 <= number <= len(attempts):
+            raise _Unknown(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
+        ranks = attempts[number - 1].plan.world_size
+        if rank >= ranks:
+            raise _Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
+        text = _read_from(JobFolder(service.home, job_id).attempt(number).log(rank), offset)
+        headers = {"X-Next-Offset": str(offset + len(text))}
+        return Response(content=text, media_type="application/octet-stream", headers=headers)
+
+
+def _add_service_routes(app: FastAPI, service: Service) -> None:
+    controller = service.controller
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/cluster")
+    def cluster() -> dict[str, Any]:
+        state = controller.state
+        held = holders(state)
+        return {
+            "name": service.cluster,
+            "tracking_uri": service.tracking_uri,
+            "nodes": [node_view(node, held, state.drained) for node in state.nodes],
+            "drained": state.drained,
+            "observations": observations_view(state.observations),
+        }
+
+    @app.post("/nodes/{node}/drain")
+    def drain(node: str, request: DrainRequest) -> dict[str, Any]:
+        controller.drain(node, undo=request.undo)
+        return {}
+
+    @app.get("/teams")
+    def teams() -> dict[str, Any]:
+        return {"teams": teams_view(controller.state, time.time())}
+
+    @app.post("/observations")
+    def observe(request: ObserveRequest) -> dict[str, Any]:
+        return {"kept": controller.observe(observations_from_view(request.observations))}
+
+    @app.post("/shutdown")
+    def shutdown(request: ShutdownRequest) -> dict[str, Any]:
+        running = [job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING]
+        if running and not request.force:
+            raise ServiceError(
+                f"jobs run: {', '.join(running)}. Wait, `orc cancel` them, or say `orc down --force`: they are then "
+                "stopped and restart from their newest checkpoint at the next `orc up`"
+            )
+        service.shut_down()
+        return {"running": running}
+
+
+def _asked(request: SubmitRequest, source: str) -> tuple[JobSpec, Fault | None]:
+    asked = request.fault
+    fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
+    return job_from_data(request.spec, source), fault
+
+
+class _Unknown(ServiceError):
+    """There is no such job, attempt or rank."""
+
+
+def _job(service: Service, job_id: str) -> Job:
+    job = service.controller.job(job_id)
+    if job is None:
+        raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
+    return job
+
+
+# --------------------------------------------------------------------------------------------- files of the attempt
+
+
+def _view(home: Path, job: Job, policy: PolicySpec) -> JobView:
+    """The job, with what the live attempt's processes have left of themselves so far."""
+    attempt = job.last
+    if attempt is None or attempt.status is AttemptStatus.ENDED:
+        return job_view(job, policy=policy)
+    folder = JobFolder(home, job.id).attempt(attempt.number)
+    beats = (_beat(folder, rank) for rank in range(attempt.plan.world_size))
+    unwatched = _read_from(folder.unwatched, 0).decode(errors="replace").partition("\n")[0]
+    return job_view(job, [beat for beat in beats if beat is not None], policy, unwatched)
+
+
+def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
+    try:
+        return Heartbeat(**json.loads(folder.heartbeat(rank).read_text()))
+    except (OSError, ValueError, TypeError):  # none yet, or written by another version
+        return None
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(LOG_BYTES_MAX)
+    except OSError:
+        return b""
+
+
+# -------------------------------------------------------------------------------------------------------- the gate
+
+
+async def _guarded(request: Request, handler: Handler, token: str) -> Response:
+    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+    if host not in ("127.0.0.1", "localhost"):  # a page of another site, whose name was made to lead here
+        return _error(403, "the Host header must be 127.0.0.1")
+    if request.url.path != "/healthz":
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return _error(401, "wrong token: `orc` reads it from the home folder of the service")
+    length = request.headers.get("content-length", "0")
+    if "transfer-encoding" in request.headers or not length.isdecimal():
+        return _error(411, "a body needs its length")
+    if int(length) > BODY_BYTES_MAX:
+        return _error(413, f"the body is longer than {BODY_BYTES_MAX} bytes")
+    return await handler(request)
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, _Unknown):
+        return _error(404, str(error))
+    return _error(422 if isinstance(error, SpecError) else 409, str(error))
+
+
+async def _malformed(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError), error
+    details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+    return _error(422, f"the request is malformed: {details}")
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status)

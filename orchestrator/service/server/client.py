@@ -1,0 +1,180 @@
+"""How does a command talk to the service? HTTP on the loopback, with the token that `orc up` made."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
+from orchestrator.service.views.teams import TeamView
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.state import Observation
+
+OBSERVATIONS_SENT = 500  # at once: about 0.5 MB
+ENDED_SHOWN = 100
+TIMEOUT_S = 30.0
+LONG_POLL_S = 2.0
+
+
+class Client:
+    """One connection to the service of a home folder. Raises ServiceError where it does not answer or refuses."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._http = httpx.Client(
+            base_url=f"http://127.0.0.1:{service_file(home)['port']}",
+            headers={"Authorization": f"Bearer {_token(home)}"},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # a proxy would see the token
+        )
+
+    def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None) -> str:
+        """The id of the job that is in the queue when this returns."""
+        return self._json("POST", "/jobs", {"spec": _signed(spec), "fault": fault})["id"]
+
+    def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
+        """The ids of jobs that are all in the queue when this returns.
+
+        With why some will be late for their deadlines, and what is promised to those with a guarantee. Where one is no
+        job, none is in the queue.
+        """
+        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": _signed(spec)} for spec in specs]})
+        return answer["ids"], answer["late"], answer["promises"]
+
+    def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
+        """Every live job, and at most so many of those that ended last, in the order of the queue."""
+        return self._json("GET", f"/jobs?ended={ended}")["jobs"]
+
+    def job(self, job_id: str, seen: int | None = None) -> tuple[JobView, int]:
+        """One job and its version; with `seen`, waits up to LONG_POLL_S for another version."""
+        query = "" if seen is None else f"?seen={seen}&wait_s={LONG_POLL_S}"
+        answer = self._json("GET", f"/jobs/{job_id}{query}")
+        return answer["job"], answer["version"]
+
+    def explanation(self, job_id: str) -> ExplanationView:
+        """What was predicted of a job, what was measured, and what that changed."""
+        return self._json("GET", f"/jobs/{job_id}/explanation")
+
+    def observe(self, observations: Sequence[Observation]) -> int:
+        """Hand over outcomes that were measured elsewhere; how many the service did not know and keeps."""
+        parts = [
+            observations[first : first + OBSERVATIONS_SENT] for first in range(0, len(observations), OBSERVATIONS_SENT)
+        ]
+        return sum(
+            self._json("POST", "/observations", {"observations": observations_view(part)})["kept"] for part in parts
+        )
+
+    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
+        """Ask for the end of jobs, or of the arrays that they are of; who is asked, once that is on disk."""
+        return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
+
+    def drain(self, node: str, *, undo: bool) -> None:
+        """Let a node take nothing new, or again what comes; returns when the request is on disk."""
+        self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
+
+    def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
+        """Bytes of one rank's log from `offset`, and the offset behind them; empty where there is nothing yet."""
+        answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
+        return answer.content, int(answer.headers["x-next-offset"])
+
+    def teams(self) -> list[TeamView]:
+        """Teams and users of a shared cluster, whose turn it is on top; empty where its file names none."""
+        return self._json("GET", "/teams")["teams"]
+
+    def cluster(self) -> dict[str, Any]:
+        """Name, live nodes (`views.NodeView`), names of drained ones, and addresses of what belongs to the service."""
+        return self._json("GET", "/cluster")
+
+    def shut_down(self, force: bool) -> None:
+        """Ask the service to end. Refused while jobs run, unless forced."""
+        self._json("POST", "/shutdown", {"force": force})
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._http.close()
+
+    def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self._send(method, path, body).json()
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ServiceError(f"the service does not answer ({error}). `orc up` starts it again") from None
+        if answer.is_success:
+            return answer
+        said = _error_of(answer)
+        if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            raise SpecError(said)
+        raise ServiceError(said)
+
+
+def service_file(home: Path) -> dict[str, Any]:
+    """`{pid, port}` of the service. Raises ServiceError where no service was started in this home."""
+    try:
+        return dict(json.loads((home / "service.json").read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ServiceError(f"no service is up in {home}. `orc up` starts one") from None
+    except (OSError, ValueError) as error:
+        raise ServiceError(f"{home / 'service.json'} cannot be read ({error}). `orc up` writes it anew") from None
+
+
+def is_up(home: Path) -> bool:
+    """Whether the service of this home answers and knows our token."""
+    try:
+        client = Client(home)
+    except ServiceError:
+        return False
+    try:
+        client.cluster()
+    except ServiceError:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+def process_is_alive(pid: int) -> bool:
+    """Whether a process of this number exists and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OSError):
+        return False
+
+
+def _signed(spec: dict[str, Any]) -> dict[str, Any]:
+    """The job with its user: who submits, where it names nobody."""
+    return spec if spec.get("user") else {**spec, "user": user_name()}
+
+
+def user_name() -> str:
+    """Of who runs this process, as the operating system knows it; the number where it knows no name."""
+    number = os.getuid()
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _token(home: Path) -> str:
+    try:
+        return (home / "token").read_text().strip()
+    except OSError as error:
+        raise ServiceError(f"the token {home / 'token'} cannot be read: {error.strerror}") from None
+
+
+def _error_of(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"the service answered {answer.status_code}: {answer.text[:200]}"

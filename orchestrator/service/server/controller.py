@@ -1,0 +1,385 @@
+"""The small loop that obeys: hear an event, let `step` decide, keep it in the journal, do what was decided."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
+from orchestrator.scheduling.base.migration import MOVE_GRACE_S
+from orchestrator.scheduling.queue.dependencies import resolved
+from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
+from orchestrator.specs.errors import ServiceError, SpecError, closest
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.state import (
+    Action,
+    Archive,
+    CancelRequested,
+    DrainRequested,
+    Event,
+    Finished,
+    Job,
+    Launch,
+    NodesSeen,
+    Observation,
+    Observed,
+    State,
+    Stop,
+    Submitted,
+    Woke,
+)
+
+POLL_S = 0.1  # at most this long until a submission or a cancellation is acted upon
+DEAF_S = 1.0  # pause after the backend failed to say what happened
+SNAPSHOT_EVENTS = 500  # events between snapshots at least; more where more jobs live than that
+GROUP = 64  # events in one commit at most: nobody can submit while they are decided upon
+ERROR_CHARACTERS_MAX = 500
+ANSWER_S = 60.0  # until a submitter gives up: a commit of a group takes some milliseconds
+
+Decide = Callable[[State, Event], tuple[State, tuple[Action, ...]]]
+
+_OTHERWISE = """the journal says of {event}:
+{then}
+and this version of the orchestrator would decide:
+{now}
+Attempts may run that it would know nothing of. Start the version that wrote the journal and stop it without haste \
+(`kill` its process, not `kill -9`): it then leaves nothing to decide again."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Jobs whose submitter waits for an answer."""
+
+    jobs: Sequence[tuple[JobSpec, Fault | None]]
+    ids: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+    is_answered: bool = False
+    told: threading.Event = field(default_factory=threading.Event)  # that it is answered, or that it leads
+
+
+class Controller:
+    """Owns the state. Only the thread in `run` talks to the backend; everything else may be called from any thread."""
+
+    def __init__(
+        self, journal: EventLog, backend: Backend, clock: Callable[[], float], decide: Decide | None = None
+    ) -> None:
+        """The state that the journal leads to, with every attempt that holds devices taken up again.
+
+        `decide` is `step` where it is not given.
+        """
+        self._decide = decide or step
+        snapshot, tail = journal.load()
+        state = snapshot or State()
+        ended: list[tuple[Job, float]] = []
+        for event, decided in tail:
+            state, actions = self._decide(state, event)
+            if decided not in (None, decisions(actions)):
+                raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
+            ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
+        journal.archive(ended)  # a journal that was written before there was an archive
+        self._journal = journal
+        self._backend = backend
+        self._clock = clock
+        self._state = state
+        self._version = 0
+        self._unsaved_events = len(tail)
+        self._pending: deque[Launch | Stop] = deque()
+        self._queue = threading.Lock()
+        self._requests: deque[_Request] = deque()  # jobs that nobody has begun to keep
+        self._led = False  # whether a thread keeps them, or was told to
+        self._changed = threading.Condition()
+        log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
+        for job in state.jobs.values():
+            for attempt in job.attempts:
+                if not attempt.released:
+                    self._take_up(job, attempt)
+
+    @property
+    def state(self) -> State:
+        """The newest state: frozen, so that any thread may read it."""
+        return self._state
+
+    def job(self, job_id: str) -> Job | None:
+        """The job as it stands, or as it ended."""
+        return self._state.jobs.get(job_id) or self._journal.job(job_id)
+
+    def ended(self, limit: int, before: str | None = None) -> list[Job]:
+        """At most `limit` jobs that the state has forgotten, the one that ended last first; see `Journal.ended`."""
+        return self._journal.ended(limit, before)
+
+    def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
+        """The id of the new job, which is in the journal by now. Raises ServiceError where it cannot be kept."""
+        return self.submit_all([(spec, fault)])[0]
+
+    def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]]) -> list[str]:
+        """The ids of new jobs, which are in the journal by now, all of them or, with a ServiceError, none.
+
+        Raises SpecError where one comes after a job that there is not, or that has ended otherwise than it wants, or
+        where its deadline is over.
+
+        Whoever asks while others are being kept shares the next transaction with all who asked by then.
+        """
+        request = _Request(jobs)
+        with self._queue:
+            self._requests.append(request)
+            leads, self._led = not self._led, True
+        if not leads and not request.told.wait(ANSWER_S):
+            self._give_up(request)
+        if not request.is_answered:  # it is first in the queue, and its thread does the work of all who wait
+            try:
+                self._admit()
+            finally:
+                with self._queue:
+                    self._led = bool(self._requests)
+                    if self._led:
+                        self._requests[0].told.set()
+        if request.error is not None:
+            raise request.error
+        return request.ids
+
+    def _give_up(self, request: _Request) -> None:
+        """Nobody answered in time. Raises ServiceError, but where the request was told at the last moment."""
+        with self._queue:
+            if request.told.is_set():
+                return
+            if request in self._requests:
+                self._requests.remove(request)
+                raise ServiceError(
+                    f"nothing was kept: the journal did not take it within {ANSWER_S:.0f} s; submit again"
+                )
+        raise ServiceError(
+            f"the journal did not answer within {ANSWER_S:.0f} s: the job may be kept or not; `orc queue` will tell"
+        )
+
+    def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
+        """Ask for the end of these jobs, or of what has not ended of their arrays; who is asked, or nobody on an error.
+
+        Raises ServiceError where there is no such job, where one has ended, and where one is of no array.
+        """
+        with self._changed:
+            asked = [one for job_id in job_ids for one in self._to_cancel(job_id, whole_array=whole_arrays)]
+            at_s = self._clock()
+            self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(asked)])
+            return [*dict.fromkeys(asked)]
+
+    def _to_cancel(self, job_id: str, *, whole_array: bool) -> list[str]:
+        job = self.job(job_id)
+        if job is None:
+            raise ServiceError(f"there is no job {job_id!r}: `orc queue` lists them")
+        if not whole_array:
+            if job.status.ended:
+                raise ServiceError(f"job {job_id} has ended already: {job.status}")
+            return [job_id]
+        if job.array is None:
+            raise ServiceError(f"job {job_id} is of no array: cancel it without --array")
+        others = [one.id for one in self._state.jobs.values() if one.array == job.array and not one.status.ended]
+        if not others:
+            raise ServiceError(f"all jobs of the array {job.array} have ended already")
+        return others
+
+    def drain(self, node: str, *, undo: bool) -> None:
+        """Let a node take nothing new, or again what comes. Raises ServiceError where there is no such node."""
+        with self._changed:
+            state = self._state
+            known = {one.name for one in (*state.nodes, *state.declared)} | {*state.drained}
+            if node not in known:
+                near = closest(node, known)
+                hint = f"did you mean {near!r}?" if near else "`orc drain` lists them"
+                raise ServiceError(f"there is no node {node!r}: {hint}")
+            if undo == (node in state.drained):
+                self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
+
+    def observe(self, observations: Sequence[Observation]) -> int:
+        """Take in outcomes that were measured elsewhere; how many of them were new and are kept."""
+        with self._changed:
+            before = set(self._state.observations)
+            self._apply([Observed(observations=tuple(observations), at_s=self._clock())])
+            return len(set(self._state.observations) - before)
+
+    def wait_for_change(self, version: int, timeout_s: float) -> int:
+        """The version of the state, as soon as it is not `version` any more or after `timeout_s`; 0 says none yet."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._version != version, timeout_s)
+            return self._version
+
+    def run(self, stop: threading.Event) -> None:
+        """Obey until `stop` is set. Raises ServiceError where the journal fails: nothing may happen unrecorded."""
+        while not stop.is_set():
+            self.turn(POLL_S)
+        with self._changed:
+            self._save()  # the next version may decide otherwise: leave it nothing to fold
+
+    def turn(self, wait_s: float) -> None:
+        """One turn of the loop: do what was decided, hear what happens within `wait_s`, decide, do."""
+        self._journal.confirm()
+        self._perform()
+        wake_s = wake_at_s(self._state)
+        if wake_s is not None:
+            wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
+        events = self._listen(wait_s)
+        for first in range(0, len(events), GROUP):
+            self._apply(events[first : first + GROUP])
+        wake_s, now_s = wake_at_s(self._state), self._clock()
+        if wake_s is not None and wake_s <= now_s:
+            self._apply([Woke(at_s=now_s)])
+        self._perform()
+
+    def _listen(self, wait_s: float) -> Sequence[Event]:
+        try:
+            return self._backend.events(wait_s)
+        except Exception:
+            log.exception("backend failed to tell events")
+            time.sleep(DEAF_S)
+            return ()
+
+    def _admit(self) -> None:
+        """Keep the jobs of those who wait for an answer, oldest first, in one transaction of about GROUP jobs."""
+        requests, events = list[_Request](), list[Event]()
+        error: BaseException | None = None
+        with self._changed:
+            while len(events) < GROUP and (request := self._next_request()) is not None:
+                requests.append(request)
+                try:
+                    events += self._submissions(request, self._state.submitted + len(events))
+                except SpecError as refused:
+                    request.error = refused
+            try:
+                self._apply(events)
+            except BaseException as refused:  # told to everybody who waits in this group, each in a thread of its own
+                error = refused
+        for request in requests:
+            request.error, request.is_answered = request.error or error, True
+            request.told.set()
+
+    def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
+        """The request's jobs, which get their ids. Raises SpecError where one comes after what is no job."""
+        events = list[Submitted]()
+        together: dict[str, list[str]] = {}  # ids by name
+        at_s, array = self._clock(), None
+        for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
+            if asked.by is not None and asked.by.due_s(at_s) <= at_s:
+                raise SpecError("the deadline is over", source=asked.name, path="by", got=str(asked.by))
+            spec, met = resolved(asked, together, self.job) if asked.after else (asked, ())
+            job_id = f"{spec.name}-{order}"
+            together.setdefault(spec.name, []).append(job_id)
+            if spec.member is None:
+                array = None
+            elif spec.member.number == 0 or array is None:
+                array = job_id
+            events.append(
+                Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, array=array, met=met)
+            )
+        request.ids = [event.job_id for event in events]
+        return events
+
+    def _next_request(self) -> _Request | None:
+        with self._queue:
+            return self._requests.popleft() if self._requests else None
+
+    def _apply(self, events: Sequence[Event]) -> None:
+        """Decide on each and commit them together; only what is committed is seen by others, and done."""
+        with self._changed:
+            state, decided = self._state, list[Decided]()
+            for event in events:
+                if isinstance(event, NodesSeen) and _is_known(state, event):
+                    continue
+                state, actions = self._decide(state, event)
+                decided.append((event, actions))
+            if not decided:
+                return
+            self._journal.append(decided)
+            self._state = state
+            self._version += 1
+            for event, told in decided:
+                if log.isEnabledFor(logging.INFO):
+                    log.info("event %s", _line(event))
+                self._pending.extend(action for action in told if isinstance(action, Launch | Stop))
+            self._changed.notify_all()
+            self._unsaved_events += len(decided)
+            # a snapshot writes one row for each job that changed: so at most one for each event
+            if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
+                self._save()
+
+    def _save(self) -> None:
+        if self._unsaved_events:
+            self._journal.snapshot(self._state)
+            self._unsaved_events = 0
+
+    def _perform(self) -> None:
+        while self._pending:
+            self._journal.confirm()
+            action = self._pending.popleft()
+            log.info("action %s", _line(action))
+            if isinstance(action, Launch):
+                self._launch(action)
+            else:
+                self._stop(action)
+
+    def _launch(self, action: Launch) -> None:
+        try:
+            self._backend.launch(action)
+        except Exception as error:
+            self._not_launched(action.attempt, error)
+
+    def _stop(self, action: Stop) -> None:
+        try:
+            self._backend.stop(action)
+        except Exception:
+            log.exception("backend failed to stop attempt=%s", action.name)
+
+    def _take_up(self, job: Job, attempt: Attempt) -> None:
+        """After a restart: whoever holds devices is watched again, and a stop that was under way is asked for again."""
+        log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status)
+        try:
+            self._backend.adopt(job, attempt)
+        except Exception as error:
+            self._not_launched(attempt, error)
+            return
+        if attempt.status is AttemptStatus.STOPPING:
+            grace_s = MOVE_GRACE_S if attempt.moved_for and not job.cancelling else CANCEL_GRACE_S
+            self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=grace_s))
+
+    def _not_launched(self, attempt: Attempt, error: Exception) -> None:
+        """The backend refused: as good as an end, but only the backend can say when the devices are free again."""
+        log.error("backend failed on attempt=%s", attempt.name, exc_info=error)
+        if attempt.status is AttemptStatus.ENDED:
+            return
+        reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
+        evidence = Evidence(launch_error=reason)
+        self._apply([Finished(job_id=attempt.job_id, number=attempt.number, evidence=evidence, at_s=self._clock())])
+        job = self._state.jobs[attempt.job_id]
+        self._take_up(job, job.attempts[attempt.number - 1])
+
+
+def _is_known(state: State, seen: NodesSeen) -> bool:
+    return (seen.nodes, seen.declared, seen.policy) == (state.nodes, state.declared, state.policy)
+
+
+def _line(said: Event | Launch | Stop) -> str:
+    """One line of log: what, which job, which attempt; never what a job was given."""
+    match said:
+        case NodesSeen():
+            return f"nodes_seen nodes={len(said.nodes)}"
+        case Woke():
+            return "woke"
+        case DrainRequested():
+            return f"drain_requested node={said.node}{' undo' if said.undo else ''}"
+        case Observed():
+            return f"observed outcomes={len(said.observations)}"
+        case Launch():
+            devices = " ".join(f"{part.node}:{','.join(map(str, part.devices))}" for part in said.attempt.placement)
+            return f"launch job={said.job.id} attempt={said.attempt.number} on={devices}"
+        case Stop():
+            return f"stop job={said.job_id} attempt={said.number}"
+        case Submitted() | CancelRequested():
+            return f"{said.type} job={said.job_id}"
+        case _:
+            return f"{said.type} job={said.job_id} attempt={said.number}"

@@ -1,0 +1,179 @@
+"""The service's process: journal, Ray, MLflow, controller and HTTP, put together and taken apart.
+
+Killed at any moment it loses nothing: the journal has every event, training goes on in Ray, and the next start takes
+up what runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late, each in a thread: at once they break each other
+import uvicorn
+from fastapi import FastAPI
+
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.mlflow.server import MlflowServer
+from orchestrator.backends.mlflow.tracker import MlflowTracker
+from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
+from orchestrator.service.server.rates import measured
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import OrchestratorError
+
+MLFLOW_CHECK_S = 5.0
+HOME_CHECK_S = 5.0
+STOP_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Serve the home folder named on the command line until SIGTERM (training goes on) or `orc down` (it does not)."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--home", type=Path, required=True)
+    home: Path = parser.parse_args().home.resolve()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    stop, down = threading.Event(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        serve(home, stop, down)
+    except OrchestratorError as error:
+        sys.exit(f"{error}")
+    log.info("ended")
+
+
+def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
+    """Run everything until `stop` is set; with `down`, Ray and MLflow end too. Raises OrchestratorError.
+
+    They also end where it never comes to serve, unless Ray ran before: jobs may run there.
+    """
+    prepare(home)
+    cluster = read_cluster(_if_there(home / "cluster.yaml"))
+    found, is_serving = ray_cluster.find(home), threading.Event()
+
+    def must_end() -> bool:
+        return down.is_set() or (found is None and not is_serving.is_set())
+
+    with ExitStack() as stack:
+        rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
+        journal = stack.enter_context(closing(Journal(journal_url(home))))
+        mlflow = MlflowServer(home)
+        stack.callback(_end, mlflow.stop, must_end)
+        mlflow.ensure_running()
+        address = _ray_address(home, cluster)
+        if (ours := ray_cluster.started(home)) is not None:  # as noted now: another home may stand in this one's place
+            stack.callback(_end, partial(ray_cluster.stop, home, ours), must_end)
+        backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
+        controller = Controller(journal, backend, time.time)
+        controller.turn(0.0)  # whoever asks first sees the nodes
+        tracker = MlflowTracker(journal, mlflow.uri, home, lambda: controller.state)
+        tracker.start()
+        stack.callback(tracker.stop)
+        keeper = threading.Thread(target=_keep_tracking, args=(controller, tracker, mlflow, stop), daemon=True)
+        keeper.start()
+
+        def shut_down() -> None:
+            down.set()
+            stop.set()
+
+        token = (home / "token").read_text()
+        threading.Thread(target=_watch_home, args=(home, token, shut_down, stop), daemon=True).start()
+        service = Service(
+            controller=controller,
+            home=home,
+            token=token,
+            cluster=cluster.name,
+            tracking_uri=mlflow.uri,
+            shut_down=shut_down,
+        )
+        with served(create_app(service)) as port:
+            write_service_file(home, port)
+            is_serving.set()
+            log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
+            controller.run(stop)
+            if _is_ours(home, token):
+                (home / "service.json").unlink(missing_ok=True)
+
+
+def _ray_address(home: Path, cluster: ClusterSpec) -> str:
+    """The Ray that `orc up --ray` named, else the embedded one, started where it does not run."""
+    kept = _if_there(home / "ray_address")
+    return (kept.read_text() if kept else "") or ray_cluster.start(home, cluster)
+
+
+def _if_there(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
+    if must_end():
+        what()
+
+
+def _is_ours(home: Path, token: str) -> bool:
+    """Whether the folder is still the one that this service was started for."""
+    try:
+        return (home / "token").read_text() == token
+    except FileNotFoundError:
+        return False
+
+
+def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event) -> None:
+    """Shut down once the folder is gone, or another one is in its place: nobody can reach this service any more."""
+    while not stop.wait(HOME_CHECK_S):
+        if not _is_ours(home, token):
+            log.error("the home folder %s is gone: all that was started for it ends", home)
+            shut_down()
+
+
+def _keep_tracking(controller: Controller, tracker: MlflowTracker, mlflow: MlflowServer, stop: threading.Event) -> None:
+    """Wake the tracker whenever something happened, and keep its server running."""
+    version, check_s = -1, 0.0
+    while not stop.is_set():
+        if time.monotonic() >= check_s:
+            try:
+                mlflow.ensure_running()
+            except OSError:
+                log.exception("MLflow could not be started")
+            check_s = time.monotonic() + MLFLOW_CHECK_S
+        seen = controller.wait_for_change(version, MLFLOW_CHECK_S)
+        if seen != version:
+            version = seen
+            tracker.notify()
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[int]:
+    """The application on a free port of the loopback, in a thread of its own."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()  # before its port is told: whoever asks then waits until it is answered, and is not refused
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(STOP_TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What did the person hand us? Job and cluster files read from disk, their paths made absolute, or one SpecError."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.launcher import base_env
+from orchestrator.backends.attempts.program import why_not_started
+from orchestrator.memory.profiles import is_known
+from orchestrator.service.server.profiling import traced
+from orchestrator.specs.clock import known_zone
+from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import ModelSpec
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.trainer import is_python
+from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
+
+KINDS_OF_FILES = ("text", "chat", "tokens")
+OWN_PYTHON = ("python", "python3")
+CONFIG = "config.json"
+DEFAULT_HOME = "~/.orc"
+EMBEDDED_CLUSTER = """\
+name: two-virtual-devices
+network_bandwidth: 1GB/s
+nodes:
+  - name: virtual
+    devices: 2
+    host_memory: 4GiB
+    device:
+      name: virtual-256MiB
+      kind: virtual
+      memory: 256MiB
+      bf16_tflops: 0.02
+      fp32_tflops: 0.05
+      memory_bandwidth: 8GB/s
+      link_bandwidth: 1GB/s
+"""  # clusters/two-virtual-devices.yaml, which an installed package does not have
+# Fields of a job that intake and scheduling fill in, and no file.
+LEARNED = {"traced": "what is traced", "measured": "what is measured", "relative_to": "what outcomes are relative to"}
+
+
+def read_job(
+    path: Path, overrides: Sequence[Override] = (), home: Path | None = None, *, to_run: bool = True
+) -> JobSpec:
+    """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
+
+    A model of which nobody says what it costs is traced; the answer is kept in `home` (None: that of the environment).
+    Only what is `to_run` needs its script: somebody else's project can be planned without it.
+    """
+    return _read(parse_job(_read_text(path), str(path), overrides), path, home, to_run=to_run)
+
+
+def read_jobs(path: Path, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
+    """The jobs in a file: one, or those of its array. As `read_job` otherwise."""
+    return [_read(spec, path, home, to_run=True) for spec in parse_jobs(_read_text(path), str(path), overrides)]
+
+
+def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobSpec:
+    source = str(path)
+    for name, what in LEARNED.items():
+        if getattr(spec, name):
+            raise SpecError(f"{what} is no setting", source=source, path=name, hint="say `profile`")
+    resolved = _absolute(spec, path.resolve().parent)
+    problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
+    if to_run:
+        problems += _missing_script(resolved, source)
+    if problems:
+        raise together(problems, source)
+    if resolved.known_model is None or is_known(resolved):
+        return resolved
+    home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
+    return resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
+
+
+def read_cluster(path: Path | None) -> ClusterSpec:
+    """The cluster in a file; the embedded one of two virtual devices where there is no file. Raises SpecError."""
+    if path is None:
+        return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
+    return parse_cluster(_read_text(path), str(path))
+
+
+def read_overrides(settings: Sequence[str]) -> tuple[Override, ...]:
+    """`key=value` as pairs. Raises SpecError where a `=` is missing or a key comes twice."""
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, value in pairs:
+        if not equals or not key:
+            raise SpecError("a setting is missing its `=`", source="--set", got=key, allowed="key=value")
+        if sum(key == other for other, _, _ in pairs) > 1:
+            raise SpecError("the setting is given twice", source="--set", path=key, got=value)
+    return tuple((key, value) for key, _, value in pairs)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise SpecError("the file is not UTF-8 text", source=str(path), got=error.reason) from None
+    except OSError as error:
+        raise SpecError(f"the file cannot be read: {error.strerror}", source=str(path)) from None
+
+
+def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
+    files: dict[str, Any] = {
+        kind: tuple(str(_at(folder, file)) for file in getattr(spec.data, kind)) for kind in KINDS_OF_FILES
+    }
+    tokenizer = _folder_or_name(folder, spec.data.tokenizer)
+    changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
+    if spec.between is not None and spec.between.zone is None:
+        changed["between"] = dataclasses.replace(spec.between, zone=local_zone())
+    if spec.by is not None and spec.by.zone is None:
+        changed["by"] = dataclasses.replace(spec.by, zone=local_zone())
+    if spec.is_script or spec.workdir is not None:
+        changed["workdir"] = str(_at(folder, spec.workdir or "."))
+    if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`
+        # an environment's interpreter is a link: resolved, it would know nothing of its environment
+        before = [os.path.abspath(folder / word) if (folder / word).is_file() else word for word in spec.resume.before]
+        changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
+    if spec.known_model is not None:
+        changed[_said_as(spec)] = _absolute_model(spec.known_model, folder)
+    return spec.model_copy(update=changed)
+
+
+def _said_as(spec: JobSpec) -> str:
+    """Under which key the job file says `known_model`."""
+    return "trains" if spec.is_script else "model"
+
+
+def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
+    if model.factory is not None:
+        file, colon, function = model.factory.rpartition(":")
+        return dataclasses.replace(model, factory=f"{_at(folder, file)}:{function}") if colon else model
+    if isinstance(model.hf, str):
+        hf = str(_folder_or_name(folder, model.hf))
+        config = _folder_config(hf) if Path(hf).is_absolute() else model.config or _hub_config(hf)
+        return dataclasses.replace(model, hf=hf, config=config)
+    return model
+
+
+def local_zone() -> str:
+    """Name of this machine's time zone, as TZ or the link /etc/localtime tells it; UTC where neither does."""
+    linked = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
+    for name in (os.environ.get("TZ", "").removeprefix(":"), linked):
+        with suppress(ValueError):
+            return known_zone(name)
+    return "UTC"
+
+
+def _at(folder: Path, path: str) -> Path:
+    return (folder / Path(path).expanduser()).resolve()
+
+
+def _folder_or_name(folder: Path, said: str | None) -> str | None:
+    """A folder as an absolute path; what is no folder and does not look like one is a name on the hub."""
+    if said is None or not (said.startswith((".", "/", "~")) or _at(folder, said).is_dir()):
+        return said
+    return str(_at(folder, said))
+
+
+def _folder_config(folder: str) -> dict[str, Any]:
+    """What config.json says; empty where it cannot be read, which _missing_files says."""
+    try:
+        config = json.loads((Path(folder) / CONFIG).read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _hub_config(name: str) -> dict[str, Any]:
+    """What the hub, or its local cache, says of a model; empty where it says nothing: then the job has to."""
+    try:
+        from transformers import PreTrainedConfig  # only here: it takes seconds, and comes with the extra `finetune`
+
+        return dict(PreTrainedConfig.get_config_dict(name)[0])
+    except (ImportError, OSError, ValueError):
+        return {}
+
+
+def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    for kind in KINDS_OF_FILES:
+        for index, file in enumerate(getattr(spec.data, kind)):
+            if not Path(file).is_file():
+                yield SpecError("the file does not exist", source=source, path=f"data.{kind}[{index}]", got=file)
+    model, key = spec.known_model, _said_as(spec)
+    folders = {"data.tokenizer": spec.data.tokenizer, f"{key}.hf": model.hf if model is not None else None}
+    for path, folder in folders.items():
+        if isinstance(folder, str) and Path(folder).is_absolute() and not Path(folder).is_dir():
+            yield SpecError("the folder does not exist", source=source, path=path, got=folder)
+    hf = folders[f"{key}.hf"]
+    if model is not None and isinstance(hf, str) and Path(hf).is_dir() and not model.config:
+        hint = "a folder as `save_pretrained` writes it"
+        yield SpecError(f"no {CONFIG} can be read", source=source, path=f"{key}.hf", got=hf, hint=hint)
+    if model is not None and model.factory is not None:
+        file, _, function = model.factory.rpartition(":")
+        if not file or not function.isidentifier():
+            form = "path/to/file.py:function"
+            yield SpecError("no function", source=source, path=f"{key}.factory", got=model.factory, allowed=form)
+        elif not Path(file).is_file():
+            yield SpecError("the file does not exist", source=source, path=f"{key}.factory", got=file)
+
+
+def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    if spec.workdir is not None and not Path(spec.workdir).is_dir():
+        yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
+    elif spec.command is not None and spec.workdir is not None:
+        if spec.config is not None and not (Path(spec.workdir) / spec.config.file).is_file():
+            hint = f"it starts at `workdir`, here {spec.workdir}"
+            yield SpecError(
+                "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
+            )
+        yield from _missing_programs(spec, source)
+        script = _script_of(spec.command)
+        if script is not None and not (Path(spec.workdir) / script).is_file():
+            hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
+            yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
+
+
+def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """Programs that cannot start here; a bare `python` is the service's own."""
+    assert spec.command is not None, "only a script has programs"
+    env = {**base_env(), **dict(spec.env)}
+    programs = {"command": spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
+    for key, program in programs.items():
+        problem = None if program in OWN_PYTHON else why_not_started(program, str(spec.workdir), env)
+        if problem is not None:
+            what, tried, hint = problem
+            yield SpecError(what, source=source, path=key, got=program, allowed=f"a program; tried {tried}", hint=hint)
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """The script that `python [-u ...] script.py` starts; None where the command does not show it."""
+    program, *arguments = command
+    if not is_python(program):
+        return None
+    first = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return first if first is not None and first.endswith(".py") else None
+
+
+def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
+    """A knob whose flag or variable the job sets itself: the plan would be overruled, or the flag repeated."""
+    for name, knob in spec.knobs.each():
+        word = knob.flag or knob.switch or knob.override
+        if word and any(said == word or said.startswith(f"{word}=") for said in spec.command or ()):
+            yield SpecError(
+                "the flag of a knob stands in `command` already",
+                source=source,
+                path=f"knobs.{name}",
+                got=word,
+                hint="remove it from `command`: it is added with the value of each plan; or remove the knob",
+            )
+        if knob.env and any(knob.env == variable for variable, _ in spec.env):
+            yield SpecError(
+                "the variable of a knob stands in `env` already",
+                source=source,
+                path=f"knobs.{name}",
+                got=knob.env,
+                hint="remove it from `env`: it is set to the value of each plan; or remove the knob",
+            )

@@ -1,0 +1,172 @@
+"""How does the service come up, and how does it go? The daemon's process, its home folder, and its token."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
+from orchestrator.specs.errors import ServiceError
+
+UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
+DOWN_TIMEOUT_S = 60.0
+POLL_S = 0.1
+TAIL_LINES = 15
+
+
+def start(home: Path, cluster: Path | None, ray_address: str | None) -> bool:
+    """Bring the service up and wait until it answers; False where it was up already. Raises ServiceError.
+
+    `cluster`, `ray_address` and the variable ORC_JOURNAL (the address of a PostgreSQL journal) are kept in the home
+    folder, so that a restart that names none of them finds the same world.
+    """
+    prepare(home)
+    with _only_one(home):
+        named = {"ray_address": ray_address, "journal_url": os.environ.get("ORC_JOURNAL")}
+        wanted = {name: text for name, text in named.items() if text is not None}
+        if cluster is not None:  # the whole world is said anew: without an address it is the embedded Ray's
+            wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+        up = is_up(home)
+        if up or (home / "ray.json").exists():
+            _refuse_another_world(home, wanted)
+        if up:
+            return False
+        for name, text in wanted.items():
+            _write_private(home / name, text)
+        (home / "service.json").unlink(missing_ok=True)
+        _await_answer(home, _spawn(home))
+    return True
+
+
+def stop(home: Path, force: bool) -> None:
+    """Bring the service down, with its Ray and MLflow, and wait until its process is gone.
+
+    Raises ServiceError where jobs run and it is not forced, where nothing is up, or where it hangs.
+    """
+    if not is_up(home):
+        _clear_remains(home, force)
+        return
+    pid = int(service_file(home)["pid"])
+    client = Client(home)
+    try:
+        client.shut_down(force)
+    finally:
+        client.close()
+    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
+    while process_is_alive(pid):
+        if time.monotonic() > deadline_s:
+            raise ServiceError(
+                f"process {pid} is still ending after {DOWN_TIMEOUT_S:.0f} s: see {home / 'service.log'}"
+            )
+        time.sleep(POLL_S)
+
+
+def _clear_remains(home: Path, force: bool) -> None:
+    """What a killed service left running."""
+    from orchestrator.backends.mlflow.server import MlflowServer
+    from orchestrator.backends.ray import cluster as ray_cluster
+
+    pid = int(service_file(home)["pid"])
+    if process_is_alive(pid) and _is_daemon(pid):
+        raise ServiceError(f"process {pid} is the service, but does not answer: see {home / 'service.log'}, or kill it")
+    if ray_cluster.find(home) is not None and not force:
+        raise ServiceError(
+            "the service is gone, but its Ray runs, perhaps with jobs: `orc up` takes them up again, "
+            "`orc down --force` ends them (they restart from their newest checkpoint at the next `orc up`)"
+        )
+    ray_cluster.stop(home)
+    MlflowServer(home).stop()
+    (home / "service.json").unlink(missing_ok=True)
+
+
+def _is_daemon(pid: int) -> bool:
+    """Process numbers are used again: only a command line tells."""
+    try:
+        return b"orchestrator.service.server.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def prepare(home: Path) -> None:
+    """Make the home folder (0700) and the token (0600) where they are missing, and close them where they are open."""
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    home.chmod(0o700)
+    token = home / "token"
+    try:
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        token.chmod(0o600)
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(32))
+
+
+def write_service_file(home: Path, port: int) -> None:
+    """Say where this process serves; whole or not at all."""
+    temporary = home / f"service.json.{os.getpid()}"
+    temporary.write_text(json.dumps({"pid": os.getpid(), "port": port}))
+    temporary.replace(home / "service.json")
+
+
+def journal_url(home: Path) -> str:
+    """Where this home keeps its journal: where ORC_JOURNAL said when it was brought up, else in a file of its own."""
+    kept = home / "journal_url"
+    return kept.read_text().strip() if kept.exists() else f"sqlite:///{home / 'journal.sqlite'}"
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:
+    """What runs was started for one cluster; another one would be believed and not be there."""
+    for name, text in wanted.items():
+        path = home / name
+        if (path.read_text(encoding="utf-8") if path.exists() else "") != text:
+            raise ServiceError(f"what runs in {home} was started with another {name}: say `orc down` first")
+
+
+@contextmanager
+def _only_one(home: Path) -> Iterator[None]:
+    """Two `orc up` at once start one service: the second waits and finds it up."""
+    with (home / "up.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _spawn(home: Path) -> subprocess.Popen[bytes]:
+    descriptor = os.open(home / "service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(descriptor, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.service.server.daemon", "--home", str(home)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # it outlives the terminal
+        )
+
+
+def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while not is_up(home):
+        if process.poll() is not None:
+            raise ServiceError(f"the service ended at once (exit code {process.returncode}):\n{_tail(home)}")
+        if time.monotonic() > deadline_s:
+            process.terminate()
+            raise ServiceError(f"the service did not answer within {UP_TIMEOUT_S:.0f} s:\n{_tail(home)}")
+        time.sleep(POLL_S)
+
+
+def _tail(home: Path) -> str:
+    lines = (home / "service.log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join((*lines, f"(all of it: {home / 'service.log'})"))

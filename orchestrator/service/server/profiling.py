@@ -1,0 +1,142 @@
+"""What does a model cost that no closed form knows? It is traced, in a process of its own, once: the answer is kept.
+
+A trace runs the model's code (training/tracing/trace.py). What it says follows from that code, its settings and
+the versions of the libraries, so it is kept under a digest of them in the home folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import Precision
+from orchestrator.specs.profile import ModelProfile, TracedProfile
+
+TRACE_TIMEOUT_S = 600.0  # a decoder of 70 billion parameters takes 20 s
+PROGRAM = "orchestrator.training.tracing.trace"
+BAD_JOB_EXIT_CODE = 2  # of that program
+HINT = (
+    "say what it costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
+    f"the trace alone: python -m {PROGRAM}"
+)
+
+
+def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
+    """The profiles of the job's model for everything that a plan of it may ask for; from `home` where they are known.
+
+    Raises SpecError with the model's own words where its code fails; `source` is the job's file.
+    """
+    assert spec.known_model is not None, "nothing is traced of a script alone"
+    arithmetics = _arithmetics(spec)
+    found: list[TracedProfile] = []
+    for length in _lengths(spec):
+        request = {
+            "model": dataclasses.asdict(spec.known_model),
+            "training": dataclasses.asdict(spec.training),
+            "family": spec.family_name,
+            "sequence_length": length,
+            "arithmetics": [dict(zip(("precision", "autocast", "cuda"), each, strict=True)) for each in arithmetics],
+        }
+        kept = home / "profiles" / f"{_digest(spec, request)}.json"
+        profiles = _read(kept) or _trace(request, kept, source, spec.workdir if spec.is_script else None)
+        told: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # what CUDA does no otherwise, once
+        for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
+            one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
+            told.setdefault((autocast, profile), one)
+        found += told.values()
+    return tuple(found)
+
+
+def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool, bool]]:
+    """Precisions, whether autocast computes in them, and as on CUDA, of plans and of what may be recommended."""
+    low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
+    cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
+    return [(*case, cuda) for case in (*cases, (low, True), (low, False)) for cuda in (False, True)]
+
+
+def _lengths(spec: JobSpec) -> list[int]:
+    """Tokens per sample that a plan may have; a factory's data are its own."""
+    shorter = () if spec.known_model is not None and spec.known_model.factory else spec.degrade.sequence_lengths
+    return list(dict.fromkeys((spec.data.sequence_length, *shorter)))
+
+
+def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
+    """Of all that the answer follows from; where a factory's file lies does not matter, nor how long it trains."""
+    assert spec.known_model is not None, "nothing is traced of a script alone"
+    file, _, function = (spec.known_model.factory or "").rpartition(":")
+    model = {**request["model"], "factory": function}
+    said = {**request, "model": model, "training": request["training"]["freeze"]}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode())
+    for library in ("torch", "transformers", "peft"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(f"{library} {importlib.metadata.version(library)}\n".encode())
+    ours = sorted((Path(__file__).parents[2] / "training").rglob("*.py"))
+    for source in (*ours, *([Path(file)] if file else [])):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
+    try:
+        return _profiles().validate_json(kept.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None) -> tuple[ModelProfile, ...]:
+    """`project`: a folder from which the model's file may import, as its script does."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if project is not None:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Path(folder) / "request.json"
+        asked.write_text(json.dumps(request))
+        try:
+            child = subprocess.run(
+                [sys.executable, "-m", PROGRAM, str(asked)],
+                env=env,
+                capture_output=True,
+                timeout=TRACE_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            what = f"its memory is not known after {TRACE_TIMEOUT_S:.0f} s of tracing"
+            raise SpecError(what, source=source, path="model", hint=HINT) from None
+    if child.returncode == BAD_JOB_EXIT_CODE:
+        said = json.loads(child.stdout)
+        raise SpecError(source=source, **{**said, "hint": said["hint"] or HINT})
+    if child.returncode:
+        what = f"no closed form knows how much memory it takes, and tracing it failed: {_last_words(child)}"
+        raise SpecError(what, source=source, path="model", hint=HINT)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(child.stdout)
+    temporary.replace(kept)
+    return _profiles().validate_json(child.stdout)
+
+
+def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:
+    """The exception that ended the process, or the last thing that it said."""
+    lines = [line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (raised or lines or [f"exit code {child.returncode}"])[-1]
+
+
+@cache
+def _profiles() -> TypeAdapter[tuple[ModelProfile, ...]]:
+    return TypeAdapter(tuple[ModelProfile, ...])

@@ -1,0 +1,136 @@
+"""How fast are the CPU ranks of this machine? Measured once, in a process of its own, and kept in the home folder.
+
+A cluster file can only guess what a virtual device computes and sends; its guesses hold where nothing was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+
+from orchestrator.planning.collectives import LINK_EFFICIENCY
+from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, PRODUCT_EFFICIENCY
+from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec
+
+PROGRAM = "orchestrator.training.rates"
+TIMEOUT_S = 30.0  # it takes 3 s, most of them to import torch, and more where all of a new service starts at once
+
+log = logging.getLogger(__name__)
+
+
+class Rates(BaseModel):
+    """What one CPU rank reaches while its neighbour does the same."""
+
+    model_config = ConfigDict(frozen=True)
+
+    fp32_flops: PositiveFloat
+    bf16_flops: PositiveFloat
+    memory_bandwidth: PositiveFloat
+    link_bandwidth: PositiveFloat
+
+
+def measured(cluster: ClusterSpec, home: Path) -> ClusterSpec:
+    """The cluster with what this machine's CPU ranks reach; measured where `home` does not know it yet.
+
+    Nodes elsewhere are taken to be like this one. What cannot be measured stays as declared.
+    """
+    ranks = _ranks(cluster)
+    if not ranks:
+        return cluster
+    kept = _kept(home, ranks)
+    rates = _read(kept) or _measure(ranks, kept)
+    return cluster if rates is None else with_rates(cluster, rates)
+
+
+def known(cluster: ClusterSpec, home: Path) -> ClusterSpec:
+    """The cluster with what was measured of this machine's CPU ranks; as declared where nothing was."""
+    rates = rates_of(cluster, home)
+    return cluster if rates is None else with_rates(cluster, rates)
+
+
+def rates_of(cluster: ClusterSpec, home: Path) -> Rates | None:
+    """What was measured of this machine's CPU ranks; None where nothing was, or the cluster has none."""
+    ranks = _ranks(cluster)
+    return _read(_kept(home, ranks)) if ranks else None
+
+
+def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
+    """The cluster whose virtual devices reach these rates."""
+    nodes = tuple(node.model_copy(update={"device": _with_rates(node.device, rates)}) for node in cluster.nodes)
+    return cluster.model_copy(update={"nodes": nodes})
+
+
+def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
+    """Planning expects of a device its peaks, and takes its own efficiencies off them."""
+    if device.kind is not DeviceKind.VIRTUAL:
+        return device
+    return device.model_copy(
+        update={
+            "fp32_tflops": rates.fp32_flops / PRODUCT_EFFICIENCY / 1e12,
+            "bf16_tflops": rates.bf16_flops / PRODUCT_EFFICIENCY / 1e12,
+            "fp16_tflops": None,
+            "memory_bandwidth": round(rates.memory_bandwidth / BANDWIDTH_EFFICIENCY),
+            "link_bandwidth": round(rates.link_bandwidth / LINK_EFFICIENCY),
+        }
+    )
+
+
+def _measure(ranks: int, kept: Path) -> Rates | None:
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", PROGRAM, str(_threads(ranks))],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=True,
+        )
+        rates = Rates.model_validate_json(child.stdout)
+    except (OSError, subprocess.SubprocessError, ValidationError) as error:
+        log.warning("what CPU ranks reach stays as declared: %s", error)
+        return None
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
+    temporary.write_text(rates.model_dump_json())
+    temporary.replace(kept)
+    return rates
+
+
+def _read(kept: Path) -> Rates | None:
+    try:
+        return Rates.model_validate_json(kept.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _ranks(cluster: ClusterSpec) -> int:
+    """How many CPU ranks share a machine; 0 where there are none."""
+    return max((node.devices for node in cluster.nodes if node.device.kind is DeviceKind.VIRTUAL), default=0)
+
+
+def _threads(ranks: int) -> int:
+    """As many as a launch gives a rank (backends/attempts/launch_request.py)."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _kept(home: Path, ranks: int) -> Path:
+    """Where the rates of this machine lie: another processor, torch or way to measure is another file."""
+    model = next((line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), "")
+    program = Path(__file__).parents[2] / "training" / "rates.py"
+    said = (platform.node(), platform.machine(), model, str(_threads(ranks)), importlib.metadata.version("torch"))
+    digest = hashlib.sha256("\n".join(said).encode() + program.read_bytes()).hexdigest()
+    return home / "rates" / f"{digest[:32]}.json"
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,132 @@
+"""What happens to a job, told live until it ends."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from orchestrator.service.server.client import Client
+from orchestrator.service.server.lifecycle import start
+from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.service.terminal.tables import attempts_table, progress_line
+from orchestrator.service.views.records import AttemptView, JobView
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job.spec import JobSpec
+
+ENDS = ("succeeded", "failed", "refused", "cancelled")
+PLAIN_EVERY_S = 5.0  # between two lines of progress where there is no terminal
+LOG_POLL_S = 0.5
+
+
+def run_to_end(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> int:
+    """Start the service where it is not up, submit the job, tell what happens to it; the exit code of the command."""
+    start(home, None, None)
+    client = Client(home)
+    asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
+    job_id = client.submit(spec.model_dump(mode="json"), asked)
+    try:
+        job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout))
+    except KeyboardInterrupt:
+        print(f"{job_id} goes on; `orc show {job_id}` tells how it stands", file=sys.stderr)
+        return 130
+    tell(dict(job), as_json, attempts_table([job]))
+    excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+    if job["status"] == "failed" and excerpt and not as_json:
+        print(excerpt.rstrip(), file=sys.stderr)
+    return 0 if job["status"] == "succeeded" else 1
+
+
+def follow(client: Client, job_id: str, console: Console) -> JobView:
+    """Tell on `console` what happens to the job; the job as it ended."""
+    with console.status(f"{job_id} is queued") as status:
+        said: list[str] = []
+        said_at_s = 0.0
+        for job in _changes(client, job_id):
+            for line in _lines(job):
+                if line not in said:
+                    said.append(line)
+                    console.print(line, highlight=False, markup=False, soft_wrap=True)
+            progress = progress_line(job["progress"])
+            said_at_s = _show_progress(job, progress, status, console, said_at_s)
+    return job
+
+
+def log_lines(
+    client: Client, job_id: str, number: int | None, rank: int, to_the_end: bool
+) -> Iterator[tuple[int, str]]:
+    """What a rank wrote, in pieces of (attempt, text); the last attempt's, where no number is given.
+
+    With `to_the_end` it waits for more, and goes on with the attempts that follow, until the job has ended.
+    """
+    job, _ = client.job(job_id)
+    current, offset, decoder = number or len(job["attempts"]) or 1, 0, _decoder()
+    while True:
+        job, _ = client.job(job_id)  # before its log, so that the log of an ended attempt is complete
+        count, text = len(job["attempts"]), b""
+        if current <= count or number is not None:
+            text, offset = client.log(job_id, current, rank, offset)
+        if text:
+            yield current, decoder.decode(text)
+            continue
+        ended = job["status"] in ENDS
+        over = ended or (current <= count and job["attempts"][current - 1]["status"] == "ended")
+        if number is None and over and current < count:
+            current, offset, decoder = current + 1, 0, _decoder()
+        elif not to_the_end or ended or (number is not None and over):
+            return
+        else:
+            time.sleep(LOG_POLL_S)
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def _changes(client: Client, job_id: str) -> Iterator[JobView]:
+    """The job now, at every change of it and every few seconds, up to its end."""
+    seen: int | None = None
+    while True:
+        job, seen = client.job(job_id, seen)
+        yield job
+        if job["status"] in ENDS:
+            return
+
+
+def _lines(job: JobView) -> list[str]:
+    """What has happened so far, one line each, in order; a line that was said is never changed."""
+    lines = []
+    for attempt in job["attempts"]:
+        lines.append(f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}")
+        if attempt["change"]:
+            lines.append(f"{job['id']}:   changed {', '.join(attempt['change'])}: {attempt['change_reason']}")
+        lines += _ending(job, attempt)
+    if job["status"] in ENDS:
+        lines.append(f"{job['id']}: {job['status']}: {job['reason']}")
+    elif job["status"] == "queued":
+        lines.append(f"{job['id']}: queued: {job['reason']}")
+    return lines
+
+
+def _ending(job: JobView, attempt: AttemptView) -> list[str]:
+    failure = attempt["failure"]
+    if attempt["status"] != "ended":
+        return []
+    if failure is None:
+        return [f"{job['id']}: attempt {attempt['number']} succeeded"]
+    return [f"{job['id']}: attempt {attempt['number']} ended: {failure['kind']}: {failure['reason']}"]
+
+
+def _show_progress(job: JobView, progress: str, status: Status, console: Console, said_at_s: float) -> float:
+    if console.is_terminal:
+        status.update(Text(f"{job['id']} {job['status']} {progress}"))
+    elif progress and time.monotonic() - said_at_s > PLAIN_EVERY_S:
+        console.print(f"{job['id']}: {progress}", highlight=False, markup=False, soft_wrap=True)
+        return time.monotonic()
+    return said_at_s

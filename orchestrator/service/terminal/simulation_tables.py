@@ -1,0 +1,114 @@
+"""How do simulated, replayed and expected runs look in a terminal? Views in, Rich renderables out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.service.commands.replay import Decision, ExpectedJob
+from orchestrator.service.commands.simulate import Simulated, quantile
+from orchestrator.service.terminal.tables import coloured, local_minute
+from orchestrator.specs.policy import Objective
+from orchestrator.specs.units import format_seconds
+
+
+def simulated_table(run: Simulated) -> Table:
+    """A simulated run in numbers, and what its decisions took on this machine."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in _rows(run):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(run: Simulated) -> list[tuple[str, str]]:
+    """What is told of a run, and how much of it: the same names for every run of a trace."""
+    report, taken_s = run.report, sorted(run.decisions_s)
+    rows = [
+        ("jobs finished", f"{report['finished']} of {report['jobs']}"),
+        (
+            "completion",
+            f"mean {format_seconds(report['mean_completion_s'])}, "
+            f"median {format_seconds(report['median_completion_s'])}, "
+            f"99 % within {format_seconds(report['p99_completion_s'])}",
+        ),
+        ("makespan", format_seconds(report["makespan_s"])),
+        (
+            "slowdown against alone",
+            f"99 % below {report['p99_slowdown']:.1f}, worst {report['worst_slowdown']:.1f}",
+        ),
+        ("devices", f"{report['devices']}, busy {100 * report['utilisation']:.0f} % of the time"),
+        ("GPU-hours", f"{report['gpu_hours']:.1f}"),
+        ("restarts", f"{report['restarts']}"),
+        (
+            "decisions",
+            f"{len(taken_s)}, mean {1e3 * fmean(taken_s):.2f} ms, 99 % within {1e3 * quantile(taken_s, 0.99):.2f} ms, "
+            f"slowest {1e3 * taken_s[-1]:.1f} ms",
+        ),
+    ]
+    if report["guaranteed"]:
+        refused = report["guaranteed"] - report["promised"]
+        kept = f"{report['promises_kept']} of {report['promised']}, {refused} refused"
+        rows.insert(4, ("promises kept", kept))
+    if report["deadlines"]:
+        met = f"{report['deadlines_met']} of {report['deadlines']}"
+        late = f", the others {format_seconds(report['mean_lateness_s'])} late on average"
+        rows.insert(4, ("deadlines met", met + (late if report["mean_lateness_s"] else "")))
+    return rows
+
+
+def compared_table(runs: Mapping[Objective, Simulated]) -> Table:
+    """Runs of the same jobs under several objectives, side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("OBJECTIVE")
+    columns = [_rows(run) for run in runs.values()]
+    for objective in runs:
+        table.add_column(objective, overflow="fold")
+    for rows in zip(*columns, strict=True):
+        table.add_row(rows[0][0], *(value for _, value in rows))
+    return table
+
+
+def replay_table(decided: Sequence[Decision]) -> RenderableType:
+    """Past decisions with their reasons; where this version decides otherwise, both."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("AT", "AFTER", "DECIDED", "WHY"):
+        table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
+    for one in decided:
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(one["at_s"]))
+        said = Text(one["now"]) if one["same"] else Text(f"then: {one['then']}\nnow: {one['now']}", "red")
+        table.add_row(at, one["event"], said, Text(one["why"]))
+    others = [one for one in decided if not one["same"]]
+    kept = sum(one["then"] is not None for one in decided)
+    verdict = f"{len(decided)} decisions, {kept} of them kept: this version decides {len(others)} otherwise."
+    if others:
+        verdict += " Whatever follows the first of them may differ because of it."
+    return Group(table, Text(verdict))
+
+
+def expected_table(expected: Sequence[ExpectedJob]) -> Table:
+    """When each job is expected to run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("WHY", overflow="fold")
+    for one in expected:
+        devices = "-" if one["devices"] is None else str(one["devices"])
+        end_s, deadline_s = one["end_s"], one["deadline_s"]
+        is_late = deadline_s is not None and (end_s is None or end_s > deadline_s)
+        table.add_row(
+            one["id"],
+            coloured(one["status"]),
+            devices,
+            local_minute(one["start_s"], one["start_range_s"] if one["status"] == "queued" else None),
+            local_minute(end_s, one["end_range_s"]) if one["says_length"] else f"{local_minute(end_s, None)} ?",
+            Text("" if deadline_s is None else local_minute(deadline_s, None), style="red" if is_late else ""),
+            Text(f"late: {one['why']}" if is_late else one["why"]),
+        )
+    if not all(one["says_length"] for one in expected):
+        table.caption, table.caption_justify = "? does not say `steps`: a day is taken", "left"
+    return table

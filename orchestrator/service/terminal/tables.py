@@ -1,0 +1,412 @@
+"""How do jobs, attempts and plans look in a terminal? Views in, Rich renderables out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.memory.calibration.calibrate import EVEN
+from orchestrator.planning.explain import why_taken
+from orchestrator.planning.picture import SYMBOLS, Mark, Picture, Point, drawn
+from orchestrator.service.commands.plan import CandidateView, Forecast
+from orchestrator.service.views.records import (
+    AttemptView,
+    EstimateView,
+    ExplanationView,
+    JobView,
+    NodeView,
+    ProgressView,
+    PromiseView,
+    picture_from_view,
+)
+from orchestrator.specs.attempt import PROBE_STEPS
+from orchestrator.specs.profile import UNTIMED, Source
+from orchestrator.specs.units import format_bytes, format_probability, format_seconds
+
+STYLES = {
+    "succeeded": "green",
+    "running": "cyan",
+    "launching": "cyan",
+    "stopping": "yellow",
+    "queued": "yellow",
+    "cancelled": "dim",
+}
+MARK_STYLES = {Mark.TOO_BIG: "dim", Mark.FITS: "", Mark.REFUTED: "red", Mark.CHOSEN: "bold green"}
+BAR_WIDTH = 32
+MOMENT_BAR_WIDTH = 28  # beside the longest name of a moment within 80 columns
+ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
+
+
+def queue_table(jobs: Sequence[JobView]) -> Table:
+    """One row per job: how it stands, with which plan, and why; on a shared cluster also whose it is."""
+    shared = any(job["team"] is not None for job in jobs)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("JOB", *(["TEAM/USER"] if shared else []), "STATUS", "PRIO", "TRIES", "PLAN", "PROGRESS"):
+        table.add_column(column, no_wrap=column != "PLAN")
+    table.add_column("WHY", overflow="fold")
+    for job in jobs:
+        plan = job["attempts"][-1]["plan"] if job["attempts"] else f"{_gpus(job)} wanted"
+        table.add_row(
+            job["id"],
+            *([f"{job['team']}/{job['user']}"] if shared else []),
+            coloured(job["status"]),
+            str(job["priority"]),
+            str(len(job["attempts"])),
+            plan,
+            progress_line(job["progress"]),
+            Text(_why(job)),
+        )
+    return table
+
+
+def job_panel(job: JobView) -> RenderableType:
+    """Everything on one job: its attempts side by side, the bytes of the last one, and its failure."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("job", Text(job["id"], style="bold"))
+    head.add_row("status", coloured(job["status"]))
+    head.add_row("why", Text(job["reason"]))
+    head.add_row("submitted", _clock(job["submitted_at_s"]))
+    head.add_row("wants", f"{_gpus(job)}, global batch {job['global_batch_size']}, priority {job['priority']}")
+    if job["promise"] is not None:
+        head.add_row("guarantee", Text(promise_words(job["promise"])))
+    if job["progress"]:
+        head.add_row("progress", progress_line(job["progress"]))
+    parts: list[RenderableType] = [head]
+    if job["attempts"]:
+        last = job["attempts"][-1]
+        parts += [Text(), attempts_table([job]), Text(), Text("Why each attempt", style="bold"), _reasons(job)]
+        if _is_known(last["estimate"]):
+            title = Text(f"Predicted bytes of attempt {last['number']}", style="bold")
+            parts += [Text(), title, bars(last["estimate"])]
+        parts += _failure(last)
+    return Group(*parts)
+
+
+def attempts_table(jobs: Sequence[JobView]) -> Table:
+    """One row per attempt: what changed and why, predicted and measured peak, step time, outcome."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("ATTEMPT", "PLAN", "CHANGE"):
+        table.add_column(column, overflow="fold")
+    for column in ("PREDICTED", "PEAK", "STEP", "OUTCOME"):
+        table.add_column(column, justify="left" if column == "OUTCOME" else "right", no_wrap=True)
+    for job in jobs:
+        for attempt in job["attempts"]:
+            predicted, peak, step_s = attempt["predicted_bytes"], attempt["peak_bytes"], attempt["step_s"]
+            table.add_row(
+                f"{job['id']}-{attempt['number']}",
+                attempt["plan"],
+                "\n".join(attempt["change"]) or "-",
+                "not known" if predicted is None else format_bytes(predicted),
+                format_bytes(peak) if peak else "-",
+                format_seconds(step_s) if step_s else "-",
+                coloured(attempt["outcome"]),
+            )
+        if not job["attempts"]:
+            table.add_row(job["id"], "-", "-", "-", "-", "-", coloured(job["status"]))
+    return table
+
+
+def forecast_panel(forecast: Forecast) -> RenderableType:
+    """The chosen plan, the frontier around it with the line where memory ends, and why faster plans were rejected."""
+    parts: list[RenderableType] = [
+        Text(f"{forecast['job']} on {forecast['devices']} x {forecast['device']}", style="bold"),
+        Text(f"global batch {forecast['global_batch_size']}; memory of the model: {forecast['profile']}", style="dim"),
+        Text(),
+    ]
+    chosen = forecast["chosen"]
+    if chosen is None:
+        parts.append(Text(forecast["nothing_fits"] or "no plan fits", style="red"))
+        return Group(*parts, Text(), _frontier(forecast, 0))
+    candidate = forecast["frontier"][chosen]
+    if forecast["nothing_fits"] is not None:
+        parts += [Text(forecast["nothing_fits"], style="red"), Text()]
+        parts += [Text("What may fit is tried all the same:", style="yellow"), Text()]
+    parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
+    if _is_known(candidate["estimate"]):
+        title = Text("Bytes by moment of a step", style="bold")
+        parts += [Text(), title, moments(candidate["estimate"], candidate["correction"])]
+        parts += [Text(), Text("Frontier", style="bold"), coloured_picture(_forecast_picture(forecast, chosen))]
+    parts += [Text(), Text("Frontier, fastest first", style="bold"), _frontier(forecast, chosen)]
+    if chosen and forecast["probe"] is None and forecast["nothing_fits"] is None:
+        parts += [Text(), Text("Why the faster plans were rejected", style="bold")]
+        faster = forecast["frontier"][max(0, chosen - ROWS_AROUND) : chosen]
+        parts += [Text(f"  {one['plan']}: {one['rejected']}") for one in faster]
+    return Group(*parts)
+
+
+def candidate_panel(candidate: CandidateView) -> RenderableType:
+    """One plan: predicted step time, bytes by cause, and what is compared with the capacity."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("plan", Text(candidate["plan"], style="bold"))
+    if not _is_known(candidate["estimate"]):
+        head.add_row(
+            "memory", "not known: the script's own micro-batch is taken to fill a device; `profile` says better"
+        )
+        head.add_row("", "with knobs for micro-batch, accumulation and output folder it would be measured first")
+        return head
+    factor = candidate["step_factor"]
+    learned = f", x{factor:.2f} as steps were measured" if factor != 1.0 else ""
+    if _is_timed(candidate["estimate"]):
+        head.add_row("step", f"{format_seconds(candidate['step_s'])} predicted{learned}")
+    head.add_row("memory", _verdict(candidate))
+    return Group(head, Text(), bars(candidate["estimate"]))
+
+
+def _probe_panel(probe: CandidateView) -> RenderableType:
+    """What is run before the training, and why."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("memory", "not known: two short attempts measure what a sample needs, before the training is planned")
+    head.add_row("first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold"))
+    head.add_row("second", "the same with the largest micro-batch that is sure to fit by then")
+    head.add_row("then", "the fastest plan that fits by both; nothing of them is kept. `probe: never` leaves them out")
+    return head
+
+
+def explanation_panel(explanation: ExplanationView) -> RenderableType:
+    """Each attempt's bytes by cause and by moment beside what was measured, what it taught, and the frontier now."""
+    job = explanation["job"]
+    parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
+    if job["promise"] is not None and not job["promise"]["refused"]:
+        parts.append(Text(f"It {promise_words(job['promise'])}."))
+    for attempt, said in zip(job["attempts"], explanation["lessons"], strict=True):
+        title = f"Attempt {attempt['number']}: {attempt['plan']} on {attempt['placement']}"
+        parts += [Text(), Text(f"{title}  ", style="bold") + coloured(attempt["outcome"])]
+        if _is_known(attempt["estimate"]):
+            parts += [Text("Bytes by cause", style="dim"), bars(attempt["estimate"])]
+            title = "Bytes by moment of a step"
+            parts += [Text(title, style="dim"), moments(attempt["estimate"], attempt["correction"]), Text()]
+        parts.append(_sentences(said))
+    if explanation["picture"] is not None:
+        picture = picture_from_view(explanation["picture"])
+        title = f"Frontier on {picture.device}, as it is judged now; numbers are attempts"
+        parts += [Text(), Text(title, style="bold"), coloured_picture(picture)]
+    return Group(*parts)
+
+
+def _sentences(said: Sequence[str]) -> Table:
+    """Each after its first word, which stands in a column of its own."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for sentence in said:
+        word, _, rest = sentence.partition(": ")
+        table.add_row(Text(f"  {word}", style="bold"), rest)
+    return table
+
+
+def coloured_picture(picture: Picture) -> Text:
+    """The picture with each mark in its colour."""
+    text = Text("\n".join(drawn(picture)), no_wrap=True)
+    for mark, symbol in SYMBOLS.items():
+        text.highlight_words([symbol], MARK_STYLES[mark])
+    text.highlight_regex(r"╌+| memory ends: .*?B ", "yellow")
+    return text
+
+
+def moments(estimate: EstimateView, correction: float) -> Table:
+    """Bytes by moment of a step as bars, activations as corrected."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    found = [
+        (one["name"], one["counted_bytes"], round(correction * one["activation_bytes"]))
+        for one in estimate["by_moment"]
+    ]
+    largest = max((counted + activations for _, counted, activations in found), default=1) or 1
+    for name, counted, activations in found:
+        whole = round(MOMENT_BAR_WIDTH * (counted + activations) / largest)
+        solid = round(MOMENT_BAR_WIDTH * counted / largest)
+        bar = Text("█" * solid, style="cyan") + Text("▒" * (whole - solid), style="cyan")
+        table.add_row(f"  {name}", format_bytes(counted + activations), bar)
+    factor = f" x{correction:.2f}" if correction >= 1.01 else ""
+    table.add_row("", "", Text(f"█ counted  ▒ activations{factor}", style="dim"))
+    return table
+
+
+def bars(estimate: EstimateView) -> Table:
+    """Bytes by cause as bars, then the three totals."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(justify="right")
+    largest = max(estimate["by_cause"].values(), default=1) or 1
+    for cause, count in estimate["by_cause"].items():
+        table.add_row(f"  {cause}", format_bytes(count), Text("█" * round(BAR_WIDTH * count / largest), style="cyan"))
+    table.add_row("  allocated", format_bytes(estimate["allocated_bytes"]), f"peak at: {estimate['moment']}")
+    table.add_row("  reserved", format_bytes(estimate["reserved_bytes"]), "what the allocator holds")
+    table.add_row("  device", format_bytes(estimate["device_bytes"]), "and context, communicators, workspaces")
+    if estimate["host_bytes"]:
+        table.add_row("  host", format_bytes(estimate["host_bytes"]), "in host memory, per rank")
+    return table
+
+
+def progress_line(progress: ProgressView | None) -> str:
+    """`step 12/60 · 0.213 s · peak 312 MiB · loss 4.51`."""
+    if progress is None or not (progress["step"] or progress["peak_bytes"]):
+        return ""  # it starts
+    total = "" if progress["max_steps"] is None else f"/{progress['max_steps']}"
+    words = [f"step {progress['step']}{total}"]
+    if progress["step_s"]:
+        words.append(format_seconds(progress["step_s"]))
+    words.append(f"peak {format_bytes(progress['peak_bytes'])}")
+    if progress["loss"] is not None:
+        words.append(f"loss {progress['loss']:.3f}")
+    return " · ".join(words)
+
+
+def coloured(word: str) -> Text:
+    """The word in the colour of what it means; anything unknown is a failure."""
+    return Text(word, style=STYLES.get(word, "red"))
+
+
+def _frontier(forecast: Forecast, centre: int) -> Table:
+    low = max(0, centre - ROWS_AROUND)
+    shown = forecast["frontier"][low : centre + ROWS_AROUND + 1]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("PLAN")
+    for column in ("GPUS", "STEP", "NEEDS", "FITS"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    above = len(forecast["frontier"][:low])
+    if above:
+        table.add_row("", f"... {above} faster")
+    chosen = forecast["chosen"] if forecast["probe"] is None else None
+    for index, one in enumerate(shown, start=low):
+        if index == chosen and index > 0 and forecast["nothing_fits"] is None:
+            limit = format_bytes(one["capacity_bytes"])
+            table.add_row("", Text(f"──── memory ends here: {limit} ────", style="yellow"))
+        mark = Text("→", style="bold green") if index == chosen else Text("")
+        style = "" if one["rejected"] is None else "dim"
+        kind = "" if one["degradation"] == "exact" else one["degradation"]
+        known = _is_known(one["estimate"])
+        step = format_seconds(one["step_s"]) if _is_timed(one["estimate"]) else "-"
+        needed = format_bytes(one["needed_bytes"]) if known else "-"
+        share = "-" if one["fit_probability"] is None else format_probability(one["fit_probability"])
+        table.add_row(mark, Text(one["plan"], style=style), one["settings"]["gpus"], step, needed, share, kind)
+    below = len(forecast["frontier"]) - low - len(shown)
+    if below:
+        table.add_row("", f"... {below} slower")
+    return table
+
+
+def _verdict(candidate: CandidateView) -> Text:
+    needed, capacity = format_bytes(candidate["needed_bytes"]), format_bytes(candidate["capacity_bytes"])
+    probability = candidate["fit_probability"]
+    share = "" if probability is None else f" with {format_probability(probability)}"
+    if candidate["rejected"] is None:
+        said = Text(f"fits{share}", style="green")
+    elif (probability or 0.0) >= EVEN:
+        said = Text(f"may fit{share}", style="yellow")
+    else:
+        said = Text(f"does not fit ({format_probability(probability or 0.0)} that it would)", style="red")
+    return Text(f"{needed} of {capacity} with margin: ") + said
+
+
+def _forecast_picture(forecast: Forecast, chosen: int) -> Picture:
+    points = [
+        Point(
+            step_s=one["step_s"],
+            needed_bytes=one["needed_bytes"],
+            mark=Mark.CHOSEN if index == chosen else Mark.FITS if one["rejected"] is None else Mark.TOO_BIG,
+        )
+        for index, one in enumerate(forecast["frontier"])
+    ]
+    capacity_bytes = forecast["frontier"][chosen]["capacity_bytes"]
+    return Picture(device=forecast["device"], capacity_bytes=capacity_bytes, points=tuple(points))
+
+
+def _is_timed(estimate: EstimateView) -> bool:
+    return estimate["source"] not in UNTIMED
+
+
+def _is_known(estimate: EstimateView) -> bool:
+    return estimate["source"] != Source.ASSUMED
+
+
+def _reasons(job: JobView) -> Group:
+    lines = []
+    for attempt in job["attempts"]:
+        why = attempt["change_reason"] or why_taken(attempt["fit_probability"])
+        factor = f", activations x{attempt['correction']:.2f}" if attempt["correction"] >= 1.01 else ""
+        lines.append(Text(f"  {attempt['number']}: {why}{factor}; on {attempt['placement']}"))
+        lines += [Text(f"     {warning}", style="yellow") for warning in attempt["warnings"]]
+    return Group(*lines)
+
+
+def _failure(attempt: AttemptView) -> list[RenderableType]:
+    failure = attempt["failure"]
+    if failure is None:
+        return []
+    rank = "" if failure["rank"] is None else f", rank {failure['rank']}"
+    return [
+        Text(),
+        Text(f"Attempt {attempt['number']} ended: {failure['kind']}{rank}", style="bold red"),
+        Text(failure["reason"]),
+        Text(failure["excerpt"].rstrip(), style="dim"),
+    ]
+
+
+def promise_words(promise: PromiseView) -> str:
+    """What a job with a guarantee is promised, or why it is refused."""
+    if promise["refused"]:
+        return f"is refused: {promise['refused']}"
+    gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
+    if promise["starts_by_s"] is None:
+        return f"is promised the speed of {gpus}, or refused, once the cluster is seen"
+    return (
+        f"is promised at least the speed of {gpus}, from {local_minute(promise['starts_by_s'], None)} on at the latest"
+    )
+
+
+def _gpus(job: JobView) -> str:
+    """How many it wants: `1 gpu`, `2-8 gpus`."""
+    return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
+
+
+def _why(job: JobView) -> str:
+    if job["cancelling"] and job["status"] == "running":
+        return "is being cancelled"
+    why = job["reason"].partition("\n")[0]
+    promise = job["promise"]
+    if promise is None or promise["starts_by_s"] is None or job["status"] != "queued":
+        return why
+    return f"{why}; starts by {local_minute(promise['starts_by_s'], None)} at the latest"
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+
+
+def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
+    """Each node, whether it takes what comes, and whose attempts are on it; drained nodes that are away come last."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("NODE", "TAKES", "BUSY", "JOBS", "NEXT MAINTENANCE"):
+        table.add_column(column, overflow="fold")
+    for node in nodes:
+        coming = next((window for window in node["maintenance"] if window[1] > time.time()), None)
+        table.add_row(
+            node["name"],
+            "nothing new" if node["drained"] else "what comes",
+            f"{len(node['busy'])} of {len(node['free_bytes'])}",
+            ", ".join(node["jobs"]) or "-",
+            f"{local_minute(coming[0], None)} to {local_minute(coming[1], None)}" if coming else "-",
+        )
+    live = {node["name"] for node in nodes}
+    for name in drained:
+        if name not in live:
+            table.add_row(name, "nothing new", "away", "-", "-")
+    return table
+
+
+def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
+    """A minute of local time, with the range around it."""
+    if at_s is None:
+        return "not known"
+    said = time.strftime("%a %d %b %H:%M", time.localtime(at_s))
+    if range_s is None:
+        return said
+    return f"{said} ({' to '.join(time.strftime('%H:%M', time.localtime(one_s)) for one_s in range_s)})"

@@ -1,0 +1,361 @@
+"""What does a person (or a program, as JSON) get to read about jobs, attempts and nodes?"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cache
+from math import isfinite
+from typing import Any, TypedDict
+
+from pydantic import TypeAdapter, ValidationError
+
+from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
+from orchestrator.planning.explain import by_moment
+from orchestrator.planning.picture import Mark, Picture, Point
+from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.reports.explain import lessons, picture_of
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
+from orchestrator.specs.cluster import DeviceSpec, Node
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import in_short, settings
+from orchestrator.specs.policy import UNSHARED, PolicySpec
+from orchestrator.specs.profile import MemoryEstimate
+from orchestrator.specs.state import Job, JobStatus, Observation, State
+
+
+class MomentView(TypedDict):
+    """Predicted bytes of one moment of a training step, before any correction."""
+
+    name: str
+    counted_bytes: int  # these follow from the parameter count
+    activation_bytes: int  # these are what measurements correct
+
+
+class EstimateView(TypedDict):
+    """Predicted bytes of the worst rank at its worst moment, as corrected."""
+
+    source: str  # a Source
+    moment: str
+    by_cause: dict[str, int]
+    by_moment: list[MomentView]  # the worst of them, in the order in which they come
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+
+class ProgressView(TypedDict):
+    """How far the live attempt is, from its ranks' last signs of life."""
+
+    step: int
+    max_steps: int | None  # None: a script keeps its own count
+    step_s: float | None
+    peak_bytes: int
+    phase: str
+    loss: float | None  # None also where it is not a finite number: JSON has none
+    at_s: float
+
+
+class FailureView(TypedDict):
+    """Why an attempt did not finish."""
+
+    kind: str
+    reason: str
+    rank: int | None
+    excerpt: str
+
+
+class AttemptView(TypedDict):
+    """One launch: what was planned, what was predicted, what was measured, how it ended."""
+
+    number: int
+    status: str
+    outcome: str  # "launching", "running", "stopping", "succeeded", or a FailureKind
+    plan: str
+    settings: dict[str, str]
+    placement: str
+    device: str
+    change: list[str]
+    change_reason: str
+    estimate: EstimateView
+    correction: float
+    predicted_bytes: int | None  # allocated peak expected at launch; None where nothing was known
+    needed_bytes: int | None  # of the device, with margin, expected at launch; None where it was measured before
+    fit_probability: float | None
+    predicted_step_s: float
+    peak_bytes: int | None
+    step_s: float | None
+    steps_done: int | None
+    checkpoint_step: int | None
+    launched_at_s: float
+    ended_at_s: float | None
+    failure: FailureView | None
+    warnings: list[str]  # what its record does not vouch for
+
+
+class JobView(TypedDict):
+    """One job and everything that has become of it."""
+
+    id: str
+    name: str
+    status: str
+    reason: str
+    cancelling: bool
+    priority: int
+    user: str  # "" where nobody said
+    team: str | None  # None: the cluster file names no teams
+    order: int
+    submitted_at_s: float
+    not_before_s: float
+    global_batch_size: int
+    gpus: str
+    is_script: bool
+    promise: PromiseView | None  # None: it asks for no guarantee
+    attempts: list[AttemptView]
+    progress: ProgressView | None
+
+
+class PromiseView(TypedDict):
+    """What became of a job's `guarantee` at its submission."""
+
+    gpus: int  # whose speed it asks for
+    starts_by_s: float | None  # None: it was refused, or the cluster was not seen yet
+    refused: str  # why; "" where it was not
+
+
+class PointView(TypedDict):
+    """One plan of a picture."""
+
+    step_s: float
+    needed_bytes: int
+    mark: str  # a Mark
+    label: str
+
+
+class PictureView(TypedDict):
+    """The frontier of a job on one kind of device."""
+
+    device: str
+    capacity_bytes: int
+    points: list[PointView]
+
+
+class ExplanationView(TypedDict):
+    """A job, what each of its attempts taught, and its frontier as it is judged by now."""
+
+    job: JobView
+    lessons: list[list[str]]  # of each attempt
+    picture: PictureView | None
+
+
+class NodeView(TypedDict):
+    """One live node."""
+
+    name: str
+    device: dict[str, Any]  # DeviceSpec as a cluster file says it
+    free_bytes: list[int]
+    busy: list[int]  # devices that our own attempts hold
+    jobs: list[str]  # whose they are
+    drained: bool  # it takes nothing new
+    maintenance: list[tuple[float, float]]  # when nothing may run on it, in seconds since 1970
+    host_free_bytes: int
+    network_bandwidth: int  # bytes per second
+
+
+def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
+    """The job with its attempts.
+
+    Of the live attempt, `beats` are the last signs of life of its ranks, `unwatched` is a process without the guard.
+    """
+    return JobView(
+        id=job.id,
+        name=job.spec.name,
+        status=job.status.value,
+        reason=f"{job.reason}; unwatched: {unwatched}" if unwatched else job.reason,
+        cancelling=job.cancelling,
+        priority=job.spec.priority,
+        user=job.user,
+        team=policy.team_of(job.user).name if policy.is_shared else None,
+        order=job.order,
+        submitted_at_s=job.submitted_at_s,
+        not_before_s=job.not_before_s,
+        global_batch_size=job.spec.global_batch_size,
+        gpus=_span(job.spec.gpus.min, job.spec.gpus.max),
+        is_script=job.spec.is_script,
+        promise=promise_view(job),
+        attempts=[attempt_view(attempt) for attempt in job.attempts],
+        progress=_progress(job, beats) if beats else None,
+    )
+
+
+def promise_view(job: Job) -> PromiseView | None:
+    """What the job is promised; None where it asks for nothing."""
+    if job.spec.guarantee is None:
+        return None
+    refused = job.reason if job.status is JobStatus.REFUSED else ""
+    return PromiseView(gpus=job.spec.guaranteed_gpus, starts_by_s=job.starts_by_s, refused=refused)
+
+
+def attempt_view(attempt: Attempt) -> AttemptView:
+    """The attempt with prediction and measurement side by side."""
+    evidence, failure = attempt.evidence, attempt.failure
+    return AttemptView(
+        number=attempt.number,
+        status=attempt.status.value,
+        outcome=_outcome(attempt),
+        plan=in_short(attempt.plan),
+        settings=settings(attempt.plan),
+        placement=_placement(attempt.placement),
+        device=attempt.device,
+        change=[str(change) for change in attempt.change],
+        change_reason=attempt.change_reason,
+        estimate=estimate_view(attempt.estimate, attempt.correction),
+        correction=attempt.correction,
+        predicted_bytes=predicted_peak_bytes(attempt),
+        needed_bytes=attempt.needed_bytes,
+        fit_probability=attempt.fit_probability,
+        predicted_step_s=attempt.step_s,
+        peak_bytes=attempt.peak_bytes,
+        step_s=attempt.measured_step_s,
+        steps_done=max((beat.steps_done for beat in evidence.heartbeats), default=None) if evidence else None,
+        checkpoint_step=evidence.checkpoint_step if evidence else None,
+        launched_at_s=attempt.launched_at_s,
+        ended_at_s=attempt.ended_at_s,
+        failure=FailureView(kind=failure.kind.value, reason=failure.reason, rank=failure.rank, excerpt=failure.excerpt)
+        if failure
+        else None,
+        warnings=list(warnings(attempt)),
+    )
+
+
+def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
+    """The estimate with its activations times `correction`, as JSON, causes largest first."""
+    at_worst = corrected(estimate, correction)
+    return EstimateView(
+        source=estimate.source.value,
+        moment=at_worst.moment,
+        by_cause=dict(sorted(at_worst.by_cause, key=lambda cause: -cause[1])),
+        by_moment=[
+            MomentView(name=moment.name, counted_bytes=moment.counted_bytes, activation_bytes=moment.activation_bytes)
+            for moment in by_moment(estimate)
+        ],
+        allocated_bytes=at_worst.allocated_bytes,
+        reserved_bytes=at_worst.reserved_bytes,
+        device_bytes=at_worst.device_bytes,
+        host_bytes=estimate.host_bytes,
+    )
+
+
+def explanation_view(state: State, job: Job) -> ExplanationView:
+    """What there is to tell of the job's predictions and of what became of them."""
+    picture = picture_of(state, job)
+    return ExplanationView(
+        job=job_view(job, policy=state.policy),
+        lessons=[list(lessons(state, job, attempt)) for attempt in job.attempts],
+        picture=None if picture is None else _picture_view(picture),
+    )
+
+
+def picture_from_view(view: PictureView) -> Picture:
+    """The picture that was sent."""
+    points = tuple(
+        Point(step_s=one["step_s"], needed_bytes=one["needed_bytes"], mark=Mark(one["mark"]), label=one["label"])
+        for one in view["points"]
+    )
+    return Picture(device=view["device"], capacity_bytes=view["capacity_bytes"], points=points)
+
+
+def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any]]:
+    """The outcomes as JSON."""
+    return _observations().dump_python(tuple(observations), mode="json")
+
+
+def observations_from_view(view: object) -> tuple[Observation, ...]:
+    """The outcomes that were sent. Raises SpecError where they are none."""
+    try:
+        return _observations().validate_python(view)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        raise SpecError(first["msg"], source="outcomes", path=path) from None
+
+
+def node_view(node: Node, holders: Mapping[tuple[str, int], str], drained: Container[str]) -> NodeView:
+    """The node as JSON, its device as a cluster file says it; `holders` as `placement.holders` tells."""
+    busy = {index: job for (name, index), job in holders.items() if name == node.name}
+    return NodeView(
+        name=node.name,
+        device=node.device.model_dump(mode="json"),
+        free_bytes=list(node.free_bytes),
+        busy=sorted(busy),
+        jobs=sorted(set(busy.values())),
+        drained=node.name in drained,
+        maintenance=list(node.maintenance),
+        host_free_bytes=node.host_free_bytes,
+        network_bandwidth=node.network_bandwidth,
+    )
+
+
+def node_from_view(view: NodeView) -> Node:
+    """The node as planning sees it: devices that our own attempts hold count as free, since a job may wait for them."""
+    device = DeviceSpec.model_validate(view["device"])
+    free_bytes = (device.memory if index in view["busy"] else free for index, free in enumerate(view["free_bytes"]))
+    return Node(
+        name=view["name"],
+        device=device,
+        free_bytes=tuple(free_bytes),
+        host_free_bytes=view["host_free_bytes"],
+        network_bandwidth=view["network_bandwidth"],
+    )
+
+
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Jobs as the queue shows them: ended, then running, then waiting by priority, newest last."""
+    return sorted(jobs, key=_place)
+
+
+def _place(job: Job) -> tuple[int, int, int]:
+    if job.status.ended:
+        return 0, 0, job.order
+    return (1, 0, job.order) if job.attempts else (2, -job.spec.priority, job.order)
+
+
+def _outcome(attempt: Attempt) -> str:
+    if attempt.status is not AttemptStatus.ENDED:
+        return attempt.status.value
+    return attempt.failure.kind.value if attempt.failure else "succeeded"
+
+
+def _placement(placement: Placement) -> str:
+    return ", ".join(f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement)
+
+
+def _picture_view(picture: Picture) -> PictureView:
+    points = [
+        PointView(step_s=one.step_s, needed_bytes=one.needed_bytes, mark=one.mark.value, label=one.label)
+        for one in picture.points
+    ]
+    return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
+
+
+@cache
+def _observations() -> TypeAdapter[tuple[Observation, ...]]:
+    return TypeAdapter(tuple[Observation, ...])
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _progress(job: Job, beats: Sequence[Heartbeat]) -> ProgressView:
+    behind = min(beats, key=lambda beat: beat.step)
+    steps = [beat.step_s for beat in beats if beat.step_s]
+    return ProgressView(
+        step=behind.step,
+        max_steps=None if job.spec.is_script else job.spec.training.max_steps,
+        step_s=max(steps, default=None),
+        peak_bytes=max(beat.peak_bytes for beat in beats),
+        phase=behind.phase,
+        loss=next((beat.loss for beat in beats if beat.loss is not None and isfinite(beat.loss)), None),
+        at_s=max(beat.at_s for beat in beats),
+    )

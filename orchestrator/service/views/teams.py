@@ -1,0 +1,113 @@
+"""How is the cluster shared? Each team and user: shares, what they used, hold, run and wait for. `orc teams`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypedDict
+
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
+from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
+from orchestrator.specs.state import Job, JobStatus, State
+
+HOUR_S = 3600.0
+
+
+class UserView(TypedDict):
+    """One user of a team."""
+
+    name: str
+    used_device_s: float  # as it counts today
+    running: int  # jobs
+    waiting: int
+
+
+class TeamView(TypedDict):
+    """One team, its users in the order of their turns."""
+
+    name: str
+    shares: int
+    share: float  # of the cluster, among the teams that used it or want it; 0 of those that do not
+    used_share: float  # of all that counts as used today
+    used_device_s: float
+    quota: int  # devices
+    held: int  # devices
+    borrowed: int  # of them, beyond the quota; 0 where no team has one
+    running: int  # jobs
+    waiting: int
+    users: list[UserView]
+
+
+def teams_view(state: State, now_s: float) -> list[TeamView]:
+    """Every team of the policy, whose turn it is on top; none where the cluster file names none."""
+    policy = state.policy
+    if not policy.is_shared:
+        return []
+    jobs = [job for job in state.jobs.values() if not job.status.ended]
+    tree = fair_tree(policy, used_s(replace(state, at_s=max(state.at_s, now_s)), state.jobs.values()))
+    held = held_by_teams(policy, state.jobs.values())
+    teams = {team.name: team for team in policy.teams} | {(other := policy.team_of("")).name: other}
+    users = {*tree.of_users, *(job.user for job in jobs), *(user for team in policy.teams for user in team.users)}
+    wanted = {policy.team_of(user).name for user in (*tree.of_users, *(job.user for job in jobs))}
+    shares, used = sum(teams[name].shares for name in wanted), sum(tree.of_teams.values())
+    found = []
+    for name, team in teams.items():
+        members = sorted(
+            (user for user in users if policy.team_of(user).name == name), key=lambda u: (tree.place(u), u)
+        )
+        views = [_user_view(user, tree.of_users.get(user, 0.0), jobs) for user in members]
+        found.append(
+            TeamView(
+                name=name,
+                shares=team.shares,
+                share=team.shares / shares if name in wanted else 0.0,
+                used_share=tree.of_teams.get(name, 0.0) / used if used else 0.0,
+                used_device_s=tree.of_teams.get(name, 0.0),
+                quota=team.quota,
+                held=held[name],
+                borrowed=max(0, held[name] - team.quota) if policy.has_quotas else 0,
+                running=sum(one["running"] for one in views),
+                waiting=sum(one["waiting"] for one in views),
+                users=views,
+            )
+        )
+    return sorted(found, key=lambda one: (one["used_device_s"] / one["shares"], one["name"]))
+
+
+def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView:
+    of_user = [job.status for job in jobs if job.user == user]
+    return UserView(
+        name=user,
+        used_device_s=used_device_s,
+        running=of_user.count(JobStatus.RUNNING),
+        waiting=of_user.count(JobStatus.QUEUED),
+    )
+
+
+def teams_table(teams: Sequence[TeamView]) -> Table:
+    """One row per team and user, whose turn it is on top; who used more than its share is said in red."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("TEAM", "SHARES", "SHARE", "USED", "DEVICE-HOURS", "DEVICES", "QUOTA", "BORROWED", "RUNS", "WAITS"):
+        table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)
+    for team in teams:
+        over = team["used_share"] > team["share"] > 0
+        table.add_row(
+            Text(team["name"], style="bold"),
+            str(team["shares"]),
+            f"{100 * team['share']:.0f} %",
+            Text(f"{100 * team['used_share']:.0f} %", style="red" if over else ""),
+            f"{team['used_device_s'] / HOUR_S:.1f}",
+            str(team["held"]),
+            str(team["quota"]) if team["quota"] else "-",
+            str(team["borrowed"]) if team["borrowed"] else "-",
+            str(team["running"]),
+            str(team["waiting"]),
+        )
+        for user in team["users"]:
+            hours = f"{user['used_device_s'] / HOUR_S:.1f}"
+            row = (f"  {user['name'] or '(nobody)'}", "", "", "", hours, "", "", "")
+            table.add_row(*row, str(user["running"]), str(user["waiting"]))
+    return table

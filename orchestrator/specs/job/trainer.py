@@ -1,0 +1,244 @@
+"""Somebody else's training script: what it can be told and how, who starts its ranks, what its end is judged by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import ZeroStage
+from orchestrator.specs.spec_model import Command, Counter, Noun, Pattern
+
+# Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and
+# scripts that spawn their ranks stay on one node: nothing tells them of another).
+LaunchStyle = Literal["ranks", "torchrun", "accelerate", "deepspeed", "dora", "self"]
+ON_ONE_NODE: tuple[LaunchStyle, ...] = ("dora", "self")
+STARTS_PYTHON: tuple[LaunchStyle, ...] = ("torchrun", "accelerate", "deepspeed")
+PHASES = ("startup", "encoding", "training", "optimizer", "evaluation", "checkpointing")
+YES_OR_NO = ("activation_checkpointing", "precision", "zero_stage")  # settings that a bare switch can say
+
+
+def _word(value: object) -> object:
+    """`true` and `4` as a command line has them; null stays: nothing is said."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float) else value
+
+
+def _said(values: object) -> object:
+    return (
+        tuple((_word(ours), _word(theirs)) for ours, theirs in values.items()) if isinstance(values, dict) else values
+    )
+
+
+Sayings = Annotated[
+    tuple[tuple[str, str | None], ...],
+    BeforeValidator(_said),
+    PlainSerializer(dict, return_type=dict[str, str | None]),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number", "boolean", "null"]}}),
+]
+
+
+Globs = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda globs: (globs,) if isinstance(globs, str) else globs),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+]
+
+
+class Knob(Noun):
+    """How a script takes one setting.
+
+    `flag: --batch` is followed by the value, `switch: --ckpt` is there or not, `override: data.batch` makes the word
+    data.batch=8 (OmegaConf, Hydra, dora), `key: data.batch` stands in the job's config file, `env: BATCH` is a
+    variable, `accelerate: fsdp` is said in the file that `accelerate launch` reads.
+    """
+
+    flag: str | None = None
+    switch: str | None = None
+    override: str | None = None
+    key: str | None = None
+    env: str | None = None
+    accelerate: Literal["fsdp", "deepspeed"] | None = None
+    default: int | str | None = None  # what the script does when it is told nothing
+    values: Sayings = ()  # our word -> the script's word; null: nothing is said
+    per: Literal["rank", "node", "global"] = "rank"  # whose samples a batch size counts
+    multiplied_by_ranks: bool = False  # the script multiplies it by its number of ranks once more
+    separator: str = ","  # between devices
+    relative: bool = False  # the script puts its working directory before the folder, whatever it is told
+    phase: Literal["encoding", "evaluation"] | None = None  # a batch size of its own, outside training
+    also: tuple[Knob, ...] = ()  # more that the script must be told with the same setting
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Knob:
+        ways = (self.flag, self.switch, self.override, self.key, self.env, self.accelerate)
+        if sum(way is not None for way in ways) != 1:
+            raise ValueError("a knob is taken in exactly one way: flag, switch, override, key, env or accelerate")
+        if self.switch is not None and self.values:
+            raise ValueError("a switch is there or not: it takes no `values`; use `flag` or `env`")
+        if any(knob.also for knob in self.also):
+            raise ValueError("knobs under `also` have no `also` of their own")
+        if self.phase is not None and not isinstance(self.default, int):
+            raise ValueError("a knob of a phase needs its own `default`: the batch size that it starts from")
+        return self
+
+    @property
+    def all(self) -> tuple[Knob, ...]:
+        """This one and those that go with it."""
+        return (self, *self.also)
+
+
+class Knobs(Noun):
+    """The settings that the user's script really has; a plan that would turn a missing one is never made."""
+
+    micro_batch_size: Knob | None = None
+    # derived: the script divides its global batch itself, by the micro-batch that it is told (litgpt, Megatron, NeMo)
+    gradient_accumulation_steps: Knob | Literal["derived"] | None = None
+    global_batch_size: Knob | None = None  # takes the job's global batch
+    activation_checkpointing: Knob | None = None
+    precision: Knob | None = None
+    sequence_length: Knob | None = None
+    zero_stage: Knob | None = None  # 0, 2 or 3 of FSDP (1 to 3 under `accelerate: deepspeed`)
+    deepspeed_config: Knob | None = None  # takes the path of a DeepSpeed file, which is written from the plan
+    devices: Knob | None = None  # takes the numbers of the node's devices
+    ranks: Knob | None = None  # takes how many processes there are, `per` node or in all
+    nodes: Knob | None = None  # takes how many nodes they are on
+    resume_from: Knob | None = None
+    output_dir: Knob | None = None
+
+    def each(self) -> Iterator[tuple[str, Knob]]:
+        """Every declared setting with its knob, and with those that go with it."""
+        for name in type(self).model_fields:
+            knob = getattr(self, name)
+            for index, one in enumerate(knob.all if isinstance(knob, Knob) else ()):
+                yield (name if index == 0 else f"{name}.also[{index - 1}]"), one
+
+    @model_validator(mode="after")
+    def _are_what_their_setting_can_be(self) -> Knobs:
+        for name, knob in self.each():
+            setting = name.partition(".")[0]
+            if knob.switch is not None and setting not in YES_OR_NO:
+                raise ValueError(f"`{name}` takes a value, which a switch cannot say: use `flag` or `env`")
+            if knob.relative and name != "output_dir":
+                raise SpecError("only an output folder is told as a relative path", path=f"{name}.relative")
+            if knob.accelerate is not None and setting != "zero_stage":
+                raise SpecError("only sharding is said in accelerate's file", path=f"{name}.accelerate")
+            batch = setting == "micro_batch_size"
+            if (knob.multiplied_by_ranks or knob.phase is not None) and not batch:
+                raise SpecError("only a batch size has phases, and is multiplied by ranks", path=name)
+            if knob.per != "rank" and setting not in ("micro_batch_size", "ranks"):
+                raise SpecError("only batch sizes and `ranks` are per node or global", path=f"{name}.per", got=knob.per)
+        if self.derives_accumulation and self.micro_batch_size is None:
+            what = "accumulation is derived from a micro-batch, which the script cannot be told"
+            hint = "say knobs.micro_batch_size: {flag: ...}, or leave this knob out"
+            raise SpecError(what, path="gradient_accumulation_steps", got="derived", hint=hint)
+        if self.zero_stage is not None and self.deepspeed_config is not None:
+            raise ValueError("a script is sharded in one way: `zero_stage` or `deepspeed_config`")
+        return self
+
+    @property
+    def derives_accumulation(self) -> bool:
+        """Whether the script itself divides the global batch by its ranks and the micro-batch."""
+        return self.gradient_accumulation_steps == "derived"
+
+    @property
+    def is_sharded_by_fsdp(self) -> bool:
+        """Whether a ZeRO stage of a plan means FSDP for this script, not DeepSpeed."""
+        return self.zero_stage is not None and self.zero_stage.accelerate != "deepspeed"
+
+    @property
+    def zero_stages(self) -> tuple[ZeroStage, ...]:
+        """The stages that the script can be told, but for 0."""
+        if self.deepspeed_config is not None:
+            return (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
+        if self.zero_stage is None:
+            return ()
+        from_two = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS)
+        known = from_two if self.is_sharded_by_fsdp else (ZeroStage.OPTIMIZER, *from_two)
+        told = dict(self.zero_stage.values)
+        return tuple(stage for stage in known if not told or str(int(stage)) in told)
+
+
+class ConfigFile(Noun):
+    """A YAML or JSON file of the script in which knobs are keys: each attempt gets a copy that says its plan.
+
+    Where the script takes no flag for it, it finds the copy in its working directory, which is then a folder of the
+    attempt that holds links to everything else in `workdir`.
+    """
+
+    file: str = Field(pattern=r"\.(ya?ml|json)$")  # relative to `workdir`
+    flag: str | None = None  # or None: the script opens this very path
+
+
+class Success(Noun):
+    """What a finished script has left behind, besides exit code 0."""
+
+    artifacts: tuple[str, ...] = ()  # newer than the start of its last attempt; relative to its output folder
+    log: Pattern | None = None  # a line that it prints when it has finished, and never before
+
+
+class Resume(Noun):
+    """The script's own checkpoints: which of them is whole, and what it takes to go on from one."""
+
+    checkpoints: Globs = ("checkpoint*", "step-*")  # in the output folder; the newest whole one is taken
+    on_sigterm: bool = False  # it saves one when it is asked to end: then it may be moved while it runs
+    holds: Globs = ()  # in a whole checkpoint there is a file of each of these, and none is empty
+    step: Counter | None = None  # the optimizer step or epoch in its path; None: the newest is the one written last
+    before: Command | None = None  # run to its end before each restart; {arguments} are the script's, {checkpoint} ours
+    loses: tuple[str, ...] = ()  # what the script does not take up again, for the record
+
+
+def check(
+    command: Command | None,
+    launch: LaunchStyle,
+    knobs: Knobs,
+    config: ConfigFile | None,
+    phases: tuple[tuple[str, str], ...],
+) -> None:
+    """Raises SpecError where the parts of a job that say how its script is driven do not go together."""
+    if launch in STARTS_PYTHON and command and not is_python(command[0]):
+        raise SpecError(
+            f"`launch: {launch}` starts a Python script",
+            path="command",
+            got=" ".join(command[:3]),
+            allowed="python script.py ..., or python -m package.module ...",
+            hint=f"leave out {launch}'s own words: they are written from the plan",
+        )
+    if launch == "dora" and command and (program_name(command[0]), *command[1:2]) != ("dora", "run"):
+        raise SpecError("`launch: dora` starts `dora run`", path="command", got=" ".join(command[:3]))
+    for name, knob in knobs.each():
+        if knob.key is not None and config is None:
+            hint = "say `config: {file: config.yaml}`, with `flag` where the script is told its path"
+            raise SpecError("a key of a config file, but no file is told", path=f"knobs.{name}.key", hint=hint)
+        if knob.accelerate is not None and launch != "accelerate":
+            raise SpecError("needs `launch: accelerate`", path=f"knobs.{name}.accelerate", got=launch)
+        if knob.phase is not None and knob.phase not in dict(phases):
+            raise SpecError(
+                "no log line tells this phase",
+                path=f"knobs.{name}.phase",
+                got=knob.phase,
+                allowed=", ".join(dict(phases)) or "the job has no `phases`",
+                hint=f"say `phases: {{{knob.phase}: 'a pattern of the line that begins it'}}`",
+            )
+    if knobs.micro_batch_size is not None and knobs.micro_batch_size.phase is not None:
+        raise SpecError("the first micro-batch is that of training", path="knobs.micro_batch_size.phase")
+    for name, pattern in phases:
+        if name not in PHASES:
+            raise SpecError("no phase of a training", path=f"phases.{name}", got=name, allowed=", ".join(PHASES))
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SpecError(f"no regular expression of Python's: {error}", path=f"phases.{name}", got=pattern) from None
+
+
+def is_python(program: str) -> bool:
+    """Whether a command's first word names a Python interpreter."""
+    return re.fullmatch(r"python[0-9.]*", program_name(program)) is not None
+
+
+def program_name(program: str) -> str:
+    """`python3` of /usr/bin/python3."""
+    return program.rpartition("/")[2]

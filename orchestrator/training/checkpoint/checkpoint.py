@@ -1,0 +1,183 @@
+"""The canonical checkpoint: a torch.distributed.checkpoint folder that every engine at any world size reads and writes.
+
+model.<name>                              fp32 master weight (or buffer), by whole-model name
+optim.state.<name>.exp_avg, .exp_avg_sq   what the optimizer keeps of a parameter (here AdamW), fp32
+optim.steps                               updates done, per group of parameters that thaw together
+loss_scale                                fp16 only: the scale, and finite steps since it changed
+step, samples                             optimizer steps done, samples consumed: where the data go on
+Of several recipes that train in turn, each has its name before its own: model.<recipe>.<name>, optim.steps.<recipe>.
+Parameters that no step trains (the base under adapters) come with the model. There are no param_groups and no random
+states: hyperparameters and seeds come from the job, not from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner
+from orchestrator.training.contract import loss_scale
+
+State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far a training is."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # consumed by them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    cursor: Cursor
+
+
+def save(
+    folder: Path, state: State, cursor: Cursor, group: dist.ProcessGroup | None = None
+) -> dict[str, checkpoint_folder.Written]:
+    """Write the state to `folder` and have it on the disk; every rank of `group` calls it. The files this rank wrote.
+
+    Nothing is gathered: each rank writes what it holds; of values that several hold, one of them does.
+    """
+    tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
+    writer.fs = files = _ChecksummedFiles()
+    with _own_out_of_memory():
+        state_dict_saver.save(tree, storage_writer=writer, planner=FragmentSavePlanner(), process_group=group)
+    return files.written
+
+
+def load(folder: Path, state: State) -> None:
+    """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it.
+
+    A loss scale stays as it is where the checkpoint, of another precision, has none. Raises SpecError where the
+    checkpoint lacks any other name, or has it in another shape.
+    """
+    reader = FileSystemReader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    wanted = {name: value for name, value in state.items() if name in known or not name.startswith(loss_scale.STATE)}
+    for name, value in wanted.items():
+        _check(folder, name, tuple(value.size()), known.get(name))
+    with _own_out_of_memory():
+        state_dict_loader.load(wanted, storage_reader=reader, planner=FragmentLoadPlanner())
+
+
+def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> None:
+    """Raise SpecError where the checkpoint has no tensor of this shape."""
+    hint = "give the job the model, optimizer and training.freeze that the checkpoint was written with, or a new name"
+    if not isinstance(found, TensorStorageMetadata):
+        raise SpecError(f"the checkpoint has no {name}", source=str(folder), path=name, hint=hint)
+    if tuple(found.size) != wanted:
+        raise SpecError(
+            "the checkpoint has another shape",
+            source=str(folder),
+            path=name,
+            got=tuple(found.size),
+            allowed=f"{wanted}, the model's",
+            hint=hint,
+        )
+
+
+def opened(folder: Path) -> Saved:
+    """A complete checkpoint, and how far its training is; every rank calls it."""
+    tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
+    load(folder, tree)
+    return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
+
+
+def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor]:
+    """`model.<name>` of the parameters named in `changing` and of every persistent buffer, sharing their memory.
+
+    A shared parameter appears once. What no step changes comes with the model and is not saved.
+    """
+    kept = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    values = {name: value for name, value in module.state_dict().items() if name in kept}
+    return {f"model.{name}": value.detach() for name, value in values.items()}
+
+
+def of_recipe(recipe: str, state: State) -> State:
+    """The state with the recipe's name in all names, where it has one: so that states of several recipes fit together.
+
+    `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
+    """
+    return {_named(recipe, name): value for name, value in state.items()} if recipe else state
+
+
+def _named(recipe: str, name: str) -> str:
+    kind = next((kind for kind in ("model.", "optim.state.") if name.startswith(kind)), None)
+    return f"{kind}{recipe}.{name.removeprefix(kind)}" if kind else f"{name}.{recipe}"
+
+
+class _ChecksummedFiles(FileSystem):
+    """Files as torch.distributed.checkpoint writes them, with the checksum of what went into each."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, checkpoint_folder.Written] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as raw:
+            stream = _Checksummed(raw)
+            yield stream
+            self.written[Path(path).name] = checkpoint_folder.written(stream.size_bytes, stream.crc)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Checksummed(io.RawIOBase):
+    """A file that is written from its beginning to its end, and what was."""
+
+    def __init__(self, raw: io.IOBase) -> None:
+        self._raw, self.size_bytes, self.crc = raw, 0, 0
+
+    def write(self, data: Any) -> int:
+        count: int = self._raw.write(data)  # type: ignore[attr-defined]
+        assert count == memoryview(data).nbytes, count
+        self.crc = zlib.crc32(data, self.crc)
+        self.size_bytes += count
+        return count
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def fileno(self) -> int:
+        self._raw.flush()
+        return self._raw.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _own_out_of_memory() -> Iterator[None]:
+    """Raise this rank's out-of-memory error as itself: torch wraps whatever fails on any rank."""
+    try:
+        yield
+    except CheckpointException as failure:
+        own = failure.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if own and isinstance(own[0], torch.OutOfMemoryError):
+            raise own[0] from failure
+        raise

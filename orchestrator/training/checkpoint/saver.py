@@ -1,0 +1,113 @@
+"""Saves checkpoints while training goes on: a step waits for the copy to host memory and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from orchestrator.training.checkpoint.checkpoint import Cursor, State
+from orchestrator.training.checkpoint.folder import Written
+from orchestrator.training.checkpoint.host_copy import HostCopy
+
+STALE = "stale"
+HAND_OVER_S = 0.001  # a new thread keeps the interpreter for 5 ms (sys.getswitchinterval): training goes first
+
+
+class StaleAttempt(Exception):
+    """A newer attempt of the job exists: this one may publish nothing."""
+
+
+class Saver:
+    """Writes and publishes the checkpoints of one attempt, at most one at a time, in a thread of its own.
+
+    What the ranks agree on there goes through a group of its own, so that it cannot get between training's collectives.
+    """
+
+    def __init__(self, run: TrainingRun, device: torch.device, group: dist.ProcessGroup) -> None:
+        """`group`: of all ranks, on gloo, for nobody else from now on. `prepare` and `save` are collective."""
+        self._run, self._device, self._group = run, device, group
+        self._checkpoints = Path(run.job_folder) / "checkpoints"
+        self._copy: HostCopy | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def prepare(self, state: State) -> None:
+        """Take the host memory for states with these values."""
+        self._copy = HostCopy(state, self._device, self._group)
+
+    def save(self, state: State, cursor: Cursor) -> None:
+        """Begin to save: waits for the save before and copies the state. Raises what the save before ended with."""
+        assert self._copy, "prepare comes first"
+        self.wait()
+        self._copy.take(state)
+        self._thread = threading.Thread(target=self._save, args=(self._copy, cursor), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed on this rank."""
+        return self._failure is not None
+
+    def wait(self) -> None:
+        """Return when nothing is in flight. Raises StaleAttempt, on every rank, or what went wrong while writing."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._failure:
+            raise self._failure
+
+    def let_finish(self, limit_s: float) -> None:
+        """Give the save in flight so much time, whatever comes of it."""
+        if self._thread:
+            self._thread.join(limit_s)
+
+    def release(self) -> None:
+        """Wait, then give the host memory back."""
+        self.wait()
+        if self._copy:
+            self._copy.release()
+        self._copy = None
+
+    def _save(self, copy: HostCopy, cursor: Cursor) -> None:
+        time.sleep(HAND_OVER_S)
+        try:
+            copy.wait()
+            folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
+            self._publish(folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group))
+        except BaseException as failure:  # raised in the training's thread: see `wait`
+            self._failure = failure
+            if self._is_stale():  # the newer attempt removes what this one writes
+                self._failure = StaleAttempt()
+
+    def _is_stale(self) -> bool:
+        return checkpoint_folder.is_stale(Path(self._run.job_folder) / "epoch", self._run.epoch)
+
+    def _publish(self, folder: Path, step: int, written: dict[str, Written]) -> None:
+        """Give the checkpoint its name once all ranks have written; no rank returns before it has it."""
+        everyone: list[dict[str, Written]] = [{} for _ in range(self._group.size())]
+        dist.all_gather_object(everyone, written, group=self._group)
+        outcome, failure = [""], None
+        if self._group.rank() == 0:
+            try:
+                checkpoint_folder.write_manifest(
+                    folder, {name: file for files in everyone for name, file in files.items()}
+                )
+                if self._is_stale():
+                    outcome = [STALE]
+                else:
+                    keep = self._run.training.keep_checkpoints
+                    checkpoint_folder.publish(self._checkpoints, self._run.epoch, step, keep)
+            except OSError as error:
+                outcome, failure = [str(error)], error
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome == [STALE]:
+            raise StaleAttempt
+        if failure or outcome != [""]:
+            raise failure or RuntimeError(f"rank 0 could not publish the checkpoint of step {step}: {outcome[0]}")

@@ -1,0 +1,139 @@
+"""Tokens as samples, and the order in which training sees them.
+
+A position counts samples over the whole training: optimizer step n (from 1) takes positions (n-1)*B to n*B-1 of a
+global batch of B samples, whatever the layout. Which sample stands at a position follows from the seed alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.recipe import IGNORED_LABEL
+
+BYTE_VOCABULARY = 256
+FEISTEL_ROUNDS = 4  # a strong pseudorandom permutation from 4 on (Luby and Rackoff 1988, theorem 2)
+
+
+class TokenStreams:
+    """Streams of tokens; a sample holds at most `sequence_length` tokens of one, with their successors as labels.
+
+    `trained` has a byte per token, where given: only tokens whose byte is not zero are labels, and samples without any
+    are left out. The arrays may be memory-mapped: then they cost page cache, not tensors.
+    """
+
+    def __init__(
+        self, streams: Sequence[np.ndarray], sequence_length: int, trained: Sequence[np.ndarray] | None = None
+    ) -> None:
+        self.sequence_length = sequence_length
+        self._streams, self._trained = streams, trained
+        self._ends = list(accumulate(-(-max(0, len(stream) - 1) // sequence_length) for stream in streams))
+        self._labels = self._kept = None
+        if trained is not None:
+            labels = np.concatenate([np.empty(0, np.int64), *(_sums(each[1:], sequence_length) for each in trained)])
+            self._kept = np.flatnonzero(labels)
+            self._labels = labels[self._kept]
+
+    def __len__(self) -> int:
+        return (self._ends[-1] if self._ends else 0) if self._kept is None else len(self._kept)
+
+    def token_count(self, index: int) -> int:
+        """Tokens of a sample that have a label."""
+        if self._labels is not None:
+            return int(self._labels[index])
+        stream, start = self._place(index)
+        return min(self.sequence_length, len(self._streams[stream]) - 1 - start)
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, int64 [len(indices), sequence_length], padded by token 0 and label -100."""
+        tokens = torch.zeros(len(indices), self.sequence_length, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED_LABEL)
+        for row, index in enumerate(indices):
+            stream, start = self._place(index)
+            part = slice(start, start + self.sequence_length + 1)
+            piece = torch.from_numpy(self._streams[stream][part].astype(np.int64))
+            tokens[row, : len(piece) - 1] = piece[:-1]
+            labels[row, : len(piece) - 1] = piece[1:]
+            if self._trained is not None:
+                untrained = torch.from_numpy(self._trained[stream][part][1:] == 0)
+                labels[row, : len(untrained)].masked_fill_(untrained, IGNORED_LABEL)
+        return tokens, labels
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The stream of a sample and the sample's first token in it."""
+        assert 0 <= index < len(self), index
+        sample = index if self._kept is None else int(self._kept[index])
+        stream = bisect_right(self._ends, sample)
+        before = self._ends[stream - 1] if stream else 0
+        return stream, (sample - before) * self.sequence_length
+
+
+class TextDataset(TokenStreams):
+    """Files as bytes, one stream each."""
+
+    def __init__(self, files: Sequence[str], sequence_length: int) -> None:
+        super().__init__([_mapped(Path(name)) for name in files], sequence_length)
+        if not len(self):
+            raise SpecError("the text holds no sample: a sample needs two bytes", path="data.text", got=list(files))
+
+
+def _sums(values: np.ndarray, width: int) -> np.ndarray:
+    """How many of every `width` values in a row are not zero; the last row may be shorter."""
+    if not len(values):
+        return np.empty(0, np.int64)
+    return np.add.reduceat(values != 0, np.arange(0, len(values), width), dtype=np.int64)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    if not path.is_file():
+        raise SpecError("no such text file", path="data.text", got=str(path))
+    if path.stat().st_size == 0:  # mmap refuses an empty file
+        return np.empty(0, dtype=np.uint8)
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def sample_at(position: int, size: int, seed: int) -> int:
+    """The sample at a position: every epoch of `size` positions is another permutation of all samples."""
+    epoch, value = divmod(position, size)
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    value = _feistel(value, half_bits, f"{seed}:{epoch}")
+    while value >= size:  # cycle walking (Black and Rogaway 2002, section 3); the domain is below 4 * size + 4
+        value = _feistel(value, half_bits, f"{seed}:{epoch}")
+    return value
+
+
+def _feistel(value: int, half_bits: int, key: str) -> int:
+    """A permutation of the numbers below 4 ** half_bits."""
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for turn in range(FEISTEL_ROUNDS):
+        digest = hashlib.blake2b(f"{key}:{turn}:{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+    return left << half_bits | right
+
+
+def global_batch(first_position: int, count: int, size: int, seed: int) -> list[int]:
+    """The samples at `count` positions from `first_position` on."""
+    return [sample_at(first_position + offset, size, seed) for offset in range(count)]
+
+
+def micro_batches(
+    samples: Sequence[int], rank: int, micro_batch_size: int, accumulation: int, *, together: int = 1
+) -> list[Sequence[int]]:
+    """Data-parallel rank `rank`'s consecutive slice of a global batch, cut into micro-batches.
+
+    Where `together` ranks normalise over what they have at a time, those are its consecutive samples instead.
+    """
+    firsts = (
+        ((rank // together * accumulation + turn) * together + rank % together) * micro_batch_size
+        for turn in range(accumulation)
+    )
+    return [samples[first : first + micro_batch_size] for first in firsts]

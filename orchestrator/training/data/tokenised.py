@@ -1,0 +1,260 @@
+"""The data of a transformers model: tokenised once, then memory-mapped by every rank.
+
+The first rank tokenises into the job's folder, which all ranks share (as they share its checkpoints); the others wait
+for it. A later attempt finds the tokens there, so it goes on with the same samples although files changed since.
+
+data/about.json     {largest token, count of tokens}
+data/tokens.bin     int32; documents one after another, each begun and ended by the tokenizer's own marks
+data/learnt.bin     chat only: a byte per token, 1 where an assistant speaks
+data/bounds.bin     encoder-decoders only: int64, where each input and each target ends in tokens.bin
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import DataSpec
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.contract.recipe import IGNORED_LABEL, Dataset
+from orchestrator.training.data import chat
+from orchestrator.training.data.dataset import BYTE_VOCABULARY, TextDataset, TokenStreams
+
+PIECE_CHARACTERS = 2**20  # text is tokenised in pieces of whole lines of about this size
+PIECES_AT_ONCE = 16  # a fast tokenizer works on them in parallel
+SCANNED_AT_ONCE = 2**24  # tokens of a file that are in memory while their largest is looked for
+WAIT_S = 24 * 3600.0  # for the first rank to tokenise; what the job's start-up time allows ends it before
+POLL_S = 0.2
+
+
+class PairDataset:
+    """Inputs and targets of an encoder-decoder, each cut to `sequence_length` and padded to it."""
+
+    def __init__(self, tokens: np.ndarray, bounds: np.ndarray, sequence_length: int, padding: int) -> None:
+        self._tokens, self._bounds = tokens, bounds
+        self._length, self._padding = sequence_length, padding
+
+    def __len__(self) -> int:
+        return len(self._bounds) // 2
+
+    def token_count(self, index: int) -> int:
+        """Tokens of the target."""
+        return min(self._length, int(self._bounds[2 * index + 1] - self._bounds[2 * index]))
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Input tokens and target labels, int64 [len(indices), sequence_length], padded by the model's own and -100."""
+        tokens = torch.full((len(indices), self._length), self._padding, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED_LABEL)
+        for row, index in enumerate(indices):
+            for into, piece in ((tokens, 2 * index), (labels, 2 * index + 1)):
+                first = int(self._bounds[piece - 1]) if piece else 0
+                values = self._tokens[first : self._bounds[piece]][: self._length].astype(np.int64)
+                into[row, : len(values)] = torch.from_numpy(values)
+        return tokens, labels
+
+
+def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dataset:
+    """The samples of a run. `padding` is the padding token of an encoder-decoder; None for a decoder.
+
+    Raises SpecError where files cannot be read, hold no sample, or hold tokens that the model does not know.
+    """
+    data, length = run.data, run.plan.sequence_length or run.data.sequence_length
+    if padding is not None and not data.chat:
+        raise SpecError(
+            "an encoder-decoder learns to answer an input: running text has none",
+            path="data",
+            allowed="data.chat",
+            hint="write each example as one user and one assistant message",
+        )
+    if data.tokens:
+        return _token_files(run, length, vocabulary)
+    source = tokenizer_source(run)
+    if source is None:
+        return _bytes(data, length, vocabulary)
+    folder = Path(run.job_folder) / "data"
+    _once(folder, lambda into: _tokenise(into, data, source, as_pairs=padding is not None))
+    _check(folder, vocabulary)
+    tokens = _mapped(folder / "tokens.bin", np.int32)
+    dataset: Dataset
+    if padding is not None:
+        dataset = PairDataset(tokens, np.fromfile(folder / "bounds.bin", np.int64), length, padding)
+    else:
+        learnt = [_mapped(folder / "learnt.bin", np.uint8)] if data.chat else None
+        dataset = TokenStreams([tokens], length, learnt)
+    return _some(dataset, data)
+
+
+def _some(dataset: Dataset, data: DataSpec) -> Dataset:
+    if not len(dataset):
+        raise SpecError("the files hold no sample: a sample needs two tokens", path="data", got=list(data.files))
+    return dataset
+
+
+def tokenizer_source(run: TrainingRun) -> str | None:
+    """The folder or name of the tokenizer; None where neither job nor model has one."""
+    return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
+
+
+def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
+    if data.chat:
+        raise SpecError("a conversation needs a tokenizer", path="data.tokenizer", allowed="a folder, or a hub's name")
+    if vocabulary < BYTE_VOCABULARY:
+        hint = "say `data.tokenizer`, or a larger vocabulary"
+        raise SpecError("text without a tokenizer is bytes", path="model.hf.vocab_size", got=vocabulary, hint=hint)
+    return TextDataset(data.text, length)
+
+
+def _token_files(run: TrainingRun, length: int, vocabulary: int) -> Dataset:
+    streams = [_token_file(name) for name in run.data.tokens]
+    folder = Path(run.job_folder) / "data"
+    _once(folder, lambda into: _write_about(into, max(map(_largest, streams)), sum(map(len, streams))))
+    _check(folder, vocabulary)
+    return _some(TokenStreams(streams, length), run.data)
+
+
+def _token_file(name: str) -> np.ndarray:
+    try:
+        array = np.load(name, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SpecError(f"not a .npy file: {error}", source=name, path="data.tokens") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+        got = f"{array.dtype} {list(array.shape)}"
+        raise SpecError("not token numbers", source=name, path="data.tokens", got=got, allowed="integers [tokens]")
+    return array
+
+
+def _largest(tokens: np.ndarray) -> int:
+    """The largest token. Raises SpecError where one is negative."""
+    largest = 0
+    for start in range(0, len(tokens), SCANNED_AT_ONCE):
+        part = tokens[start : start + SCANNED_AT_ONCE]
+        if int(part.min()) < 0:
+            raise SpecError("a token number is negative", path="data.tokens", got=int(part.min()))
+        largest = max(largest, int(part.max()))
+    return largest
+
+
+def _once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let the first rank fill `folder`, whole or not at all; the others return when it is there."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        deadline_s = time.monotonic() + WAIT_S
+        while not folder.is_dir():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{folder} did not appear within {WAIT_S:.0f} s: do all nodes share this folder?")
+            time.sleep(POLL_S)
+    elif not folder.is_dir():
+        for left in folder.parent.glob(f".{folder.name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
+        temporary.mkdir(parents=True)
+        write(temporary)
+        temporary.rename(folder)
+
+
+def _check(folder: Path, vocabulary: int) -> None:
+    largest = json.loads((folder / "about.json").read_text())["largest"]
+    if largest >= vocabulary:
+        hint = "use the tokenizer of this model"
+        allowed = f"tokens below {vocabulary}, the model's vocabulary"
+        raise SpecError(
+            "the data hold tokens that the model does not know", path="data", got=largest, allowed=allowed, hint=hint
+        )
+
+
+def _write_about(folder: Path, largest: int, count: int) -> None:
+    (folder / "about.json").write_text(json.dumps({"largest": largest, "tokens": count}))
+
+
+def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> None:
+    tokenizer = read_tokenizer(source)
+    largest = count = 0
+    with (into / "tokens.bin").open("wb") as tokens, (into / "learnt.bin").open("wb") as learnt:
+        bounds = []
+        for ids, marks in _documents(data, tokenizer, as_pairs=as_pairs):
+            np.asarray(ids, np.int32).tofile(tokens)
+            np.asarray(marks, np.uint8).tofile(learnt)
+            largest, count = max(largest, *ids) if ids else largest, count + len(ids)
+            bounds.append(count)
+    if as_pairs:
+        np.asarray(bounds, np.int64).tofile(into / "bounds.bin")
+    _write_about(into, largest, count)
+
+
+def _documents(data: DataSpec, tokenizer: Any, *, as_pairs: bool) -> Iterator[chat.Marked]:
+    """Tokens in the order in which they are stored; marks for chat, inputs and targets in turn for pairs."""
+    if data.text:
+        yield from ((ids, []) for ids in _text(data.text, tokenizer))
+        return
+    for place, messages in chat.conversations(data.chat):
+        if as_pairs:
+            for source, target in chat.pairs(tokenizer, messages, data.sequence_length):
+                yield source, []
+                yield target, []
+        else:
+            yield chat.marked(tokenizer, messages, place)
+
+
+def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
+    """Each file as one document: begun as the tokenizer begins a text, and ended by its end-of-text token."""
+    begin = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for name in files:
+        yield begin
+        pieces = _pieces(name)
+        while batch := list(islice(pieces, PIECES_AT_ONCE)):
+            yield from tokenizer(batch, add_special_tokens=False)["input_ids"]
+        yield end
+
+
+def _pieces(name: str) -> Iterator[str]:
+    """The file's text in whole lines. Raises SpecError where it cannot be read or is empty."""
+    held: list[str] = []
+    size = number = 0
+    try:
+        with Path(name).open("rb") as lines:
+            for line in lines:
+                number += 1
+                held.append(line.decode("utf-8"))
+                size += len(line)
+                if size >= PIECE_CHARACTERS:
+                    yield "".join(held)
+                    held, size = [], 0
+    except UnicodeDecodeError as error:
+        raise SpecError(f"not UTF-8 text: {error.reason}", source=f"{name}:{number}", path="data.text") from None
+    except OSError as error:
+        raise SpecError(f"the file cannot be read: {error.strerror}", source=name, path="data.text") from None
+    if not number:
+        raise SpecError("the file is empty", source=name, path="data.text")
+    if held:
+        yield "".join(held)
+
+
+def read_tokenizer(source: str) -> Any:
+    """The tokenizer in a folder, or of a name on the hub. Raises SpecError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=Path(source).is_dir(), trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError) as error:
+        hint = "say `data.tokenizer`: a folder with tokenizer.json, or a name that the hub (or its local cache) knows"
+        reason = str(error).splitlines()[0]
+        raise SpecError(f"no tokenizer: {reason}", path="data.tokenizer", got=source, hint=hint) from None
+    tokenizer.model_max_length = 2**62  # samples are cut here: no warning about long texts
+    return tokenizer
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)

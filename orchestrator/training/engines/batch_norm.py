@@ -1,0 +1,193 @@
+"""BatchNorm, whose output depends on which samples are taken together: so the job has to say how many.
+
+With `training.batch_norm_samples: N` every plan normalises over N samples at a time: over a micro-batch
+(micro_batch_size = N), or with `sync_batch_norm` over the micro-batches that all data-parallel ranks have at a time
+(micro_batch_size x dp = N). So losses are those of one process with micro-batches of N samples.
+
+Running statistics are its as well. A micro-batch with statistics s makes of r: (1 - momentum) r + momentum s. That is
+linear in r: after n micro-batches, a rank that began at r has (1 - momentum)^n r + c, where c is what its micro-batches
+add. One process goes through the micro-batches of all ranks, rank by rank, so from every rank's c follows what it would
+have: RunningStatistics adds them up after every step, each faded by the micro-batches of the ranks behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.plan import Plan
+from orchestrator.training.checkpoint.checkpoint import State
+from orchestrator.training.contract.recipe import Batch
+from orchestrator.training.contract.results import StepResult
+
+if TYPE_CHECKING:
+    from orchestrator.training.contract.engine import Engine
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """The layers that take statistics of what they are given; those in evaluation mode do not."""
+    return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
+
+
+def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
+    """Let the layers take their statistics in fp32 over as many samples as the job says, in place.
+
+    Raises SpecError where the job does not say it, or the plan has other micro-batches.
+    """
+    if not layers:
+        return
+    samples, path = training.batch_norm_samples, "training.batch_norm_samples"
+    if samples is None:
+        raise SpecError(
+            "the model has BatchNorm: its training depends on how many samples are normalised together",
+            path=path,
+            allowed=f"a number of samples, such as {plan.micro_batch_size}; every plan then keeps to it",
+            hint="with `sync_batch_norm: true` they may lie on several devices",
+        )
+    together = plan.micro_batch_size * (plan.layout.dp if training.sync_batch_norm else 1)
+    if together != samples:
+        where = "micro_batch_size x dp" if training.sync_batch_norm else "micro_batch_size"
+        raise SpecError(f"the plan normalises {where} = {together} samples together", path=path, got=samples)
+    if plan.world_size > plan.layout.dp:
+        raise SpecError("a model with BatchNorm runs data parallel only", path="plan.layout", got=plan.layout)
+    if any(layer.momentum is None for layer in layers):
+        raise SpecError("BatchNorm needs a momentum: its statistics fade", path="model.factory", got="momentum=None")
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers) and not training.sync_batch_norm:
+        raise SpecError("the model has SyncBatchNorm", path="training.sync_batch_norm", allowed="true")
+    forward = _over_all_ranks if training.sync_batch_norm else _over_own_samples
+    for layer in layers:
+        layer.forward = functools.partial(forward, layer)  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Within, forward passes change copies of the running statistics: they recompute what has counted already."""
+    originals = [(layer, dict(layer._buffers)) for layer in layers]
+    for layer, buffers in originals:
+        layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+    try:
+        yield
+    finally:
+        for layer, buffers in originals:
+            layer._buffers.update(buffers)
+
+
+class RunningStatistics:
+    """An engine on several ranks, whose running statistics are those of one process (see above)."""
+
+    def __init__(self, engine: Engine, layers: list[_BatchNorm]) -> None:
+        self._engine = engine
+        self._layers = [layer for layer in layers if layer.running_mean is not None]
+
+    def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        before, counted = self._statistics(), self._counted()
+        result = self._engine.step(step, micro_batches, tokens)
+        self._combine(before, counted)
+        return result
+
+    def state(self) -> State:
+        return self._engine.state()
+
+    def _combine(self, before: list[Tensor], counted: list[int]) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        added, faded = [], []
+        for layer, old, new, count, now in zip(
+            self._layers, before, self._statistics(), counted, self._counted(), strict=True
+        ):
+            assert layer.momentum is not None
+            assert layer.num_batches_tracked is not None
+            keep = (1 - layer.momentum) ** (now - count)
+            added.append((new - keep * old) * keep ** (ranks - 1 - rank))
+            faded.append(old * keep**ranks)
+            layer.num_batches_tracked.add_((now - count) * (ranks - 1))
+        total = torch.cat(added)
+        dist.all_reduce(total)
+        total += torch.cat(faded)
+        for layer, statistics in zip(self._layers, torch.split(total, [len(old) for old in before]), strict=True):
+            mean, variance = statistics.chunk(2)
+            layer.running_mean.copy_(mean)  # type: ignore[union-attr]
+            layer.running_var.copy_(variance)  # type: ignore[union-attr]
+
+    def _statistics(self) -> list[Tensor]:
+        """Per layer, running means and then variances."""
+        return [torch.cat((layer.running_mean, layer.running_var)).float() for layer in self._layers]  # type: ignore[arg-type]
+
+    def _counted(self) -> list[int]:
+        return torch.stack([layer.num_batches_tracked for layer in self._layers]).tolist()  # type: ignore[misc]
+
+
+def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """BatchNorm's forward pass. (torch's refuses weights of another precision than the running statistics.)"""
+    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+    assert layer.momentum is not None
+    tracking = layer.track_running_stats and layer.running_mean is not None
+    if tracking:
+        assert layer.num_batches_tracked is not None
+        layer.num_batches_tracked.add_(1)
+    return functional.batch_norm(
+        x,
+        layer.running_mean if tracking else None,
+        layer.running_var if tracking else None,
+        layer.weight.float() if layer.affine else None,
+        layer.bias.float() if layer.affine else None,
+        training=True,
+        momentum=layer.momentum,
+        eps=layer.eps,
+    )
+
+
+def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """BatchNorm's forward pass over what all ranks are given, [N, C, ...] each. (torch's refuses tensors on a CPU.)"""
+    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+    wide = x.float()
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+    count = _summed(wide.new_tensor([x.numel() / x.shape[1]]))
+    mean = _summed(wide.sum(dims)) / count
+    centred = wide - mean.view(shape)
+    variance = _summed(centred.square().sum(dims)) / count
+    if layer.track_running_stats and layer.running_mean is not None:
+        assert layer.running_var is not None
+        assert layer.num_batches_tracked is not None
+        assert layer.momentum is not None
+        with torch.no_grad():
+            layer.running_mean.lerp_(mean, layer.momentum)
+            layer.running_var.lerp_(variance * count / (count - 1), layer.momentum)
+            layer.num_batches_tracked.add_(1)
+    normal = centred * torch.rsqrt(variance + layer.eps).view(shape)
+    if layer.affine:
+        normal = normal * layer.weight.float().view(shape) + layer.bias.float().view(shape)
+    return normal.to(x.dtype)
+
+
+def _summed(values: Tensor) -> Tensor:
+    return _AllReduce.apply(values)  # type: ignore[no-untyped-call]
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over all ranks, whose gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.contiguous().clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total

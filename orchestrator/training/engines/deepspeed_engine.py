@@ -1,0 +1,316 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, optimizer and parameters in host memory or files where the plan says so.
+
+Some of the calls are private to DeepSpeed 0.19; each is marked, and each stage has a test.
+
+What decides memory, in bytes, for the model of it (P parameters, dp ranks):
+- Start: every rank makes the whole module, 4P; stage 3 makes and cuts a layer at a time. Adam's moments (8P/dp; stage
+  0: 8P) are allocated before the first step. Stages 1 to 3 have fp32 masters (4P/dp) beside the weights, in fp32 too.
+- Buckets: see Buckets. Stage 0 all-reduces one flat copy of all gradients, 4P.
+- Optimizer on CPU: one flat tensor at a time, two temporaries of its size. On CUDA: fused, none.
+  Offloaded to files: one sub-group at a time, with its gradient and moments (see deepspeed_settings.Buckets.swapped).
+- A checkpoint is written and read in place, piece by piece; from files by way of copies in host memory, 12P/dp.
+- In low precision a start makes the exact weights again, one by one; what thaws later has 4P/dp in host memory.
+- DeepSpeed flattens in host memory where a device cannot hold module and flat copy both (stage_1_and_2.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.plan import Offload, OffloadTarget, Plan, Precision, ZeroStage
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.checkpoint.fragment import Fragment
+from orchestrator.training.contract import loss_scale
+from orchestrator.training.contract.loss_scale import LossScale
+from orchestrator.training.contract.precision import LOW_PRECISION
+from orchestrator.training.contract.recipe import Batch, Recipe, materialise
+from orchestrator.training.contract.results import StepResult
+from orchestrator.training.engines import deepspeed_nvme
+from orchestrator.training.engines.deepspeed_masters import Piece, masters, own_run, pieces
+from orchestrator.training.engines.deepspeed_release import release_with
+from orchestrator.training.engines.deepspeed_settings import settings
+from orchestrator.training.engines.freezing import freeze_for
+from orchestrator.training.engines.optimizers import (
+    STEPS,
+    Updates,
+    clip_factor,
+    gradient_norm,
+    scale_gradients,
+    state_names,
+)
+from orchestrator.training.engines.randomness import Randomness
+from orchestrator.training.guard.virtual_device import host_memory
+
+
+class DeepSpeedEngine:
+    """A module under DeepSpeed, with its optimizer."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: TrainingRun,
+        training: TrainingSpec,
+        device: torch.device,
+        resume_from: checkpoint.Saved | None,
+    ) -> None:
+        """`training` is the run's, or what of it this recipe of several has. Raises SpecError: see deepspeed_nvme."""
+        plan = run.plan
+        self._recipe, self._plan, self._training, self._device = recipe, plan, training, device
+        self._module = recipe.module
+        self._randomness = Randomness(recipe, training.seed)
+        self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
+        self._shapes = {name: parameter.shape for name, parameter in self._module.named_parameters()}
+        step = resume_from.cursor.step if resume_from else 0
+        self._changing = freeze_for(recipe.module, training.freeze, step)
+        _join_deepspeed(device)
+        config = settings(plan, training, device, self._nvme(run))
+        exact = self._exact_weights() if self._keeps_copies and not resume_from else None
+        self._materialise(config, resume_from)
+        if resume_from:  # before DeepSpeed copies the weights into its masters
+            self._load(resume_from, self._computed_with())
+        self._updates = Updates(self._module.named_parameters(), training, _optimizer_device(plan, device), step)
+        self._trained = self._updates.parameters
+        self._waiting = tuple(self._waiting_pieces())
+        self._engine = self._initialised(config)
+        release_with(self, self._engine, self._updates.optimizer)
+        self._updates.allocate(self._masters())
+        self._start(resume_from, exact)
+
+    def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        plan, engine = self._plan, self._engine
+        first = dist.get_rank() * plan.gradient_accumulation_steps
+        self._updates.prepare(step)
+        if self._loss_scale:
+            engine.optimizer.override_loss_scale(self._loss_scale.factor)
+        scale = plan.layout.dp * plan.gradient_accumulation_steps / tokens  # DeepSpeed divides by both
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        norm = 0.0
+        for turn, batch in enumerate(micro_batches):
+            self._randomness.begin(step, first + turn)
+            loss_sum = self._recipe.loss_sum(engine, tuple(tensor.to(self._device) for tensor in batch))
+            engine.backward(loss_sum * scale)
+            loss += loss_sum.detach().double()
+            del loss_sum
+            if plan.zero_stage is ZeroStage.NONE and engine.is_gradient_accumulation_boundary():
+                norm = self._clip()
+            engine.step()
+        if plan.zero_stage is not ZeroStage.NONE:
+            norm = float(engine.get_global_grad_norm())
+            norm = norm if norm >= 0 else math.nan  # bf16: -1 stands for what is not finite
+        if engine.was_step_applied():
+            self._updates.count()
+        if self._loss_scale:
+            self._loss_scale.update(norm)
+        return StepResult(loss=loss.item() / tokens, grad_norm=norm)
+
+    def state(self) -> checkpoint.State:
+        return checkpoint.of_recipe(self._recipe.name, self._state(self._in_files()))
+
+    def _start(self, resume_from: checkpoint.Saved | None, exact: Callable[[str], Tensor] | None) -> None:
+        """Give masters, moments and counters their first values."""
+        if self._is_swapped:
+            deepspeed_nvme.allocate(self._engine.optimizer, self._moments)
+        values = self._in_files()
+        if resume_from:
+            self._load(resume_from, self._state(values, known_at=resume_from.cursor.step))
+            self._updates.set_steps()
+        if exact:  # DeepSpeed took the masters from rounded weights: 1e-3 of loss
+            for piece in (*self._waiting, *self._pieces()):
+                master = values[id(piece.flat)][deepspeed_nvme.MASTER] if id(piece.flat) in values else piece.flat
+                piece.of(master).copy_(exact(piece.name).flatten().narrow(0, piece.start, piece.count))
+        if self._is_swapped:
+            deepspeed_nvme.put_back(self._engine.optimizer, self._moments, values)
+
+    def _load(self, saved: checkpoint.Saved, state: checkpoint.State) -> None:
+        checkpoint.load(saved.path, checkpoint.of_recipe(self._recipe.name, state))
+
+    def _in_files(self) -> deepspeed_nvme.Held:
+        """Copies of what lies in files; nothing where all is in memory."""
+        return deepspeed_nvme.held(self._engine.optimizer, self._moments) if self._is_swapped else {}
+
+    def _state(self, in_files: deepspeed_nvme.Held, known_at: int | None = None) -> checkpoint.State:
+        """The canonical tensors; with `known_at`, without moments of groups that had not thawed before that step."""
+        if self._plan.zero_stage is ZeroStage.NONE:
+            return checkpoint.model_state(self._module, self._changing) | self._updates.state(known_at=known_at)
+        state: dict[str, Any] = dict(checkpoint.model_state(self._module, frozenset()))  # buffers
+        state |= (
+            dict(self._frozen_until_later()) | dict(self._fragments(in_files, known_at)) | {STEPS: self._updates.steps}
+        )
+        return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
+
+    def _clip(self) -> float:
+        """Clip the gradients that stage 0 leaves at the parameters; their norm."""
+        norm = gradient_norm(self._trained.values()).item()
+        scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
+        return norm
+
+    def _initialised(self, config: dict[str, Any]) -> Any:
+        """DeepSpeed's engine. In low precision inputs are rounded as FSDP2 does, and buffers stay as they are."""
+        buffers = [
+            (
+                module,
+                {name: value if value is None else value.to(self._device) for name, value in module._buffers.items()},
+            )
+            for module in self._module.modules()
+        ]
+        engine, *_ = deepspeed.initialize(model=self._module, optimizer=self._updates.optimizer, config=config)
+        for module, kept in buffers:
+            for name, buffer in kept.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self._device)
+        if self._plan.precision in LOW_PRECISION:
+            rounded = functools.partial(_rounded, LOW_PRECISION[self._plan.precision])
+            self._module.register_forward_pre_hook(rounded, with_kwargs=True)
+        return engine
+
+    def _masters(self) -> list[list[Tensor]] | None:
+        """Per group of parameters, this rank's flat masters; None where the parameters themselves are updated."""
+        if self._plan.zero_stage is ZeroStage.NONE:
+            return None
+        return masters(self._engine.optimizer, self._plan.zero_stage, len(self._updates.groups))
+
+    def _pieces(self) -> Iterator[Piece]:
+        """This rank's pieces of the masters of all trained parameters, from stage 1 on."""
+        return pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
+
+    def _materialise(self, config: dict[str, Any], resume_from: checkpoint.Saved | None) -> None:
+        """Make the parameters; at stage 3 layer by layer, each cut before the next is made."""
+        recipe, low = self._recipe, LOW_PRECISION.get(self._plan.precision)
+        if self._plan.zero_stage is not ZeroStage.PARAMETERS:
+            materialise(recipe.module, recipe.module, recipe, self._device)
+            return
+        swapper = None
+        for part in (*recipe.layers, recipe.module):
+            materialise(recipe.module, part, recipe, self._device)
+            named = recipe.module.named_parameters()
+            whole = {name: p for name, p in named if not p.is_meta and not hasattr(p, "ds_id")}
+            if resume_from and self._weights_swapped:  # out of reach once they are cut
+                state = {f"model.{name}": p.detach() for name, p in whole.items() if name in self._changing}
+                self._load(resume_from, state)
+            for parameter in whole.values() if low else ():
+                parameter.data = parameter.data.to(low)  # Init takes a module as it is, and nothing casts what is cut
+            # One swapper for all parts: a new one would empty its folder.
+            swapper = deepspeed.zero.Init(module=part, config_dict_or_path=config, param_swapper=swapper).param_swapper
+
+    def _computed_with(self) -> checkpoint.State:
+        """Weights and buffers of forward and backward before `initialize`: whole, or this rank's runs at stage 3."""
+        if self._plan.zero_stage is not ZeroStage.PARAMETERS:
+            return checkpoint.model_state(self._module, self._changing)
+        buffers = checkpoint.model_state(self._module, frozenset())
+        return buffers if self._weights_swapped else buffers | self._runs(self._changing)
+
+    def _runs(self, names: Iterable[str]) -> dict[str, Any]:
+        """`model.<name>` of this rank's runs of parameters that stage 3 has cut."""
+        named, found = dict(self._module.named_parameters()), {}
+        for name in names:
+            start, count = own_run(self._shapes[name].numel())
+            run = named[name].ds_tensor[:count]  # type: ignore[attr-defined]  # private
+            found[f"model.{name}"] = Fragment(run, start, self._shapes[name])
+        return found
+
+    def _exact_weights(self) -> Callable[[str], Tensor]:
+        """Initial fp32 weights by name: made again one by one where the recipe can, else from copies in host memory."""
+        if self._recipe.initialise is None:
+            named = dict(self._module.named_parameters())
+            with host_memory():
+                copies = {name: named[name].detach().to("cpu", copy=True) for name in self._changing}
+            return copies.__getitem__
+        initialise = self._recipe.initialise
+
+        def again(name: str) -> Tensor:
+            weight = torch.empty(self._shapes[name], device=self._device)
+            initialise(name, weight)
+            return weight
+
+        return again
+
+    def _waiting_pieces(self) -> Iterator[Piece]:
+        """In host memory, this rank's part of the exact weights that are trained later."""
+        for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
+            start, count = own_run(self._shapes[name].numel())
+            with host_memory():
+                flat = torch.zeros(count)
+            yield Piece(name=name, flat=flat, offset=0, start=start, count=count)
+
+    def _frozen_until_later(self) -> Mapping[str, Any]:
+        """`model.<name>` of what later steps train: from exact copies, or as it is computed with."""
+        if self._keeps_copies:
+            return {f"model.{p.name}": Fragment(p.flat, p.start, self._shapes[p.name]) for p in self._waiting}
+        names = self._changing - set(self._trained)
+        if self._plan.zero_stage is ZeroStage.PARAMETERS:
+            return self._runs(names)
+        named = dict(self._module.named_parameters())
+        return {f"model.{name}": named[name].detach() for name in names}
+
+    def _fragments(self, in_files: deepspeed_nvme.Held, known_at: int | None) -> Iterator[tuple[str, Fragment]]:
+        """What this rank holds of every master and of every moment that is known."""
+        thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
+        for piece in self._pieces():
+            flat, shape = piece.flat, self._shapes[piece.name]
+            values = in_files.get(id(flat)) or {deepspeed_nvme.MASTER: flat, **self._updates.optimizer.state[flat]}
+            yield f"model.{piece.name}", Fragment(piece.of(values[deepspeed_nvme.MASTER]), piece.start, shape)
+            if known_at is not None and thaws[piece.name] >= known_at:
+                continue
+            for moment in self._moments:
+                yield f"optim.state.{piece.name}.{moment}", Fragment(piece.of(values[moment]), piece.start, shape)
+
+    def _nvme(self, run: TrainingRun) -> dict[str, Any] | None:
+        """What the configuration says of files, if the plan offloads to them."""
+        if not self._is_swapped:
+            return None
+        folder = deepspeed_nvme.swap_folder(run) / (self._recipe.name or "model")
+        run_elements = deepspeed_nvme.largest_run(list(self._shapes.values()), self._plan.layout.dp)
+        return deepspeed_nvme.offload(self._plan, folder, run_elements, pin_memory=self._device.type == "cuda")
+
+    @property
+    def _is_swapped(self) -> bool:
+        return self._plan.offload_target is OffloadTarget.NVME
+
+    @property
+    def _weights_swapped(self) -> bool:
+        return self._is_swapped and self._plan.offload is Offload.PARAMETERS
+
+    @property
+    def _keeps_copies(self) -> bool:
+        """Whether what is computed with is rounded or out of reach, so that frozen weights need exact copies."""
+        return self._plan.precision in LOW_PRECISION or self._weights_swapped
+
+    @property
+    def _moments(self) -> tuple[str, ...]:
+        """What the optimizer keeps of a flat master."""
+        return state_names(self._training, (1,))
+
+
+def _rounded(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A module's arguments, floating ones in low precision."""
+
+    def cast(value: Any) -> Any:
+        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, (args, kwargs))
+
+
+def _join_deepspeed(device: torch.device) -> None:
+    """Let DeepSpeed use the process group that exists, without compiling anything."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # private; else a C++ build at every start
+        # torch computes in fp16 on any CPU; DeepSpeed asks for oneDNN's kernels, which want AVX512-FP16.
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+
+
+def _optimizer_device(plan: Plan, device: torch.device) -> torch.device:
+    return device if plan.offload is Offload.NONE else torch.device("cpu")

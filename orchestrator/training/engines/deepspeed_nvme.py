@@ -1,0 +1,178 @@
+"""DeepSpeed's offload to files (ZeRO-Infinity, arXiv:2104.07857): what it needs, where it writes, and its masters.
+
+Masters and moments of a sub-group lie in files between optimizer steps; parameters as well where the plan says so.
+What is below 1 MiB stays in host memory (deepspeed/runtime/swap_tensor/utils.py, MIN_AIO_BYTES). `python -m
+orchestrator.training.engines.deepspeed_nvme` compiles what it needs into TORCH_EXTENSIONS_DIR: minutes, once per home.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import Offload, Plan
+from orchestrator.specs.run import TrainingRun
+
+MASTER = "master"
+OPERATIONS = ("pin_memory", "async_io")
+BUFFERS = 4  # of a sub-group's size: master, gradient, two moments
+MODULE = "orchestrator.training.engines.deepspeed_nvme"
+
+Held = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and those of its moments, by name
+
+
+def nvme_problem(extensions: Path) -> str | None:
+    """Why DeepSpeed cannot offload to files with what `extensions` holds, and what to do; None where it can.
+
+    `extensions` is what TORCH_EXTENSIONS_DIR says where a training runs: <home>/torch_extensions under the service.
+    """
+    from deepspeed.git_version_info import installed_ops
+
+    if installed_ops.get("async_io", False):  # compiled when deepspeed itself was
+        return None
+    problem = _missing_tools()
+    if problem:
+        return problem
+    for operation in OPERATIONS:
+        folder = extensions / operation
+        if not (folder / f"{operation}.so").is_file():
+            lock = folder / "lock"
+            first = f"remove {lock}, which a killed compiler left, and " if lock.exists() else ""
+            command = f"TORCH_EXTENSIONS_DIR={shlex.quote(str(extensions))} {shlex.quote(sys.executable)} -m {MODULE}"
+            return f"DeepSpeed's {operation} is not compiled: {first}run `{command}` (minutes, once)"
+    return None
+
+
+def extensions_folder() -> Path:
+    """Where this process keeps compiled extensions."""
+    return Path(cpp_extension._get_build_directory(OPERATIONS[0], verbose=False)).parent  # private
+
+
+def swap_folder(run: TrainingRun) -> Path:
+    """Where this attempt swaps to; what older attempts of the job left there, on a node that died, is removed.
+
+    Raises SpecError where the node has no such folder or DeepSpeed cannot offload to files.
+    """
+    folder = run.swap_folder
+    if folder is None:
+        raise SpecError("offload to NVMe needs a folder", path="nvme_folder", hint="name it on the cluster's devices")
+    if not os.access(folder.parents[1], os.W_OK | os.X_OK):  # made here it would fill the disk below the mount point
+        raise SpecError(
+            "offload to NVMe needs a folder that can be written to", path="nvme_folder", got=str(run.nvme_folder)
+        )
+    problem = nvme_problem(extensions_folder())
+    if problem:
+        raise SpecError(problem, path="plan.offload_target", got="nvme")
+    remove_older(folder)
+    return folder
+
+
+def remove_older(folder: Path) -> None:
+    """Remove what older attempts of the job left beside an attempt's folder."""
+    for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if old.name.isdigit() and int(old.name) < int(folder.name):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:
+    """What the plan adds to `zero_optimization`; no rank's part of a parameter is larger than `largest_run`."""
+    files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
+    settings: dict[str, Any] = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
+    if plan.offload is Offload.PARAMETERS:
+        settings["offload_param"] = {**files, "buffer_size": largest_run, "max_in_cpu": 0}
+    return settings
+
+
+def allocate(zero: Any, names: Sequence[str]) -> None:
+    """Give masters that lie in files their moments `names`, of zeros, in files too."""
+    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        if zero._swappable_optimizer_subgroup(index):
+            with _swapped_in(zero, index, write=True):
+                zero.optimizer.state[flat] |= {name: torch.zeros_like(flat, requires_grad=False) for name in names}
+
+
+def held(zero: Any, names: Sequence[str]) -> Held:
+    """Copies in host memory of masters and moments that lie in files, read one sub-group after the other."""
+    found: Held = {}
+    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        if zero._swappable_optimizer_subgroup(index):
+            with _swapped_in(zero, index, write=False):
+                found[id(flat)] = {name: tensor.clone() for name, tensor in _tensors(zero, flat, names).items()}
+    return found
+
+
+def put_back(zero: Any, names: Sequence[str], values: Held) -> None:
+    """Write what `held` gave, and was changed since, to the files."""
+    for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+        if zero._swappable_optimizer_subgroup(index):
+            with _swapped_in(zero, index, write=True):
+                for name, tensor in _tensors(zero, flat, names).items():
+                    tensor.copy_(values[id(flat)][name])
+
+
+def _tensors(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
+    return {MASTER: flat.detach()} | {name: zero.optimizer.state[flat][name] for name in names}
+
+
+@contextlib.contextmanager
+def _swapped_in(zero: Any, index: int, *, write: bool) -> Iterator[None]:
+    """A sub-group's master and moments in memory; private calls of DeepSpeed's third stage."""
+    zero._optimizer_states_and_gradient_swap_in(index)
+    yield
+    if write:
+        zero._optimizer_states_and_gradient_swap_out(index)
+    else:
+        zero._release_swap_buffers(index)
+
+
+def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
+    """The elements of the largest part that one rank has of a parameter."""
+    return max(math.ceil(shape.numel() / ranks) for shape in shapes)
+
+
+def _missing_tools() -> str | None:
+    """What this machine lacks to compile and load DeepSpeed's asynchronous reads and writes; None: nothing."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:
+        return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
+    if torch.version.cuda and cpp_extension.CUDA_HOME is None:  # deepspeed/ops/op_builder/async_io.py
+        return "DeepSpeed's async_io is compiled with headers of CUDA: install its toolkit, or say CUDA_HOME"
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        return "DeepSpeed's async_io needs libaio: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"
+    return None
+
+
+def _path() -> str:
+    """Where tools are looked for: ninja is one of this environment, which need not be activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _compile() -> int:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    os.environ["PATH"] = _path()
+    problem = _missing_tools()
+    if problem:
+        print(problem, file=sys.stderr)
+        return 1
+    AsyncIOBuilder().load()
+    print(f"async_io of deepspeed {importlib.metadata.version('deepspeed')} is ready")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_compile())

@@ -1,0 +1,79 @@
+"""A plan in DeepSpeed's words, and what has to be there before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.plan import Offload, OffloadTarget, Plan, Precision, ZeroStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """DeepSpeed's buffers and limits, in elements (not bytes)."""
+
+    reduce: int
+    allgather: int
+    prefetch: int  # stage 3: gathered ahead of use
+    live: int  # stage 3: gathered at a time, where prefetch and reuse would keep more
+    reuse: int  # stage 3: a parameter used again within this distance stays gathered
+    persistent: int  # stage 3: parameters smaller than this are never partitioned
+    swapped: int  # NVMe: of the master that comes in at a time, with its gradient and moments
+
+
+# A virtual device is small: DeepSpeed's defaults (5e8 elements) would keep everything and hide what a stage saves.
+CPU_BUCKETS = Buckets(reduce=2**19, allgather=2**19, prefetch=0, live=0, reuse=0, persistent=1_000, swapped=2**18)
+# Reduce and gather: a tenth of the defaults, 0.2 GB in fp32, still large messages. The rest are the defaults
+# (deepspeed/runtime/zero/config.py), but for what is swapped: 0.4 GB each of four buffers, a tenth of the default.
+CUDA_BUCKETS = Buckets(
+    reduce=50_000_000,
+    allgather=50_000_000,
+    prefetch=50_000_000,
+    live=1_000_000_000,
+    reuse=1_000_000_000,
+    persistent=100_000,
+    swapped=100_000_000,
+)
+
+
+def settings(
+    plan: Plan, training: TrainingSpec, device: torch.device, nvme: dict[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The plan as a DeepSpeed configuration; `nvme` is what `deepspeed_nvme.offload` says."""
+    buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
+    zero: dict[str, Any] = {
+        "stage": int(plan.zero_stage),
+        "reduce_bucket_size": buckets.reduce,
+        "allgather_bucket_size": buckets.allgather,
+        "overlap_comm": device.type == "cuda" and plan.zero_stage is ZeroStage.PARAMETERS,  # the default, said aloud
+        "stage3_prefetch_bucket_size": buckets.prefetch,
+        "stage3_max_live_parameters": buckets.live,
+        "stage3_max_reuse_distance": buckets.reuse,
+        "stage3_param_persistence_threshold": buckets.persistent,
+    }
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    if plan.offload_target is OffloadTarget.NVME:
+        assert nvme is not None, "offload to NVMe needs its folder"
+        zero |= {"sub_group_size": buckets.swapped, **nvme}
+    else:
+        if plan.offload is not Offload.NONE:
+            zero["offload_optimizer"] = host
+        if plan.offload is Offload.PARAMETERS:
+            zero["offload_param"] = host
+    return {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "zero_optimization": zero,
+        "bf16": {"enabled": plan.precision is Precision.BF16},
+        # A scale of our own goes in before every step: DeepSpeed's changes in the middle of one.
+        "fp16": {"enabled": plan.precision is Precision.FP16, "loss_scale": 1.0},
+        # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not tell the norm, so we clip ourselves.
+        "gradient_clipping": training.clip_norm if plan.zero_stage is not ZeroStage.NONE else 0.0,
+        "zero_allow_untested_optimizer": True,  # torch.optim.AdamW: DeepSpeed's own would be compiled at start
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }

@@ -1,0 +1,51 @@
+"""Which parameters does a step train? Staged training freezes some for the first steps, adapters freeze the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import Freeze
+
+
+def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
+    """The optimizer steps after which the parameter `name` is trained; 0: from the start, None: never.
+
+    Where several entries match, the one that freezes longest counts.
+    """
+    until = [entry.until_step for entry in freeze if fnmatchcase(name, entry.parameters)]
+    if None in until:
+        return None
+    return max((step for step in until if step is not None), default=0)
+
+
+def thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
+    """Every step at which parameters begin to be trained, ascending, from 0 on."""
+    return tuple(sorted({0, *(entry.until_step for entry in freeze if entry.until_step is not None)}))
+
+
+def next_thaw(step: int, freeze: Sequence[Freeze]) -> int | None:
+    """The first step after `step` at which the trained parameters change; None where they stay as they are."""
+    return next((thaw for thaw in thaw_steps(freeze) if thaw > step), None)
+
+
+def freeze_for(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozenset[str]:
+    """Freeze what the update after `step` optimizer steps leaves alone, in place, before any engine wraps the module.
+
+    Returns the whole-model names that any step of the training changes: what a checkpoint has to hold. What the model
+    itself brings frozen stays so. Raises SpecError where an entry matches nothing, or nothing would be trained.
+    """
+    named = dict(module.named_parameters())
+    for entry in freeze:
+        if not any(fnmatchcase(name, entry.parameters) for name in named):
+            example = f"a pattern of names such as {next(iter(named), 'none')}"
+            raise SpecError("no parameter matches", path="training.freeze", got=entry.parameters, allowed=example)
+    trainable = {name: thaw_step(name, freeze) for name, parameter in named.items() if parameter.requires_grad}
+    for name, thaw in trainable.items():
+        named[name].requires_grad_(thaw is not None and thaw <= step)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise SpecError("every parameter is frozen", path="training.freeze", got=f"optimizer step {step + 1}")
+    return frozenset(name for name, thaw in trainable.items() if thaw is not None)

@@ -1,0 +1,149 @@
+"""The update rule as a job says it, and what every engine does around it: states, learning rate, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.plan import Optimizer
+from orchestrator.training.engines import eight_bit
+from orchestrator.training.engines.freezing import thaw_step, thaw_steps
+from orchestrator.training.engines.schedule import learning_rate
+
+STEPS = "optim.steps"  # canonical name: updates done by each group of parameters that thaw together, ascending
+
+
+class Updates:
+    """The optimizer of one phase of a training: over the parameters that are trained in it.
+
+    `groups` are those parameters by whole-model name, by the step at which they thaw. `optimizer` has a parameter
+    group for each. `steps` counts updates.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], training: TrainingSpec, device: torch.device, step: int
+    ) -> None:
+        """`named`: all parameters, frozen as `freeze_for` leaves them after `step` steps; `device` holds the states."""
+        self._training, self._thaws = training, thaw_steps(training.freeze)
+        groups: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in named:
+            thaw = thaw_step(name, training.freeze)
+            if parameter.requires_grad:
+                assert thaw is not None, f"{name} was to be frozen"
+                groups.setdefault(thaw, {})[name] = parameter
+        self.groups = dict(sorted(groups.items()))
+        self.steps = torch.tensor([float(max(0, step - thaw)) for thaw in self._thaws])
+        self._thawed = torch.tensor([thaw <= step for thaw in self._thaws])  # a pipeline stage may have none of a group
+        self.optimizer = _optimizer(self.groups, training, device)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by whole-model name."""
+        return {name: parameter for group in self.groups.values() for name, parameter in group.items()}
+
+    def allocate(self, tensors: Sequence[Sequence[Tensor]] | None = None) -> None:
+        """Give every tensor that is updated its states, of zeros: so the first update takes no more than later ones.
+
+        `tensors`: per group, what an engine updates in place of the parameters.
+        """
+        self._updated = tensors or [list(group.values()) for group in self.groups.values()]
+        for tensor in (tensor for group in self._updated for tensor in group):
+            self.optimizer.state[tensor] = _new_state(self.optimizer, self._training, tensor)
+        self.set_steps()
+
+    def state(self, *, known_at: int | None = None) -> dict[str, Tensor]:
+        """`optim.state.<name>.<state>` by reference; with `known_at`, of groups that had thawed before that step."""
+        return {
+            f"optim.state.{name}.{key}": self.optimizer.state[parameter][key]
+            for thaw, group in self.groups.items()
+            if known_at is None or thaw < known_at
+            for name, parameter in group.items()
+            for key in state_names(self._training, parameter.shape)
+        } | {STEPS: self.steps}
+
+    def set_steps(self) -> None:
+        """Tell the optimizer what `steps` says, after it was loaded."""
+        for thaw, group in zip(self.groups, self._updated, strict=True):
+            done = float(self.steps[self._thaws.index(thaw)])
+            for state in (self.optimizer.state[tensor] for tensor in group):
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].fill_(done)
+                elif "step" in state:
+                    state["step"] = int(done)
+
+    def prepare(self, step: int) -> None:
+        """Set the learning rate of the update that follows `step` optimizer steps."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self._training, step)
+
+    def count(self) -> None:
+        """One more update was made."""
+        self.steps[self._thawed] += 1
+
+
+def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
+    """The tensors that the optimizer keeps for a parameter of this shape, by the names of its implementation."""
+    if training.optimizer is Optimizer.SGD:
+        return ("momentum_buffer",) if training.momentum else ()
+    if training.optimizer is Optimizer.ADAFACTOR:
+        return ("row_var", "col_var") if len(shape) > 1 else ("variance",)
+    if training.optimizer is Optimizer.ADAMW_8BIT:
+        return eight_bit.state_names(math.prod(shape))
+    return ("exp_avg", "exp_avg_sq")
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The global norm of the gradients, a scalar; of cut parameters (DTensor) over all of their ranks."""
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient by `factor`, in place."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_factor(norm: float, clip_norm: float) -> float:
+    """What gradients of this norm are multiplied with, so that it becomes `clip_norm` at most (torch's formula)."""
+    return min(1.0, clip_norm / (norm + 1e-6))
+
+
+def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device) -> Any:
+    """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries of all."""
+    chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [{"params": []}]
+    decay, betas, fused = training.weight_decay, (training.beta1, training.beta2), device.type == "cuda"
+    if training.optimizer is Optimizer.SGD:
+        momentum = training.momentum
+        return torch.optim.SGD(
+            chosen, lr=training.learning_rate, momentum=momentum, weight_decay=decay, foreach=False, fused=fused
+        )
+    if training.optimizer is Optimizer.ADAFACTOR:
+        return torch.optim.Adafactor(chosen, lr=training.learning_rate, weight_decay=decay, foreach=False)
+    if training.optimizer is Optimizer.ADAMW_8BIT:
+        return eight_bit.adamw(chosen, training, device)
+    return torch.optim.AdamW(
+        chosen, lr=training.learning_rate, betas=betas, weight_decay=decay, foreach=False, fused=fused
+    )
+
+
+def _new_state(optimizer: Any, training: TrainingSpec, tensor: Tensor) -> dict[str, Any]:
+    if training.optimizer is Optimizer.ADAMW_8BIT:
+        return eight_bit.new_state(optimizer, tensor)
+    names = state_names(training, tensor.shape)
+    if training.optimizer is Optimizer.SGD:
+        return {name: torch.zeros_like(tensor, requires_grad=False) for name in names}
+    fused = bool(optimizer.defaults.get("fused"))
+    counter = {"step": torch.tensor(0.0, device=tensor.device if fused else "cpu")}
+    if training.optimizer is Optimizer.ADAFACTOR:
+        factors = {"row_var": (*tensor.shape[:-1], 1), "col_var": (*tensor.shape[:-2], 1, *tensor.shape[-1:])}
+        found = {name: tensor.detach().new_zeros(factors.get(name, tensor.shape)) for name in names}
+        return {**counter, "row_var": None, "col_var": None, "variance": None, **found}
+    return counter | {name: torch.zeros_like(tensor, requires_grad=False) for name in names}

@@ -1,0 +1,277 @@
+"""Pipeline parallelism: which rank has which layers, and a schedule that runs them (torch.distributed.pipelining).
+
+Stage s of n has the layers from L*s//n to L*(s+1)//n of L; rank r of pp has the stages r, r+pp, ... (interleaved:
+Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A rank's module keeps its structure, hence the whole-model names.
+
+What decides memory: every rank keeps buffers for the hidden states that it receives, and for their gradients, of every
+micro-batch of a step, for ever. At 1F1B stage s holds the activations of min(n - s, micro-batches) micro-batches. The
+first step begins with a forward and a backward pass of one micro-batch, through one stage after the other, that finds
+out the shapes. FSDP2 holds a stage's gathered weights and unsharded gradients (fp32) until its last backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import Plan
+from orchestrator.training.contract.recipe import Batch, Recipe
+from orchestrator.training.engines.randomness import Randomness
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank has of a model that is cut into stages."""
+
+    stages: tuple[Recipe, ...]  # one per stage of the rank: its module and layers
+    names: dict[str, str]  # every whole-model name of a parameter -> the first one, which the checkpoint knows
+    shared: tuple[str, ...]  # parameters that the first and the last stage both have
+
+
+def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
+    """The share of pipeline rank `rank`; `recipe.module` loses, in place, what other ranks have.
+
+    Raises SpecError where the recipe cannot be cut into that many stages.
+    """
+    count = plan.layout.pp * plan.pipeline_stages_per_rank
+    if recipe.stages is None:
+        hint = "a factory may return a Recipe with `stages`"
+        raise SpecError(
+            "this model says no pipeline stages", path="plan.layout.pp", got=plan.layout.pp, allowed="1", hint=hint
+        )
+    if len(recipe.layers) < count:
+        got = f"{count} stages of {len(recipe.layers)} layers"
+        raise SpecError("every pipeline stage needs a layer", path="plan.layout.pp", got=got)
+    names, shared = _names(recipe, count)
+    own = range(rank, count, plan.layout.pp)
+    first, last = recipe.stages.first, recipe.stages.last
+    layer_names = _layer_names(recipe)
+    initialise = recipe.initialise
+
+    def by_first_name(name: str, values: Tensor) -> None:
+        assert initialise
+        initialise(names[name], values)
+
+    kept = {stage: [layer_names[index] for index in layer_range(len(layer_names), stage, count)] for stage in own}
+    for stage in own:
+        kept[stage] += first if stage == 0 else last if stage == count - 1 else ()
+    whole = set().union(*kept.values())
+    left_out = {*layer_names, *first, *last} - whole
+    parts = [recipe.module.get_submodule(name) for name in left_out]
+    _leave_out(recipe.module, left_out, first + last)
+    _empty(parts, {id(parameter) for parameter in recipe.module.parameters()})
+    stages = []
+    for stage in own:
+        module = recipe.module
+        if len(own) > 1:
+            module = _copied(module, "", {*layer_names, *first, *last})
+            _leave_out(module, whole - set(kept[stage]), first + last)
+        layers = tuple(recipe.layers[index] for index in layer_range(len(layer_names), stage, count))
+        made = by_first_name if initialise else None
+        stages.append(dataclasses.replace(recipe, module=module, layers=layers, initialise=made))
+    return Share(stages=tuple(stages), names=names, shared=shared if {0, count - 1} & set(own) else ())
+
+
+def layer_range(layers: int, stage: int, count: int) -> range:
+    """The layers of a stage: as many in each as the number allows."""
+    return range(layers * stage // count, layers * (stage + 1) // count)
+
+
+class Stage(nn.Module):
+    """A stage as the schedule calls it: hidden states on, or the loss sum [1] at the end."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        autocast: Callable[[], contextlib.AbstractContextManager[object]],
+        *,
+        is_last: bool,
+    ) -> None:
+        super().__init__()
+        assert recipe.stages
+        self.module, self._stages = recipe.module, recipe.stages
+        self._autocast, self._is_last = autocast, is_last
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        with self._autocast():
+            hidden = self._stages.hidden(self.module, x)
+            if not self._is_last:
+                return hidden
+            assert labels is not None
+            return torch.stack([self._stages.loss_sum(self.module, hidden, labels)])
+
+
+class Pipeline:
+    """The stages of a rank under their schedule."""
+
+    def __init__(
+        self, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device, randomness: Randomness
+    ) -> None:
+        """`roots`: the rank's stages, each a Stage or what wraps it; `mesh`: the pipeline axis."""
+        self._randomness = randomness
+        self._place = (0, 0)
+        self._device, self._scale = device, 1.0
+        self._replicated = [root for root in roots if isinstance(root, DistributedDataParallel)]
+        self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        count = len(roots) * self._ranks
+        stages = [
+            _SeededStage(self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group)
+            for turn, root in enumerate(roots)
+        ]
+        settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
+        turns = plan.gradient_accumulation_steps
+        self._schedule: Schedule1F1B | ScheduleInterleaved1F1B = (
+            Schedule1F1B(stages[0], turns, **settings)
+            if len(stages) == 1
+            else ScheduleInterleaved1F1B(list(stages), turns, **settings)
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is known here."""
+        return self._rank == self._ranks - 1
+
+    def step(self, step: int, first: int, micro_batches: Iterable[Batch], scale: float) -> Tensor:
+        """Forward and backward pass of all micro-batches: the loss sum, float64, zero where it is not known.
+
+        `first` is the place of the first one in the global batch of the step after `step` ones; the gradients are those
+        of the loss sum times `scale`.
+        """
+        self._place, self._scale = (step, first), scale
+        inputs: list[Tensor] = []
+        keywords: dict[str, Any] = {}
+        target = None
+        if self._rank == 0 or self.is_last:  # the others need no data
+            batches = list(micro_batches)
+            if self._rank == 0:
+                inputs = [torch.cat([batch[0] for batch in batches]).to(self._device, non_blocking=True)]
+            else:
+                target = torch.cat([batch[1] for batch in batches]).to(self._device, non_blocking=True)
+                keywords["labels"] = target
+        with own_out_of_memory(), contextlib.ExitStack() as quiet:
+            for root in self._replicated:  # the schedule reduces after the last backward pass by itself
+                quiet.enter_context(root.no_sync())
+            losses = self._schedule.step(*inputs, target=target, **keywords)
+        return losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
+
+    def add_up(self, gradients: Iterable[Tensor]) -> None:
+        """Add the other end's gradients to those of what the first and the last stage share, in place."""
+        peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
+        for gradient in gradients:
+            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            others = torch.empty_like(own)
+            exchange = [
+                dist.P2POp(dist.isend, own, peer, self._group),
+                dist.P2POp(dist.irecv, others, peer, self._group),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            own += others
+
+    def _seed(self, turn: int) -> None:
+        step, first = self._place
+        self._randomness.begin(step, first + turn)
+
+    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
+        return loss.sum() * self._scale
+
+
+class _SeededStage(PipelineStage):
+    """Seeds before every micro-batch. Its number could come as an input: then reading it would wait for the device."""
+
+    def __init__(self, seed: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seed = seed
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._seed(fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def own_out_of_memory() -> Iterator[None]:
+    """Raise an out-of-memory error as itself: the schedule wraps what a forward pass raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise error.__cause__ from None
+        raise
+
+
+def _layer_names(recipe: Recipe) -> list[str]:
+    names = {id(module): name for name, module in recipe.module.named_modules()}
+    return [names[id(layer)] for layer in recipe.layers]
+
+
+def _names(recipe: Recipe, count: int) -> tuple[dict[str, str], tuple[str, ...]]:
+    """First names by name, and what the first and last stage share. Raises SpecError where sharing forbids the cut."""
+    assert recipe.stages
+    layers = _layer_names(recipe)
+    stage_of = {
+        name: stage for stage in range(count) for name in (layers[i] for i in layer_range(len(layers), stage, count))
+    }
+    stage_of |= dict.fromkeys(recipe.stages.first, 0) | dict.fromkeys(recipe.stages.last, count - 1)
+    names: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    holders: dict[str, set[int]] = {}
+    for name, parameter in recipe.module.named_parameters(remove_duplicate=False):
+        names[name] = first_names.setdefault(id(parameter), name)
+        stage = next((stage for part, stage in stage_of.items() if name.startswith(f"{part}.")), None)
+        if stage is None:
+            raise SpecError(
+                "a parameter belongs to no pipeline stage", path="plan.layout.pp", got=name, allowed="pp = 1"
+            )
+        holders.setdefault(names[name], set()).add(stage)
+    for name, stages in holders.items():
+        if len(stages) > 1 and stages != {0, count - 1}:
+            got = f"{name}, of stages {sorted(stages)}"
+            raise SpecError("only the first and the last stage may share a parameter", path="plan.layout.pp", got=got)
+    return names, tuple(name for name, stages in holders.items() if len(stages) > 1)
+
+
+class _HandOn(nn.Module):
+    """In place of a layer of another stage."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
+def _leave_out(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> None:
+    """Replace the layers named by what hands their input on, and the parts in `ends` by None."""
+    for name in names:
+        around, _, key = name.rpartition(".")
+        module.get_submodule(around)._modules[key] = None if name in ends else _HandOn()
+
+
+def _empty(parts: Iterable[nn.Module], kept: set[int]) -> None:
+    """Let go of the tensors of `parts` but for parameters `kept`, by their ids: the recipe still knows the modules."""
+    for module in (module for part in parts for module in part.modules()):
+        for key, parameter in module._parameters.items():
+            module._parameters[key] = parameter if id(parameter) in kept else None
+        module._buffers.clear()
+
+
+def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
+    """A copy of what lies around `parts`, which it shares with the original, as it does everything else."""
+    twin = copy.copy(module)
+    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
+    twin._modules = {}
+    for key, child in module._modules.items():
+        path = f"{name}.{key}".lstrip(".")
+        around = child is not None and any(part.startswith(f"{path}.") for part in parts)
+        twin._modules[key] = _copied(child, path, parts) if child is not None and around else child
+    return twin

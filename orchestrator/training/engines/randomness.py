@@ -1,0 +1,55 @@
+"""Random numbers that follow from where the training is, not from which rank computes them.
+
+Before every micro-batch, and before every layer of it, the generators are seeded by (seed, step, micro-batch of the
+global batch, layer). So dropout masks and a diffusion model's noise are the same after a restart, at any number of
+data-parallel ranks, under any engine, with recomputation and with pipeline stages: nothing has to be saved. They are
+other ones where the micro-batch has another size, or where a tensor-parallel rank draws for its part of a layer only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from orchestrator.training.contract.recipe import Recipe
+
+_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: Fibonacci hashing (Knuth, TAOCP 3, section 6.4)
+_MASK = 2**63 - 1
+
+
+class Randomness:
+    """Seeds the generators of a recipe's module as its micro-batches go through."""
+
+    def __init__(self, recipe: Recipe, seed: int) -> None:
+        self._seed, self._micro_batch = seed, 0
+        # Not torch.manual_seed: it looks at every kind of accelerator, for 0.1 ms a call.
+        self._generators = [torch.default_generator]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        for index, layer in enumerate(recipe.layers, start=1):
+            layer.register_forward_pre_hook(self._seeded(index))
+
+    def begin(self, step: int, micro_batch: int) -> None:
+        """Seed for micro-batch `micro_batch` (counted over the whole global batch) of the step after `step` ones."""
+        self._micro_batch = _mixed(_mixed(_mixed(0, self._seed), step), micro_batch)
+        self._restart(self._micro_batch)
+
+    def _seeded(self, layer: int) -> Callable[[nn.Module, Any], None]:
+        def seed(_module: nn.Module, _inputs: Any) -> None:
+            self._restart(_mixed(self._micro_batch, layer))
+
+        return seed
+
+    def _restart(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+def _mixed(state: int, value: int) -> int:
+    """One round of splitmix64's finaliser over both."""
+    mixed = (state * 31 + value + 1) * _ODD & (2**64 - 1)
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    return (mixed ^ mixed >> 27) & _MASK

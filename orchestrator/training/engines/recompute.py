@@ -1,0 +1,73 @@
+"""Activation checkpointing and compilation of a recipe's layers, before any engine wraps them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.plan import ActivationCheckpointing
+from orchestrator.training.engines.batch_norm import batch_norms, counted_once
+
+aten = torch.ops.aten
+# What is dear to compute again: matrix products, convolutions and attention.
+KEPT = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
+        *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
+        *(aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
+    }
+)
+
+
+def recompute(layers: Sequence[nn.Module], mode: ActivationCheckpointing) -> None:
+    """Let every layer keep as much for its backward pass as `mode` says, in place."""
+    if mode is ActivationCheckpointing.NONE:
+        return
+    for layer in layers:
+        settings: dict[str, Any] = {"use_reentrant": False}
+        norms = batch_norms(layer)
+        if norms:
+            settings["context_fn"] = functools.partial(_contexts, mode, norms)
+        elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile knows this function and no other
+            settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
+        layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+
+
+def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
+    """Around the forward pass, and around its recomputation."""
+    if mode is ActivationCheckpointing.SELECTIVE:
+        forward, again = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
+        return forward, _again(again, norms)
+    return contextlib.nullcontext(), _again(contextlib.nullcontext(), norms)
+
+
+@contextlib.contextmanager
+def _again(selective: contextlib.AbstractContextManager[Any], norms: list[_BatchNorm]) -> Iterator[None]:
+    with counted_once(norms), selective:
+        yield
+
+
+def _keep_what_is_dear(_context: object, operation: object, *_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Compile every layer by itself, in place: equal layers share one compilation, and hooks stay outside of it.
+
+    On a virtual device it works as well, but what compiled code allocates for itself is not counted there (measured:
+    3.5 of 6.5 MiB). Raises SpecError for layers with BatchNorm that are recomputed: torch.compile takes no context of
+    ours around the recomputation, which must not count their statistics twice.
+    """
+    for layer in layers:
+        if isinstance(layer.forward, functools.partial) and batch_norms(layer):
+            got, hint = "activation checkpointing of layers with BatchNorm", "leave one of the two out"
+            raise SpecError("cannot be compiled", path="training.compile", got=got, hint=hint)
+        layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]

@@ -1,0 +1,23 @@
+"""The learning rate of a step, from the step's number alone: nothing has to be saved."""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.specs.job.model import Schedule, TrainingSpec
+
+
+def learning_rate(training: TrainingSpec, step: int) -> float:
+    """The learning rate of the optimizer step that follows `step` completed ones.
+
+    It rises linearly over `warmup_steps`, then stays or falls to `min_learning_rate` at the last step: on a line, or
+    on half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5).
+    """
+    peak, warmup = training.learning_rate, training.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if training.schedule is Schedule.CONSTANT:
+        return peak
+    progress = min(1.0, (step - warmup) / max(1, training.max_steps - warmup))
+    left = 1.0 - progress if training.schedule is Schedule.LINEAR else (1.0 + math.cos(math.pi * progress)) / 2
+    return training.min_learning_rate + (peak - training.min_learning_rate) * left

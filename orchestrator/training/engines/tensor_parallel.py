@@ -1,0 +1,239 @@
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): parameters are DTensors, modules compute on plain parts.
+
+A module's forward pass sees this rank's part of its weights as plain tensors, by the names they always had: only the
+optimizer, gradient clipping, FSDP2 and the checkpoint see DTensors. What enters and leaves a cut pair of modules
+(column-wise, then row-wise) is whole on every rank: the sum over ranks is taken once in each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.recipe import Recipe
+
+# word -> the axis along which a parameter is cut, by the parameter's name in its module; None: whole on every rank
+CUTS: Mapping[str, Mapping[str, int | None]] = {
+    "colwise": {"weight": 0, "bias": 0},
+    "rowwise": {"weight": 1, "bias": None},
+    "embedding": {"weight": 0},
+    "head": {"weight": 0},
+    "headwise": {"weight": None, "bias": None},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """How the parameters of a module lie on the ranks of `mesh`."""
+
+    mesh: DeviceMesh
+    axes: Mapping[str, int | None]  # by every whole-model name of a parameter, shared ones by all of theirs
+    styles: dict[int, ParallelStyle]  # still to be applied, by the id of the module
+
+    def place(self, name: str, values: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, with a memory of its own, as a DTensor."""
+        if name not in self.axes:  # a ParallelStyle cuts it later
+            return values
+        axis = self.axes[name]
+        if axis is None:
+            return DTensor.from_local(values, self.mesh, (Replicate(),), run_check=False)
+        local = values.chunk(self.mesh.size(), dim=axis)[self.mesh.get_local_rank()].clone(
+            memory_format=torch.contiguous_format
+        )
+        return DTensor.from_local(local, self.mesh, (Shard(axis),), run_check=False)
+
+    def finish(self, part: nn.Module) -> None:
+        """Apply the torch styles in `part`, whose parameters are made by now, in place."""
+        for module in list(part.modules()):
+            style = self.styles.pop(id(module), None)
+            if style:
+                parallelize_module(module, self.mesh, style, src_data_rank=None)
+
+
+def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
+    """Let the recipe's modules compute on their parts, in place, and say how their parameters are to be cut.
+
+    Raises SpecError where the recipe's plan is missing or matches nothing, or the degree does not divide something.
+    """
+    degree = mesh.size()
+    _check_sizes(recipe, degree)
+    chosen = _chosen(recipe)
+    axes: dict[str, int | None] = {}
+    styles: dict[int, ParallelStyle] = {}
+    changed: dict[tuple[type[nn.Module], str, tuple[str, ...]], type[nn.Module]] = {}
+    for name, module in recipe.module.named_modules():
+        word = chosen.get(name, "")
+        if isinstance(word, ParallelStyle):
+            styles[id(module)] = word  # for the module's own parameters; what is inside of it has words of its own
+            continue
+        own = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
+        if word and "weight" not in own:
+            got = f"{name}, a {type(module).__name__}"
+            raise SpecError(f"{word} cuts modules that have a weight", path="tensor_parallel", got=got)
+        axes |= {path: _axis(module, word, path, key, degree) for key, path in own.items()}
+        if word == "embedding" and getattr(module, "padding_idx", None) is not None:
+            module.padding_idx = _own_row(module, mesh)  # type: ignore[assignment]
+        if own and word != "head":  # a head takes the DTensor itself
+            kind = (type(module), word, tuple(module._parameters))
+            if kind not in changed:
+                changed[kind] = _computing_locally(*kind, mesh)
+            module.__class__ = changed[kind]
+    _check_shared(recipe.module, axes)
+    return TensorParallel(mesh=mesh, axes=axes, styles=styles)
+
+
+def _check_sizes(recipe: Recipe, degree: int) -> None:
+    """Raises SpecError where the model runs at no degree above 1, or not at this one."""
+    path = "plan.layout.tp"
+    if not recipe.tensor_parallel:
+        hint = "a factory may return a Recipe with `tensor_parallel`"
+        raise SpecError("this model brings no tensor-parallel plan", path=path, got=degree, allowed="1", hint=hint)
+    for name, size in recipe.tensor_parallel_sizes.items():
+        if size % degree:
+            raise SpecError(f"tp does not divide {name} = {size}", path=path, got=degree, allowed="a divisor of it")
+
+
+def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
+    """By module name, what the plan's first matching pattern says. Raises SpecError where a pattern matches nothing."""
+    names = [name for name, _ in recipe.module.named_modules()]
+    for pattern, word in recipe.tensor_parallel.items():
+        path = f"tensor_parallel: {pattern}"
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise SpecError("no module matches", path=path, got=pattern, allowed=f"names such as {names[-1]}")
+        if isinstance(word, str) and word not in CUTS:
+            raise SpecError("no such word", path=path, got=word, allowed=f"{', '.join(CUTS)}, or a ParallelStyle")
+    return {
+        name: next(word for pattern, word in recipe.tensor_parallel.items() if fnmatchcase(name, pattern))
+        for name in names
+        if any(fnmatchcase(name, pattern) for pattern in recipe.tensor_parallel)
+    }
+
+
+def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:
+    """The axis along which `word` cuts a parameter. Raises SpecError where it cannot be cut so."""
+    if not word:
+        return None
+    cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
+    if key not in cuts:
+        got, allowed = f"{name} of a {type(module).__name__}", f"parameters {', '.join(cuts)}"
+        raise SpecError(
+            f"{word} does not say how to cut this parameter", path="tensor_parallel", got=got, allowed=allowed
+        )
+    axis = cuts[key]
+    size = 0 if axis is None else module._parameters[key].shape[axis]  # type: ignore[union-attr]
+    if size % degree:
+        got = f"{size} in axis {axis} of {name}"
+        raise SpecError(f"tp={degree} does not divide a parameter", path="plan.layout.tp", got=got, allowed="a divisor")
+    return axis
+
+
+def _own_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
+    """The padding row of a whole embedding as a row of this rank's part; None where it is another rank's."""
+    rows = len(module.weight) // mesh.size()  # type: ignore[arg-type]
+    rank, row = divmod(int(module.padding_idx), rows)  # type: ignore[arg-type]
+    return row if rank == mesh.get_local_rank() else None
+
+
+def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
+    """Raises SpecError where a shared parameter would be cut in two ways."""
+    seen: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        if first in axes and name in axes and axes[first] != axes[name]:
+            raise SpecError("a shared parameter is cut in two ways", path="tensor_parallel", got=f"{first} and {name}")
+
+
+def _computing_locally(kind: type[nn.Module], word: str, keys: tuple[str, ...], mesh: DeviceMesh) -> type[nn.Module]:
+    """`kind`, whose parameters read as this rank's parts and whose forward pass adds up what ranks have in parts."""
+    body: dict[str, Any] = {"__module__": kind.__module__}
+    group = mesh.get_group()
+    for key in keys:
+        body[key] = property(_part(key, group if word == "headwise" else None))
+    forward: Callable[..., Any] = kind.forward
+    if word == "colwise" and not issubclass(kind, nn.Embedding):
+        body["forward"] = lambda self, x, *args, **kwargs: forward(self, _summed_backward(x, group), *args, **kwargs)
+    if word == "rowwise":
+        body["bias"] = None  # added once, behind the sum
+
+        def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            out = _SumForward.apply(forward(self, *args, **kwargs), group)  # type: ignore[no-untyped-call]
+            bias = self._parameters.get("bias")
+            return out if bias is None else out + _local(bias)
+
+        body["forward"] = rowwise
+    if word == "embedding":
+        rank = mesh.get_local_rank()
+
+        def embedding(self: nn.Module, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            rows = self._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
+            local = tokens - rank * rows
+            elsewhere = (local < 0) | (local >= rows)
+            out = forward(self, local.masked_fill(elsewhere, 0), *args, **kwargs)
+            out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
+            return _SumForward.apply(out, group)  # type: ignore[no-untyped-call]
+
+        body["forward"] = embedding
+    return type(kind.__name__, (kind,), body)
+
+
+def _part(key: str, group: dist.ProcessGroup | None) -> Callable[[nn.Module], Tensor | None]:
+    """Reads a parameter as a plain tensor; with `group`, its gradients are added up over it."""
+
+    def part(module: nn.Module) -> Tensor | None:
+        values = module._parameters[key]
+        if values is None or _is_fsdp_shard(values):
+            return values  # only FSDP2 reads a shard, and it wants the very parameter
+        return _local(values) if group is None else _summed_backward(_local(values), group)
+
+    return part
+
+
+def _is_fsdp_shard(values: Tensor) -> bool:
+    return isinstance(values, DTensor) and values.device_mesh.ndim > 1
+
+
+def _local(values: Tensor) -> Tensor:
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _SumBackward.apply(x, group) if x.requires_grad else x  # type: ignore[no-untyped-call]
+
+
+class _SumForward(torch.autograd.Function):
+    """The sum of all ranks' parts; their gradients are the sum's (g of arXiv:1909.08053, section 3)."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.contiguous().clone()  # not in place: selective checkpointing keeps what a matrix product returned
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _SumBackward(torch.autograd.Function):
+    """The same on every rank; its gradient is the sum of what the ranks make of it (f of the same section)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

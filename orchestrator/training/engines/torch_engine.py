@@ -1,0 +1,268 @@
+"""The torch engine: pipeline, then tensor parallel, then plain, DDP (zero_stage 0), FSDP2 or HSDP on one device mesh.
+
+What decides memory, in bytes, for the model of it (P parameters, dp ranks):
+- Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
+  The optimizer's states are allocated before the first step, so the first step has the later steps' peak.
+- Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, which are the
+  gradients, for ever (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
+  FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
+- FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
+  pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
+- Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
+- Tensor parallel: 1/tp of what is cut, all of what is repeated (norms); a parameter at a time is whole when it is made.
+- Pipeline: see there.
+- A checkpoint is saved and loaded shard by shard in place: no copy of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from orchestrator.specs.job.model import TrainingSpec
+from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.training.checkpoint import checkpoint
+from orchestrator.training.contract import loss_scale
+from orchestrator.training.contract.loss_scale import LossScale
+from orchestrator.training.contract.precision import LOW_PRECISION
+from orchestrator.training.contract.recipe import Batch, Recipe, materialise
+from orchestrator.training.contract.results import StepResult
+from orchestrator.training.engines import pipeline
+from orchestrator.training.engines.freezing import freeze_for
+from orchestrator.training.engines.optimizers import Updates, clip_factor, scale_gradients
+from orchestrator.training.engines.pipeline import Pipeline, Share, Stage
+from orchestrator.training.engines.randomness import Randomness
+from orchestrator.training.engines.tensor_parallel import TensorParallel, tensor_parallel
+
+
+class TorchEngine:
+    """A module under plain PyTorch, DDP or FSDP2, with its optimizer."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        training: TrainingSpec,
+        device: torch.device,
+        resume_from: checkpoint.Saved | None,
+    ) -> None:
+        self._recipe, self._plan, self._device = recipe, plan, device
+        self._clip_norm = training.clip_norm
+        self._mesh = device_mesh(plan, device)
+        self._randomness = Randomness(recipe, training.seed)
+        self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
+        step = resume_from.cursor.step if resume_from else 0
+        self._changing = freeze_for(recipe.module, training.freeze, step)
+        self._build()
+        self._named = _named(recipe.module, self._share)
+        self._updates = Updates(self._named.items(), training, _state_device(plan, device), step)
+        self._updates.allocate()
+        self._trained = list(self._updates.parameters.values())
+        shared = self._share.shared if self._share else ()
+        self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
+        counted = self._updates.parameters.items()
+        again = shared if self._pipeline and self._pipeline.is_last else ()  # the first stage counts them
+        self._by_copies = _by_copies([parameter for name, parameter in counted if name not in again], plan)
+        if resume_from:
+            checkpoint.load(resume_from.path, self._state(known_at=step))
+            self._updates.set_steps()
+
+    def _build(self) -> None:
+        """The model as steps call it: whole, or the rank's stages of a pipeline."""
+        recipe, plan, mesh = self._recipe, self._plan, self._mesh
+        self._model: nn.Module = recipe.module
+        self._share: Share | None = None
+        self._pipeline: Pipeline | None = None
+        cut = tensor_parallel(recipe, mesh["tp"]) if plan.layout.tp > 1 else None
+        if plan.layout.pp == 1:
+            self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut)
+            return
+        rank = mesh["pp"].get_local_rank()
+        self._share = pipeline.cut(recipe, plan, rank)
+        roots = []
+        for turn, stage in enumerate(self._share.stages, start=1):
+            is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
+            root = Stage(stage, self._autocast, is_last=is_last)
+            roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
+        self._pipeline = Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
+
+    def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
+        layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
+        factor = self._loss_scale.factor if self._loss_scale else 1.0
+        scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
+        first = dist.get_rank() // layout.tp % layout.dp * turns
+        if self._pipeline:
+            loss = self._pipeline.step(step, first, micro_batches, scale)
+            self._pipeline.add_up(parameter.grad for parameter in self._shared if parameter.grad is not None)
+        else:
+            loss = torch.zeros((), dtype=torch.float64, device=self._device)
+            for turn, batch in enumerate(micro_batches):
+                self._randomness.begin(step, first + turn)
+                with self._sync_on_last(is_last=turn == turns - 1):
+                    loss += self._forward_backward(batch, scale)
+        norm = self._update(step, factor)
+        counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks know the same loss
+        return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
+
+    def state(self) -> checkpoint.State:
+        return self._state()
+
+    def _state(self, known_at: int | None = None) -> checkpoint.State:
+        scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
+        model = checkpoint.model_state(self._recipe.module, self._changing)
+        if self._share:  # where the last stage shares a parameter, its own name is not the first one
+            model |= {f"model.{name}": self._named[name].detach() for name in self._changing & self._named.keys()}
+        state = model | self._updates.state(known_at=known_at) | scale
+        return checkpoint.of_recipe(self._recipe.name, state)
+
+    def _forward_backward(self, batch: Batch, scale: float) -> Tensor:
+        batch = tuple(tensor.to(self._device, non_blocking=True) for tensor in batch)
+        with self._autocast():
+            loss_sum = self._recipe.loss_sum(self._model, batch)
+        (loss_sum * scale).backward()  # type: ignore[no-untyped-call]
+        return loss_sum.detach().double()
+
+    def _update(self, step: int, factor: float) -> float:
+        """Clip and update; the norm of the gradients, which carry `factor`. Leaves out a fp16 step that overflowed."""
+        if self._plan.layout.tp > 1:
+            _settle(self._trained)
+        norm = self._gradient_norm() / factor
+        if self._loss_scale is None or self._loss_scale.update(norm):
+            self._updates.prepare(step)
+            scale_gradients(self._trained, clip_factor(norm, self._clip_norm) / factor)
+            self._updates.optimizer.step()
+            self._updates.count()
+        self._updates.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _gradient_norm(self) -> float:
+        """The global norm of the gradients, to the bit the same on every rank: it decides whether fp16 steps count."""
+        squared = torch.zeros((), dtype=torch.float64, device=self._device)
+        for copies, parameters in self._by_copies.items():
+            own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            squared += torch.nn.utils.get_total_norm(own).to(squared) ** 2 / copies
+        if set(self._by_copies) == {self._plan.world_size}:
+            return squared.mul_(self._plan.world_size).sqrt().item()
+        dist.all_reduce(squared)
+        return squared.sqrt().item()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Low precision where weights stay fp32; FSDP2 casts what it gathers instead."""
+        if self._plan.precision in LOW_PRECISION and not self._plan.zero_stage:
+            return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
+        return contextlib.nullcontext()
+
+    def _sync_on_last(self, *, is_last: bool) -> contextlib.AbstractContextManager[object]:
+        if isinstance(self._model, DistributedDataParallel) and not is_last:
+            return self._model.no_sync()
+        return contextlib.nullcontext()
+
+
+def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """The mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
+
+    Axes of one rank are left out, but for dp_shard: every one costs a communicator.
+    """
+    layout, copies = plan.layout, plan.dp_replicate
+    degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp // copies, "tp": layout.tp}
+    kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "dp_shard"}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list[nn.Parameter]]:
+    """Parameters by the number of ranks that hold the same part of it."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        copies = plan.layout.dp
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            repeated = (axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+            copies = math.prod(mesh.size(axis) for axis in repeated)
+        found.setdefault(copies, []).append(parameter)
+    return found
+
+
+def _settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Let every gradient lie on the ranks as its parameter does, in place: a torch style may leave parts of sums."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _state_device(plan: Plan, device: torch.device) -> torch.device:
+    return device if plan.offload is Offload.NONE else torch.device("cpu")
+
+
+def _named(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
+    """This rank's parameters by the names that the checkpoint knows."""
+    return {share.names[name] if share else name: parameter for name, parameter in module.named_parameters()}
+
+
+def _wrapped(
+    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+) -> nn.Module:
+    """`root`, which is called and contains the recipe's module, with its parameters made and kept as the plan says."""
+    if plan.zero_stage:
+        return _sharded(recipe, root, plan, mesh, device, cut)
+    return _replicated(recipe, root, mesh, device, cut)
+
+
+def _make(part: nn.Module, recipe: Recipe, device: torch.device, cut: TensorParallel | None) -> None:
+    """Give the parameters of `part` memory and values: this rank's parts of them."""
+    materialise(recipe.module, part, recipe, device, cut.place if cut else None)
+    if cut:
+        cut.finish(part)
+
+
+def _replicated(
+    recipe: Recipe, root: nn.Module, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+) -> nn.Module:
+    _make(recipe.module, recipe, device, cut)
+    root.to(device)
+    trains = any(parameter.requires_grad for parameter in root.parameters())
+    if mesh["dp_shard"].size() == 1 or not trains:
+        return root
+    with warnings.catch_warnings():
+        # Newer releases call broadcast_buffers deprecated; what they put in its place, older ones do not know.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            root,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=mesh["dp_shard"].get_group(),
+            broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
+            gradient_as_bucket_view=True,
+            init_sync=recipe.initialise is None,  # else equal on every rank already: no flat copy for a broadcast
+        )
+
+
+def _sharded(
+    recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
+) -> nn.Module:
+    low = LOW_PRECISION.get(plan.precision)
+    mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for part in (*recipe.layers, root):
+        _make(part, recipe, device, cut)
+        fully_shard(
+            part,
+            mesh=mesh["dp_replicate", "dp_shard"] if plan.dp_replicate > 1 else mesh["dp_shard"],
+            reshard_after_forward=plan.zero_stage is ZeroStage.PARAMETERS and part is not root,
+            mp_policy=mixed,
+            offload_policy=offload if plan.offload is Offload.PARAMETERS else OffloadPolicy(),
+        )
+    return root

@@ -1,0 +1,116 @@
+"""Cross entropy straight from hidden states: the logits exist only for a chunk of tokens at a time.
+
+The loss is a sum, so its gradient for the logits is known as soon as they are: softmax minus one-hot. The forward pass
+therefore makes both gradients at once, chunk by chunk, and the backward pass only scales them. Nothing is computed
+twice; instead of logits [N, V] there are logits [CHUNK_TOKENS, V] and the weight's gradient, which has to be anyway.
+
+Shape suffixes: N tokens, C tokens of a chunk, D hidden, V vocabulary (this rank's part of it under tensor parallel).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from orchestrator.training.contract.recipe import IGNORED_LABEL
+
+CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix products of this size are efficient
+
+
+def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) -> Tensor:
+    """Cross entropy of `hidden @ weight.T` summed over the tokens whose label is not ignored; scalar, fp32.
+
+    `weight` is [V, D]. As a DTensor it is cut by vocabulary over a tensor-parallel mesh, on whose ranks `hidden` and
+    `labels` are equal; then so are the results (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    """
+    if not isinstance(weight, DTensor):
+        return _LinearCrossEntropy.apply(hidden_ND, weight, labels_N, 0, None)  # type: ignore[no-untyped-call]
+    assert weight.placements == (Shard(0),), weight.placements
+    mesh, width = weight.device_mesh, weight.shape[0]
+    first = mesh.get_local_rank() * -(-width // mesh.size())  # torch.chunk's cut
+    local_VD = weight.to_local()
+    return _LinearCrossEntropy.apply(hidden_ND, local_VD, labels_N, first, mesh.get_group())  # type: ignore[no-untyped-call]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, first: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        device = hidden_ND.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+        cast_VD = weight_VD.to(dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        hidden_grad = torch.empty_like(hidden_ND) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(labels_N), CHUNK_TOKENS):
+                rows = slice(start, start + CHUNK_TOKENS)
+                chunk_CD = hidden_ND[rows].to(dtype)
+                chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_N[rows] - first, group)
+                loss += chunk_loss
+                grad_CV = grad_CV.to(dtype)
+                add_gradients(
+                    grad_CV, chunk_CD, cast_VD, None if hidden_grad is None else hidden_grad[rows], weight_grad
+                )
+                del grad_CV
+            if hidden_grad is not None and group is not None:
+                dist.all_reduce(hidden_grad, group=group)
+        ctx.hidden_grad = hidden_grad
+        ctx.weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_grad, weight_grad = ctx.hidden_grad, ctx.weight_grad
+        ctx.hidden_grad = ctx.weight_grad = None
+        for each in (hidden_grad, weight_grad):
+            if each is not None:
+                each.mul_(grad)
+        return hidden_grad, weight_grad, None, None, None
+
+
+def add_gradients(
+    grad_CV: Tensor, chunk_CD: Tensor, weight_VD: Tensor, hidden_grad_CD: Tensor | None, weight_grad_VD: Tensor | None
+) -> None:
+    """What a chunk's gradient for the logits says of its hidden states, and more of the weight's; both in place."""
+    if hidden_grad_CD is not None:
+        hidden_grad_CD.copy_(grad_CV @ weight_VD)
+    if weight_grad_VD is not None and grad_CV.dtype is torch.float32:
+        weight_grad_VD.addmm_(grad_CV.T, chunk_CD)
+    elif weight_grad_VD is not None:
+        weight_grad_VD += grad_CV.T @ chunk_CD
+
+
+def _loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk and its gradient for the logits, fp32, in their memory where they are fp32.
+
+    `labels` count from this rank's first word, so another rank's words lie outside of the logits.
+    """
+    logits_CV = logits_CV.float()
+    here_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
+    counted_C = here_C.clone()
+    at_C = labels_C.clamp(0, logits_CV.shape[1] - 1).unsqueeze(1)
+    top_C = logits_CV.amax(dim=1)
+    if group is not None:
+        dist.all_reduce(top_C, op=dist.ReduceOp.MAX, group=group)
+    logits_CV.sub_(top_C.unsqueeze(1))
+    label_logit_C = logits_CV.gather(1, at_C).squeeze(1) * here_C
+    total_C = logits_CV.exp_().sum(dim=1)
+    if group is not None:
+        found = torch.stack((total_C, label_logit_C, counted_C.float()))
+        dist.all_reduce(found, group=group)
+        total_C, label_logit_C, counted_C = found[0], found[1], found[2] > 0
+    loss = ((total_C.log() - label_logit_C) * counted_C).sum()
+    logits_CV.div_(total_C.unsqueeze(1))
+    logits_CV.scatter_add_(1, at_C, -here_C.float().unsqueeze(1))
+    return loss, logits_CV.mul_(counted_C.unsqueeze(1))
+
+
+assert IGNORED_LABEL < 0, "a label that is ignored must lie outside of every vocabulary"

@@ -1,0 +1,95 @@
+"""Low-rank adapters beside the frozen layers of a transformers model, through peft; with a 4-bit base on CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import LoraSpec
+from orchestrator.specs.plan import Engine, ZeroStage
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.contract.precision import LOW_PRECISION
+
+# Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
+NF4_BYTES = (4 + 0.127) / 8
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
+
+
+def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = None) -> LoraConfig:
+    """peft's configuration of the adapters; `base` is the model that they belong to."""
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules) or ALL_LINEAR,
+        task_type="SEQ_2_SEQ_LM" if encoder_decoder else "CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
+    """The module with adapters in place: only they are trained, and every other parameter keeps its object.
+
+    Raises SpecError where a name in `target_modules` matches no layer.
+    """
+    config = lora_config(lora, encoder_decoder=module.config.is_encoder_decoder)
+    try:
+        return inject_adapter_in_model(config, module)  # type: ignore[return-value]
+    except ValueError as error:
+        linear = sorted({name.rpartition(".")[2] for name, each in module.named_modules() if hasattr(each, "weight")})
+        raise SpecError(
+            f"no layer takes adapters: {error}",
+            path="model.lora.target_modules",
+            got=lora.target_modules,
+            allowed=", ".join(linear),
+        ) from None
+
+
+def in_four_bits(module: Any) -> frozenset[str]:
+    """Names of the frozen weights of a model with adapters that `quantised` would hold in 4 bits; its head gets fp32.
+
+    That are linear layers' (transformers/integrations/bitsandbytes.py, 5.23): experts in one tensor stay as they are.
+    """
+    head = module.get_output_embeddings()
+    if head.weight.dtype is not torch.float32:
+        head.weight = torch.nn.Parameter(head.weight.float(), requires_grad=False)
+    return frozenset(
+        f"{name}.weight"
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer is not head and not layer.weight.requires_grad
+    )
+
+
+def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
+    """The stored model with 4-bit linear layers (NF4, arXiv:2305.14314, section 3), whole, on this rank's device.
+
+    Raises SpecError where nothing can run it.
+    """
+    plan = run.plan
+    path, hf = "model.lora.quantise_base", run.model.hf
+    if run.device != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
+        raise SpecError("4-bit layers need CUDA and bitsandbytes", path=path, got=run.device)
+    if plan.engine is not Engine.TORCH or plan.zero_stage is not ZeroStage.NONE:
+        got = f"engine={plan.engine}, zero_stage={int(plan.zero_stage)}"
+        raise SpecError("4-bit layers cannot be cut", path=path, got=got, allowed="engine=torch with zero_stage=0")
+    if not isinstance(hf, str):
+        raise SpecError("random weights are not quantised", path="model.hf", got=hf, allowed="a folder or a name")
+    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=LOW_PRECISION.get(plan.precision, torch.float32),
+    )
+    try:
+        module = auto_class.from_pretrained(
+            hf, quantization_config=settings, device_map={"": int(os.environ["LOCAL_RANK"])}, dtype=torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise SpecError(f"the model cannot be loaded: {error}", path="model.hf", got=hf) from None
+    return module.train()

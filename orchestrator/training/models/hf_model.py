@@ -1,0 +1,284 @@
+"""A transformers model as a Recipe: its own module and parameter names, our loss.
+
+Decoders come through AutoModelForCausalLM, encoder-decoders through AutoModelForSeq2SeqLM. The module is built on the
+meta device and its weights are read by name, so that an engine that shards starts with one layer at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.contract.precision import LOW_PRECISION
+from orchestrator.training.contract.recipe import IGNORED_LABEL, Batch, Dataset, Recipe
+from orchestrator.training.data.tokenised import dataset_of
+from orchestrator.training.models.cross_entropy import linear_cross_entropy
+from orchestrator.training.models.hf_adapters import adapt, quantised
+from orchestrator.training.models.hf_parallel import (
+    keep_own_heads,
+    stages_of,
+    tensor_parallel_of,
+    tensor_parallel_sizes_of,
+)
+from orchestrator.training.models.hf_weights import FirstValues, fill, stored_weights, without_memory
+
+# Settings that models read and that no configuration class has, or not Qwen's of models with experts.
+UNLISTED = ("decoder_start_token_id", "head_dim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A module whose parameters are on the meta device, but for 4-bit ones, and what fills them by name."""
+
+    module: PreTrainedModel
+    initialise: Callable[[str, Tensor], None]
+    stored_dtype: torch.dtype  # of the weights where they come from; fp32 for random ones
+
+
+def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
+    """The model and loss of a run that names a transformers model, with the run's data where no other are given.
+
+    Raises SpecError where it cannot be built.
+    """
+    built = build(run)
+    module: Any = built.module
+    if dataset is None:
+        dataset = dataset_of(run, vocabulary=module.get_input_embeddings().num_embeddings, padding=_padding(module))
+    _set_loss(module)
+    keep_own_heads(module, run.plan.layout.tp)
+    adapted = run.model.lora is not None
+    return Recipe(
+        module=module,
+        loss_sum=_batch_loss_sum,
+        dataset=dataset,
+        layers=tuple(repeated_blocks(module)),
+        initialise=built.initialise,
+        tensor_parallel={} if adapted else tensor_parallel_of(module),
+        tensor_parallel_sizes=tensor_parallel_sizes_of(module),
+        stages=None if adapted else stages_of(module),
+    )
+
+
+def build(run: TrainingRun) -> Built:
+    """The module of a run, with its adapters. Raises SpecError where it cannot be built."""
+    spec, plan = run.model, run.plan
+    assert spec.hf is not None, "a job with a transformers model"
+    config = read_config(spec.hf)
+    stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if spec.lora is not None:
+        _check_layout(plan)
+    noted = FirstValues()
+    stored: Callable[[str], Tensor] | None = None
+    if spec.lora is not None and spec.lora.quantise_base:
+        module = quantised(run, _auto_class(config))
+    else:
+        with without_memory(noted):
+            module = _auto_class(config).from_config(config, dtype=torch.float32)
+        module.tie_weights()
+        stored = stored_weights(spec.hf, module) if isinstance(spec.hf, str) else None
+        _fill_buffers(module, stored)
+    base_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if spec.lora is not None:
+        with without_memory(noted):
+            module = adapt(module, spec.lora)
+    drawn = noted.by_name(module)
+    came_as = {name: base_names.get(id(parameter)) for name, parameter in module.named_parameters()}
+    if spec.lora is not None and not spec.lora.quantise_base:
+        _hold_frozen_matrices_in(plan, module)
+    seed = run.training.seed
+
+    def initialise(name: str, values: Tensor) -> None:
+        base_name = came_as[name]
+        if stored is not None and base_name is not None:
+            values.copy_(stored(base_name))
+        elif name in drawn:
+            fill(values, drawn[name], seed=seed, name=name)
+        else:
+            raise SpecError("transformers does not say how to begin", path="model.hf", got=name, allowed="a folder")
+
+    return Built(module=module, initialise=initialise, stored_dtype=stored_dtype if stored else torch.float32)
+
+
+def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
+    """The configuration in a folder, on the hub, or said in the job. Raises SpecError."""
+    if isinstance(hf, dict):
+        return _said_config(hf)
+    folder = Path(hf).is_dir()
+    hint = "give a folder with config.json, or a name that the hub (or its local cache) knows"
+    try:
+        return AutoConfig.from_pretrained(hf, local_files_only=folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecError(f"no such transformers model: {reason}", path="model.hf", got=hf, hint=hint) from None
+
+
+def _said_config(said: dict[str, Any]) -> PreTrainedConfig:
+    values = dict(said)
+    model_type = values.pop("model_type", None)
+    try:
+        default = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise SpecError("no such family in transformers", path="model.hf.model_type", got=model_type) from None
+    known = {*default.to_dict(), *default.attribute_map, *UNLISTED}
+    for key in values:
+        if key not in known:
+            allowed = closest(key, known) or f"what {type(default).__name__} takes"
+            raise SpecError("the family has no such setting", path=f"model.hf.{key}", got=key, allowed=allowed)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError) as error:
+        raise SpecError(f"not a configuration of {model_type}: {error}", path="model.hf", got=said) from None
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        raise SpecError("transformers has no language model of this family", path="model.hf", got=config.model_type)
+    return auto
+
+
+def _check_layout(plan: Plan) -> None:
+    if plan.layout.tp > 1 or plan.layout.pp > 1:
+        got = f"tp={plan.layout.tp}, pp={plan.layout.pp}"
+        raise SpecError("adapters are trained data parallel only", path="model.lora", got=got, allowed="tp=pp=1")
+
+
+def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> None:
+    """Buffers were made for real; those that are stored get their stored values."""
+    for name, buffer in module.named_buffers():
+        try:
+            values = stored(name) if stored is not None else None
+        except KeyError:
+            values = None
+        if values is not None:
+            buffer.copy_(values)
+
+
+def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
+    """Frozen matrices that autocast would cast at every use are held in the plan's precision: the same numbers."""
+    low = LOW_PRECISION.get(plan.precision)
+    embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    for each in module.modules() if low else ():
+        weight = each._parameters.get("weight")
+        if weight is None or weight.requires_grad or weight.dim() < 2 or id(weight) in embeddings:
+            continue
+        each._parameters["weight"] = nn.Parameter(weight.to(low), requires_grad=False)
+
+
+def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a transformers model in order: what its outermost lists of equal modules hold."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len({type(block) for block in child}) == 1:
+            yield from child
+        else:
+            yield from repeated_blocks(child)
+
+
+def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
+    return module(*batch)
+
+
+def _padding(module: PreTrainedModel) -> int | None:
+    """The token that fills an encoder-decoder's input; None for a decoder, whose samples are full but the last."""
+    if not module.config.is_encoder_decoder:
+        return None
+    if module.config.pad_token_id is None:
+        raise SpecError("an encoder-decoder needs a padding token", path="model.hf", allowed="pad_token_id")
+    return module.config.pad_token_id
+
+
+def _set_loss(module: Any) -> None:
+    """Let the module's call take tokens and labels [B, T] and return the summed loss, in place.
+
+    A decoder's labels are the tokens that follow; an encoder-decoder's are the target itself. Where the logits are
+    nothing but the head's product with the last hidden states, they are never whole.
+    """
+    if module.config.is_encoder_decoder:
+        module.forward = functools.partial(_seq2seq_loss, module, type(module).forward)
+    elif has_plain_head(module):
+        head = module.get_output_embeddings()
+        head.forward = functools.partial(_head_loss, head)
+        module.forward = functools.partial(_causal_loss, module)
+    else:
+        module.forward = functools.partial(_loss_of_logits, module, type(module).forward)
+
+
+def _causal_loss(module: Any, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    hidden_BTD = module.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
+    return module.get_output_embeddings()(hidden_BTD, labels_BT)
+
+
+def _head_loss(head: nn.Linear, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+    return linear_cross_entropy(hidden_BTD.flatten(0, 1), head.weight, labels_BT.flatten())
+
+
+def _loss_of_logits(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    return _cross_entropy(forward(module, input_ids=tokens_BT, use_cache=False).logits, labels_BT)
+
+
+def _seq2seq_loss(module: Any, forward: Callable[..., Any], tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    out = forward(
+        module,
+        input_ids=tokens_BT,
+        attention_mask=tokens_BT != module.config.pad_token_id,
+        decoder_input_ids=module.prepare_decoder_input_ids_from_labels(labels=labels_BT),
+        use_cache=False,
+    )
+    return _cross_entropy(out.logits, labels_BT)
+
+
+def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    flat = logits_BTV.float().flatten(0, 1)
+    return functional.cross_entropy(flat, labels_BT.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+class _Hidden:
+    """What a base model returns: hidden states, and nothing else that is asked for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+
+def has_plain_head(module: Any) -> bool:
+    """Whether the logits are the head's product with the base model's last hidden states and nothing more.
+
+    Asked of the model's own code: it runs with a base and a head that answer with known numbers, which must pass
+    unchanged. Some families scale hidden states or logits, or bend the logits to a cap.
+    """
+    base, head = module.base_model, module.get_output_embeddings()
+    if base is module or type(head) is not nn.Linear or head.bias is not None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    hidden_BTD = torch.randn(1, 2, head.in_features, generator=generator)
+    logits_BTV = torch.randn(1, 2, head.out_features, generator=generator)
+    seen: list[Tensor] = []
+
+    def answer(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return logits_BTV
+
+    base.forward, head.forward = lambda *_, **__: _Hidden(hidden_BTD), answer
+    try:
+        out = module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+    finally:
+        del base.forward, head.forward
+    if len(seen) != 1 or seen[0].is_meta:  # some families go around their base model
+        return False
+    return torch.equal(seen[0], hidden_BTD) and torch.equal(out, logits_BTV)

@@ -1,0 +1,157 @@
+"""Where the weights of a transformers model come from: safetensors read by name, or drawn by seed and name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.recipe import seeded_generator
+
+# What has at least so many elements, and no values yet, becomes a parameter: no buffer is that large.
+PARAMETER_ELEMENTS = 2**28
+
+
+class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how a library fills its parameters while they are on the meta device, and does the same later, by name.
+
+    So a model has its family's own initialisation without one process ever holding all of it. The largest parameters
+    begin there: experts of one layer can be more than a host has.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._filled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        self._seen: list[Tensor] = []  # kept, so that no id is given twice
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.empty.memory_format and math.prod(args[0]) >= PARAMETER_ELEMENTS:
+            kwargs = {**(kwargs or {}), "device": "meta"}
+        out = op(*args, **(kwargs or {}))
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and target.is_meta and op._schema.is_mutable and not target._is_view():
+            self._filled[id(target)] = (op, tuple(args[1:]))
+            self._seen.append(target)
+        return out
+
+    def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """The last operation that filled each parameter of `module`, by the parameter's name."""
+        named = module.named_parameters()
+        return {name: self._filled[id(parameter)] for name, parameter in named if id(parameter) in self._filled}
+
+
+def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, name: str) -> None:
+    """Do what `FirstValues` noted to `values`, with random numbers that follow from (seed, name) on every device."""
+    op, arguments = operation
+    drawn = any(argument.name == "generator" for argument in op._schema.arguments)
+    host = torch.empty(values.shape)
+    op(host, *arguments, **({"generator": seeded_generator(seed, name)} if drawn else {}))
+    values.copy_(host)
+
+
+@contextmanager
+def without_memory(noted: FirstValues) -> Iterator[None]:
+    """Parameters are made on the meta device, and what fills them is noted; buffers are made for real."""
+    with init_empty_weights(include_buffers=False), noted:
+        yield
+
+
+def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+    """What `source`, a folder or a name on the hub, holds for the parameters and buffers of `model`, by their names.
+
+    Safetensors are read one tensor at a time. Where they have other names than the model's (a family whose files are
+    converted while they are loaded), or there are none, the model is loaded whole into host memory. Raises SpecError
+    where weights are missing.
+    """
+    files = _files_by_name(source)
+    places = _places(model, files)
+    if places is None:
+        return _loaded_whole(source, model)
+    wanted = places
+
+    def read(name: str) -> Tensor:
+        key = wanted[name]
+        with safe_open(files[key], framework="pt") as file:
+            return file.get_tensor(key)
+
+    return read
+
+
+def _files_by_name(source: str) -> dict[str, str]:
+    """Tensor name -> safetensors file that holds it; empty where there are none."""
+    index = found_file(source, SAFE_WEIGHTS_INDEX_NAME)
+    if index is not None:
+        names: Mapping[str, str] = json.loads(Path(index).read_text())["weight_map"]
+        files = {file: found_file(source, file) for file in set(names.values())}
+        missing = sorted(file for file, path in files.items() if path is None)
+        if missing:
+            raise SpecError("a file of weights is missing", path="model.hf", got=source, allowed=missing[0])
+        return {name: str(files[file]) for name, file in names.items()}
+    single = found_file(source, SAFE_WEIGHTS_NAME)
+    if single is None:
+        return {}
+    with safe_open(single, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), single)
+
+
+def found_file(source: str, file: str) -> str | None:
+    """Where a file of a folder, or of a name on the hub, lies; None where it has no such file."""
+    return cached_file(
+        source,
+        file,
+        local_files_only=Path(source).is_dir(),
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+
+
+def _places(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str] | None:
+    """The stored name of every parameter, and of the buffers that are stored; None where a parameter has none."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    found: dict[str, str] = {}
+    for names in aliases.values():
+        stored = _stored(names, known, model.base_model_prefix)
+        if stored is None:
+            return None
+        found |= dict.fromkeys(names, stored)
+    for name, _ in model.named_buffers():
+        stored = _stored([name], known, model.base_model_prefix)
+        if stored is not None:
+            found[name] = stored
+    return found
+
+
+def _stored(names: Sequence[str], known: Mapping[str, str], prefix: str) -> str | None:
+    """The first of these names, with or without the base model's prefix, that is known."""
+    spellings = (each for name in names for each in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
+    return next((spelling for spelling in spellings if spelling in known), None)
+
+
+def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
+    family: Any = type(model)
+    try:
+        loaded, report = family.from_pretrained(
+            source, dtype=torch.float32, local_files_only=Path(source).is_dir(), output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise SpecError(f"the weights cannot be loaded: {error}", path="model.hf", got=source) from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise SpecError("the weights lack some that the model has", path="model.hf", got=source, allowed=missing[0])
+    return {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers())}.__getitem__

@@ -1,0 +1,437 @@
+"""What is live while a model trains, and what of the model runs: counted after every operation of a step.
+
+The tensors may be fake (torch's FakeTensorMode): a storage then has a size and no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.tracing.allocator import Ledger
+from orchestrator.training.tracing.timeline import Event, Phase, Place
+
+aten, prim = torch.ops.aten, torch.ops.prim
+NO_LAYER = -1
+# Modules that DeepSpeed's stage 3 gathers and reduces as one (DEFAULT_LEAF_MODULE_CLASSES in
+# deepspeed/runtime/zero/leaf_module_config.py, 0.19.8).
+LEAF_MODULES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+MATRICES = "matrices of scores"  # what attention makes on a CPU where no kernel of its own takes it
+# Of rows, each with the matrix of its expert, of which torch's flop_registry (2.13.0) knows neither; the second is of
+# transformers (integrations/moe.py, 5.23), for types that the first does not take.
+GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+
+
+def _group_norm_backward(
+    _grad: Tensor, given: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
+) -> list[Tensor | None]:
+    """Gradients in the types of what they belong to. Those of fake tensors are all fp32 where the weight is."""
+    of_each = (given, weight, weight)  # a bias has the type of its weight
+    asked = zip(of_each, sizes[-1], strict=True)
+    return [torch.empty_like(of) if of is not None and is_asked else None for of, is_asked in asked]
+
+
+AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.default: _group_norm_backward}
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
+
+    def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, float]) -> None:
+        """`held_bytes`: by id of a parameter, of one of its elements where it is held, whatever computes with it."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phases: list[Phase] = []
+        self.places: list[Place] = []
+        self.attention = ""  # the kernel that was seen
+        self.is_alike_on_cuda = True  # but for autocast: nothing was done that CUDA does otherwise (cuda_autocast.py)
+        self.buffer_bytes = 0
+        self._recipes, self._held_bytes = recipes, held_bytes
+        self._layers = [layer for recipe in recipes for layer in recipe.layers]
+        self._parameters = list(
+            {id(parameter): parameter for recipe in recipes for parameter in recipe.module.parameters()}.values()
+        )
+        inside = {id(parameter): at for at, layer in enumerate(self._layers) for parameter in layer.parameters()}
+        self._layer_of = {id(parameter): inside.get(id(parameter), NO_LAYER) for parameter in self._parameters}
+        self._names = {
+            id(each): f"{recipe.name}.{name}" if recipe.name else name
+            for recipe in recipes
+            for name, each in (*recipe.module.named_modules(), *recipe.module.named_parameters())
+        }
+        self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers that went before)
+        self._layer_at: dict[int, int] = {}  # place -> layer
+        self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
+        self._looked_up: set[int] = set()
+        self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
+        self._arrived: dict[int, Tensor] = {}  # in the order in which they had their first gradient
+        self._home: dict[int, Place] = {}  # of a parameter
+        self._in_leaf = {
+            id(parameter): id(module)
+            for recipe in recipes
+            for module in recipe.module.modules()
+            if f"{type(module).__module__}.{type(module).__qualname__}" in LEAF_MODULES
+            for parameter in module.parameters()
+        }
+        self._packed = {
+            id(module.in_proj_weight)
+            for recipe in recipes
+            for module in recipe.module.modules()
+            if isinstance(module, nn.MultiheadAttention)
+        }
+        self._is_first_step, self._is_ahead = True, False
+        self._live_bytes = self._resident_bytes = 0
+        self.ledger = Ledger()  # of the newest step
+        self._storages: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # with size and number in the ledger
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles here
+
+    @contextlib.contextmanager
+    def step(self, samples: int) -> Iterator[None]:
+        """Around a whole step of so many samples: parameters and buffers are live, gradients are not."""
+        self.phases, self.ledger, self._samples = [], Ledger(), samples
+        self._live_bytes, self._storages = 0, {}
+        for parameter in self._parameters:
+            self._count(parameter)
+        weights = self._live_bytes
+        for recipe in self._recipes:
+            for buffer in recipe.module.buffers():
+                self._count(buffer)
+        self._resident_bytes, self.buffer_bytes = self._live_bytes, self._live_bytes - weights
+        self.ledger.begin()
+        self._held_by = {parameter.untyped_storage()._cdata: parameter for parameter in self._parameters}
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+            if parameter.requires_grad
+        ]
+        for recipe in self._recipes:
+            handles.append(recipe.module.register_forward_pre_hook(self._comes_back, prepend=True))
+            handles.append(recipe.module.register_forward_hook(self._returned))
+        for at, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_pre_hook(self._before(at), with_kwargs=True, prepend=True))
+            handles.append(layer.register_forward_hook(self._behind(at)))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._is_first_step = False
+
+    @contextlib.contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Around the forward and backward pass of the recipe of that number; then its gradients go."""
+        self._turn, self._layers_passed, self._is_forward, self._is_outside = number, 0, True, False
+        self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
+        self._come: Counter[int] = Counter()  # id of a place -> elements of its gradients
+        self._gradient_bytes = 0
+        self._passed_back: dict[int, int] = {}  # layer -> parameters
+        self._hooked: Any = WeakIdKeyDictionary()
+        self._enter(self._between(), backward=False)
+        yield
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._gradient_bytes = 0
+
+    def turn_back(self) -> None:
+        """The loss has been computed: what follows is the backward pass."""
+        self._is_forward = False
+        self._enter(self._between(), backward=True)
+
+    def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The function, which makes gradients in the forward pass: their products count as the backward pass's."""
+
+        def called(*args: Any) -> None:
+            self._is_ahead = True
+            try:
+                function(*args)
+            finally:
+                self._is_ahead = False
+
+        return called
+
+    def named_places(self) -> list[Place]:
+        """The places, in the order in which they were come to, with all parameters and with names."""
+        for parameter in self._parameters:
+            if id(parameter) in self._unread:
+                self._settle(parameter, 0)
+        for key, arrived in self._arrived.items():
+            home = self._home[key]
+            home.tensors += (arrived.numel(),)
+            if key in self._in_leaf:
+                home.leaf_until = sum(home.tensors)
+        leaves: Counter[int] = Counter()
+        for parameter in self._parameters:
+            if id(parameter) in self._in_leaf:
+                home, leaf = self._home[id(parameter)], self._in_leaf[id(parameter)]
+                leaves[leaf] += parameter.numel()
+                home.side_by_side = max(home.side_by_side, leaves[leaf])
+                home.leaf += (parameter.numel(),) if id(parameter) in self._trained else ()
+        for parameter in self._parameters:
+            if id(parameter) in self._trained:
+                self._home[id(parameter)].registered += (parameter.numel(),)
+        self._arrived.clear()
+        self._find_last_parameters()
+        for (turn, passed), at in self._place_of.items():
+            place = self.places[at]
+            if not place.name:
+                last = passed == max(layers for number, layers in self._place_of if number == turn)
+                word = "loss" if last else "input" if not passed else "between layers"
+                place.name = ".".join(filter(None, (self._recipes[turn].name, word)))
+        return self.places
+
+    def _find_last_parameters(self) -> None:
+        """Of every layer, and for the last place of a recipe of all that is in none: FSDP2 reduces them together."""
+        for turn, recipe in enumerate(self._recipes):
+            last = max(passed for number, passed in self._place_of if number == turn)
+            rest = self.places[self._place_of[turn, last]]
+            # A shared one counts where it comes first.
+            for parameter in {id(each): each for each in _behind_those_of_parts(recipe.module)}.values():
+                if id(parameter) in self._trained:
+                    is_free = self._layer_of[id(parameter)] == NO_LAYER
+                    (rest if is_free else self._home[id(parameter)]).last_parameter = parameter.numel()
+
+    @property
+    def updated_before_largest(self) -> int:
+        """See ModelProfile: by the optimizers, each of which goes through its recipe's parameters in order."""
+        sizes = [
+            [parameter.numel() for parameter in recipe.module.parameters() if id(parameter) in self._trained]
+            for recipe in self._recipes
+        ]
+        pairs = [pair for each in sizes for pair in zip((0, *each), each, strict=False)]
+        return max((before + 2 * size for before, size in pairs), default=0) - 2 * max(
+            (size for _, size in pairs), default=0
+        )
+
+    # ------------------------------------------------------------------------------------------------------ counting
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is prim.device.default:  # asked more often than anything else
+            return args[0].fake_device
+        out = AS_REAL.get(op, op)(*args, **(kwargs or {}))
+        if self._is_forward and self._is_first_step and not self._is_ahead:
+            self._learn(op, args, kwargs or {}, out)
+        before = self._live_bytes
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        if self._live_bytes > before:
+            self.phases[-1].events.append(self._event())
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is None:
+            self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, self.ledger.take(size))
+            self._live_bytes += size
+        elif known[1] != size:
+            self.ledger.give(known[2])
+            self._storages[key] = (known[0], size, self.ledger.take(size))
+            self._live_bytes += size - known[1]
+
+    def _forget(self, key: int) -> None:
+        _, size, number = self._storages.pop(key)
+        self._live_bytes -= size
+        self.ledger.give(number)
+
+    def _event(self) -> Event:
+        place, total = self.phases[-1].place, self._gradients.total()
+        own = self._gradients[self._layer_at[place]] if place in self._layer_at else 0
+        return Event(
+            live_bytes=self._live_bytes - self._resident_bytes - self._gradient_bytes,
+            own=own,
+            done=total - own,
+            ends_done=self._gradients[NO_LAYER],
+            units_done=sum(self._passed_back.values()),
+            outside=self._is_outside,
+        )
+
+    def _has_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._arrived.setdefault(id(parameter), parameter)
+        self._gradients[self._layer_of[id(parameter)]] += parameter.numel()
+        self._gradient_bytes += parameter.grad.untyped_storage().nbytes()
+        home, place = self._home.get(id(parameter)), self.places[self.phases[-1].place]
+        if home is place and len(self._recipes) == 1:
+            self._come[id(home)] += parameter.numel()
+            event, own = self._event(), self._come[id(home)]
+            found = event._replace(own=own, done=event.own + event.done - own, fresh=parameter.numel())
+            self.phases[-1].events.append(found)
+
+    # -------------------------------------------------------------------------------------------------------- phases
+
+    def _enter(self, place: int, *, backward: bool) -> None:
+        if self.phases and self.phases[-1].turn == self._turn:
+            last = self.phases[-1]
+            if (last.place, last.backward) == (place, backward):
+                return
+            if last.backward and last.place in self._layer_at:
+                self._passed_back[last.place] = self.places[last.place].parameters
+            if not last.backward and len(last.events) == 1 and last.place not in self._layer_at:
+                self.phases.pop()  # nothing was made between two layers
+        self.phases.append(Phase(place, self._turn, backward, []))
+        self.phases[-1].events.append(self._event())
+
+    def _between(self) -> int:
+        """The place behind as many layers as have gone forward in this turn."""
+        key = (self._turn, self._layers_passed)
+        if key not in self._place_of:
+            self._place_of[key] = len(self.places)
+            self.places.append(Place(name="", is_layer=False))
+        return self._place_of[key]
+
+    def _layer(self, at: int) -> int:
+        key = (NO_LAYER, at)
+        if key not in self._place_of:
+            place = self._place_of[key] = len(self.places)
+            self._layer_at[place] = at
+            self.places.append(Place(name=self._names[id(self._layers[at])], is_layer=True))
+            for parameter in self._parameters:
+                if self._layer_of[id(parameter)] == at:
+                    self._settle(parameter, place)
+        return self._place_of[key]
+
+    def _before(self, at: int) -> Callable[..., None]:
+        def enters(_layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._is_forward:
+                between = self._between()
+                if len(self.phases[-1].events) > 1:
+                    self._when_gradient_comes((args, kwargs), between)
+                self._enter(self._layer(at), backward=False)
+
+        return enters
+
+    def _behind(self, at: int) -> Callable[..., None]:
+        def leaves(_layer: nn.Module, _args: Any, out: Any) -> None:
+            if self._is_forward:
+                self._when_gradient_comes(out, self._layer(at))
+                self._layers_passed += 1
+                self._enter(self._between(), backward=False)
+
+        return leaves
+
+    def _comes_back(self, *_: Any) -> None:
+        """To the model: it is called, or the gradient of what it returned has come."""
+        self._is_outside = False
+
+    def _returned(self, _module: nn.Module, _args: Any, out: Any) -> None:
+        self._is_outside = True
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
+
+    def _when_gradient_comes(self, made: Any, place: int) -> None:
+        """The backward pass of a place begins when the gradient of what it made is complete."""
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and tensor not in self._hooked:
+                self._hooked[tensor] = True
+                tensor.register_hook(lambda _: self._enter(place, backward=True))  # type: ignore[no-untyped-call]
+
+    # -------------------------------------------------------------------------------------------------------- places
+
+    def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Which parameters are read here, and how much is computed."""
+        place, samples = self.places[self.phases[-1].place], self._samples
+
+        def parameter_of(leaf: Any) -> nn.Parameter | None:
+            return self._held_by.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+
+        for leaf in tree_leaves((args, kwargs)):
+            parameter = parameter_of(leaf)
+            if parameter is not None and id(parameter) in self._unread:
+                self._settle(parameter, self._between())
+        packet = op._overloadpacket
+        table = parameter_of(args[0]) if packet is aten.embedding else None
+        if table is not None and id(table) in self._trained - self._looked_up:
+            self._looked_up.add(id(table))
+            self._home[id(table)].looked_up += table.numel()
+        if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
+            place.viewed += args[0].numel()  # tensors of experts: what multiplies them saves the view
+            place.side_by_side = max(place.side_by_side, place.viewed)
+        if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
+            is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
+            said = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
+            flops = sdpa_flop_count(*(said[name].shape for name in ("query", "key", "value")))  # type: ignore[no-untyped-call]
+            place.flops += (flops / 2 if said.get("is_causal") else flops) / samples
+            self.attention = "flash" if is_flash and said.get("attn_mask") is None else "memory-efficient"
+        elif op.name() in GROUPED_PRODUCTS:
+            (rows, inner), columns = args[0].shape, args[1].shape[-1]
+            place.flops += 2 * rows * inner * columns / samples
+            place.matmuls += ((-(-rows // samples), inner, columns),)
+        elif packet in flop_registry:
+            place.flops += flop_registry[packet](*args, **kwargs, out_val=out) / samples
+            products = _products(packet, args, out)
+            place.matmuls += tuple((-(-rows // samples), inner, columns) for rows, inner, columns in products)
+        elif packet is aten._safe_softmax:
+            self.attention, self.is_alike_on_cuda = MATRICES, False
+        elif packet is aten.bernoulli_:  # dropout of any kind
+            self.is_alike_on_cuda = False
+        elif packet is aten._softmax and out.dim() == 4:
+            self.attention = self.attention or "eager"
+
+    def _settle(self, parameter: nn.Parameter, at: int) -> None:
+        """Count the parameter to the place."""
+        place, count = self.places[at], parameter.numel()
+        self._home[id(parameter)] = place
+        self._unread.discard(id(parameter))
+        if not place.is_layer and count > place.largest_parameter:
+            place.name = self._names[id(parameter)].rpartition(".")[0]
+        place.parameters += count
+        place.largest_parameter = max(place.largest_parameter, count)
+        if id(parameter) in self._packed:
+            place.viewed += count  # ZeRO-3 hands on its inputs one by one: to torch they are not one tensor
+        if id(parameter) in self._trained:
+            place.trained += count
+            place.factored += _factored(parameter.shape)
+        else:
+            place.frozen_bytes += round(count * self._held_bytes[id(parameter)])
+
+
+def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters in FSDP2's order (`_get_managed_modules` in torch/distributed/fsdp/_fully_shard/_fsdp_init.py)."""
+    for part in module.children():
+        yield from _behind_those_of_parts(part)
+    yield from module.parameters(recurse=False)
+
+
+def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """An operation as the product of matrices that it is: (rows, inner, columns). None where it is of activations only.
+
+    A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3); a transposed
+    one that of inputs and filters, whose results are added up.
+    """
+    if packet in (aten.mm, aten.addmm):
+        left, right = args[-2:]
+        return ((left.shape[0], left.shape[1], right.shape[1]),)
+    if packet is aten.convolution:
+        given, weight, transposed = args[0], args[1], args[6]
+        at = given if transposed else out
+        rows = at.shape[0] * math.prod(at.shape[2:])
+        patch = math.prod(weight.shape[1:])
+        return ((rows, weight.shape[0], patch) if transposed else (rows, patch, weight.shape[0]),)
+    return ()
+
+
+def _factored(shape: Sequence[int]) -> int:
+    """Elements of Adafactor's second moments: a row and a column of every matrix (torch/optim/_adafactor.py)."""
+    count = math.prod(shape)
+    return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

@@ -1,0 +1,407 @@
+"""Training steps on fake tensors, counted: `python -m orchestrator.training.tracing.trace REQUEST`.
+
+REQUEST is a file with the JSON of `Request`; printed is the JSON list of one ModelProfile for each of its arithmetics.
+It runs in a process of its own: a model's code may do anything, and torch stays as it leaves it. It stands here and not
+in `memory`, since what it traces is the job's Recipe, with its own loss and data, which only `training` can build.
+
+Fake tensors have sizes and no memory, so a model of any size is traced on a machine that could not hold it. A recorder
+counts live storages after every operation, at two micro-batch sizes, under every kind of checkpointing that the engines
+know. The optimizer's part follows from parameter counts and is not traced. What the model does not show to torch's
+dispatcher (scratch inside kernels, libraries' workspaces) is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.model import (
+    DataSpec,
+    DecoderSpec,
+    ModelSpec,
+    TrainingSpec,
+    model_from_json,
+    training_from_json,
+)
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, Precision
+from orchestrator.specs.profile import ModelProfile
+from orchestrator.specs.run import TrainingRun
+from orchestrator.training.contract.precision import LOW_PRECISION
+from orchestrator.training.contract.recipe import Batch, Recipe, from_factory
+from orchestrator.training.engines.batch_norm import batch_norms
+from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
+from orchestrator.training.engines.freezing import freeze_for
+from orchestrator.training.engines.recompute import recompute
+from orchestrator.training.models import cross_entropy
+from orchestrator.training.models.decoder import decoder_recipe
+from orchestrator.training.tracing.allocator import Ledger, fragmentation, on_lines
+from orchestrator.training.tracing.cuda_autocast import as_on_cuda
+from orchestrator.training.tracing.fake_model import as_with_values, parameters_on_meta, without_memory
+from orchestrator.training.tracing.recorder import Recorder
+from orchestrator.training.tracing.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
+from orchestrator.training.tracing.zero3_linear import Zero3Linear
+
+SAMPLES = (2, 3)  # micro-batches: from there on everything is linear; of one sample some copies are not made
+DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
+BAD_JOB_EXIT_CODE = 2
+LAST_STEP = 2**62  # when all has thawed that ever will
+# What a trace may take beside what is there once torch is imported: fake tensors are a few hundred MB of Python objects
+# (a decoder of 70 billion parameters, measured); a model that makes its weights with a memory of their own is stopped.
+ADDRESS_SPACE_BYTES = 16 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """How an engine computes: under autocast weights stay fp32, else the weights themselves are cast."""
+
+    precision: Precision
+    autocast: bool
+    cuda: bool = False  # autocast as it is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to be traced."""
+
+    model: ModelSpec
+    training: TrainingSpec
+    family: str
+    sequence_length: int
+    arithmetics: tuple[Arithmetic, ...]
+
+
+def request_from_json(data: dict[str, Any]) -> Request:
+    """The Request that `dataclasses.asdict` wrote."""
+    return Request(
+        model=model_from_json(data["model"]),
+        training=training_from_json(data["training"]),
+        family=data["family"],
+        sequence_length=data["sequence_length"],
+        arithmetics=tuple(
+            Arithmetic(precision=Precision(each["precision"]), autocast=each["autocast"], cuda=each["cuda"])
+            for each in data["arithmetics"]
+        ),
+    )
+
+
+def profiles(request: Request) -> list[ModelProfile]:
+    """One for each of the arithmetics. Raises SpecError, and what the model's own code raises.
+
+    What CUDA does otherwise without autocast is attention that a CPU computes by its matrices of scores, and dropout.
+    """
+    found: dict[Arithmetic, tuple[ModelProfile, bool]] = {}
+    for arithmetic in request.arithmetics:
+        on_cpu = found.get(replace(arithmetic, cuda=False))
+        is_alike = on_cpu is not None and on_cpu[1] and not arithmetic.autocast
+        found[arithmetic] = on_cpu if on_cpu is not None and is_alike else _profile(request, arithmetic)
+    return [profile for profile, _ in found.values()]
+
+
+def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bool]:
+    """With whether a CPU and CUDA do the same, but for autocast."""
+    config = _config(request.model)
+    by_number = any(set(frozen.parameters) & set("0123456789?[") for frozen in request.training.freeze)
+    layers = 0 if by_number else _equal_layers(config)
+    leading = getattr(config, "first_k_dense_replace", None) or 0  # layers without experts before those with them
+    depths = leading + DEPTHS[0], leading + DEPTHS[1]
+    if layers > depths[1]:
+        with contextlib.suppress(Unlike):
+            few, many = (_Traced(request, arithmetic, _cut(config, depth)) for depth in depths)
+            apart, more = depths[1] - depths[0], layers - depths[1]
+            found = many.profile(deeper(few.timeline, many.timeline, apart=apart, more=more))
+            if found.parameters == _parameters(request, arithmetic, config):
+                return found, many.is_alike_on_cuda
+    whole = _Traced(request, arithmetic, config)
+    return whole.profile(whole.timeline), whole.is_alike_on_cuda
+
+
+def _parameters(request: Request, arithmetic: Arithmetic, config: Any) -> int:
+    """Of all of the model: its layers need not be what the first few are."""
+    return sum(parameter.numel() for parameter in build(request, arithmetic, config).module.parameters())
+
+
+class _Traced:
+    """A model's steps at both micro-batches, under every kind of checkpointing."""
+
+    def __init__(self, request: Request, arithmetic: Arithmetic, config: Any) -> None:
+        self._request, self._arithmetic = request, arithmetic
+        recipe = build(request, arithmetic, config)
+        self._recipes = (recipe, *recipe.then)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        low = LOW_PRECISION.get(arithmetic.precision)
+        self._autocast = low if arithmetic.autocast else None
+        held_bytes: dict[int, float] = {}
+        for each in self._recipes:
+            four_bits = _in_four_bits(request.model, each.module)
+            held_bytes |= without_memory(each.module, self._fake, None if arithmetic.autocast else low)
+            held_bytes |= {id(each.module.get_parameter(name)): width for name, width in four_bits.items()}
+            if low and not arithmetic.autocast:
+                for part in (each.module, *each.layers):
+                    part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
+        self._recorder = Recorder(self._recipes, held_bytes)
+        gc.freeze()  # what was imported is never garbage: looking through it took 7 % of a trace
+        self._fragmentation: dict[ActivationCheckpointing, float] = {}
+        gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
+        with as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
+            cases = [(False, False)]
+            if recipe.then and self._autocast is None:
+                cases.append((True, False))
+            elif self._autocast is None and not all(each.requires_grad for each in recipe.module.parameters()):
+                cases.append((False, True))
+            recorded = [
+                self._steps(mode, sharded=sharded, zero3=zero3)
+                for sharded, zero3 in cases
+                for mode in ActivationCheckpointing
+            ]
+        self.timeline: Timeline = timeline(self._recorder.named_places(), recorded)
+
+    def profile(self, found: Timeline) -> ModelProfile:
+        turns = tuple(sum(p.numel() for p in each.module.parameters() if p.requires_grad) for each in self._recipes)
+        return profile(
+            found,
+            family=self._request.family,
+            precision=self._arithmetic.precision,
+            workspace_bytes=self._recorder.buffer_bytes,
+            turns=turns if len(turns) > 1 else (),
+            attention=self._recorder.attention,
+            fragmentation=tuple(self._fragmentation.items()),
+            updated_before_largest=self._recorder.updated_before_largest,
+        )
+
+    @property
+    def is_alike_on_cuda(self) -> bool:
+        return self._recorder.is_alike_on_cuda
+
+    def _steps(self, mode: ActivationCheckpointing, *, sharded: bool, zero3: bool) -> Steps:
+        layers = [layer for recipe in self._recipes for layer in recipe.layers]
+        norms = [norm for recipe in self._recipes for norm in batch_norms(recipe.module)]
+        linear = patch.object(functional, "linear", Zero3Linear.apply) if zero3 else contextlib.nullcontext()
+        with _forwards_put_back((*layers, *norms)), linear:
+            recompute(layers, mode)
+            (first, few), (second, many) = (self._step(samples, norms, sharded=sharded) for samples in SAMPLES)
+        if not (sharded or zero3) and (self._arithmetic.cuda or not self._arithmetic.autocast):
+            self._fragmentation[mode] = fragmentation(on_lines(few, many, SAMPLES).values(), self._adam_bytes())
+        return Steps(mode=mode, sharded=sharded, zero3=zero3, samples=SAMPLES, phases=(first, second))
+
+    def _adam_bytes(self) -> list[int]:
+        """Of both fp32 moments of every parameter that is trained."""
+        parameters = [each for recipe in self._recipes for each in recipe.module.parameters() if each.requires_grad]
+        return [4 * parameter.numel() for parameter in parameters for _ in ("exp_avg", "exp_avg_sq")]
+
+    def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
+        """The forward and backward passes of one optimizer step, every recipe in its turn, and what they ask for.
+
+        `sharded`: as FSDP2 has it, under which recipes out of turn ask for gradients too (engines/alternating.py).
+        """
+        real = self._recipes[0].dataset.batch(range(samples))
+        training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
+        with _forwards_put_back(norms), self._fake, self._recorder.step(samples):
+            prepare_batch_norms(norms, _plan(self._arithmetic, samples), training)
+            for turn, recipe in enumerate(self._recipes):
+                still = contextlib.nullcontext() if sharded else _standing_still(self._recipes, recipe)
+                with self._recorder.turn(turn), still:
+                    self._forward_backward(recipe, tuple(map(self._fake.from_tensor, real)))
+        return self._recorder.phases, self._recorder.ledger
+
+    def _forward_backward(self, recipe: Recipe, batch: Batch) -> None:
+        batch = tuple(tensor.view_as(tensor) for tensor in batch)  # an operation, so that it is counted
+        with torch.autocast("cpu", self._autocast) if self._autocast else contextlib.nullcontext():
+            loss_sum = recipe.loss_sum(recipe.module, batch)
+        self._recorder.turn_back()
+        (loss_sum * 1.0).backward()  # type: ignore[no-untyped-call]
+
+
+def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
+    """The recipe of `config`, or else of the model's factory; its parameters are on the meta device."""
+    model = request.model
+    samples: Any = _Tokens(request.sequence_length)
+    if isinstance(config, DecoderSpec):
+        recipe = decoder_recipe(config, samples, request.training.seed)
+    elif model.hf is not None:
+        from orchestrator.training.models.hf_model import hf_recipe  # only here: importing transformers takes seconds
+
+        lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # which needs CUDA
+        said = replace(model, hf=_as_said(config), lora=lora)
+        run = TrainingRun(
+            model=said,
+            data=DataSpec(sequence_length=request.sequence_length),
+            training=request.training,
+            plan=_plan(arithmetic, SAMPLES[0]),
+            job_folder="",
+            attempt_folder="",
+            epoch=1,
+            device="cpu",
+        )
+        recipe = hf_recipe(run, samples)
+    else:
+        assert model.factory is not None, "a job names a decoder, a transformers model or a factory"
+        torch.manual_seed(request.training.seed)
+        with parameters_on_meta():
+            recipe = from_factory(model.factory, model.config)
+    if not recipe.then:
+        freeze_for(recipe.module, request.training.freeze, LAST_STEP)
+    return recipe
+
+
+class _Tokens:
+    """Samples as a language model sees them."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self._length = sequence_length
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def token_count(self, _index: int) -> int:
+        return self._length
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        shape = len(indices), self._length
+        return torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+
+
+def _config(model: ModelSpec) -> Any:
+    """The shape of a decoder, a transformers configuration, or None where a factory makes the model."""
+    hf = model.hf
+    if hf is None:
+        return model.decoder
+    from orchestrator.training.models.hf_model import read_config
+
+    return read_config(model.config if isinstance(hf, str) and model.config and not Path(hf).is_dir() else hf)
+
+
+def _equal_layers(config: Any) -> int:
+    """How many layers a model has of which a few stand for all; 0 where they may differ."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return getattr(config, "num_hidden_layers", 0) if len(kinds) <= 1 else 0
+
+
+def _cut(config: Any, layers: int) -> Any:
+    """The configuration with so many layers."""
+    if isinstance(config, DecoderSpec):
+        return replace(config, num_hidden_layers=layers)
+    cut = type(config).from_dict(config.to_dict())
+    cut.num_hidden_layers = layers
+    kinds = getattr(cut, "layer_types", None)
+    if kinds and len(kinds) > layers:  # some families' follow from the number
+        cut.layer_types = kinds[:layers]
+    return cut
+
+
+def _as_said(config: Any) -> dict[str, Any]:
+    """The configuration as a job would say it: what its family knows."""
+    from orchestrator.training.models.hf_model import UNLISTED
+
+    known = {*type(config)().to_dict(), *config.attribute_map, *UNLISTED}
+    return {"model_type": config.model_type, **{key: value for key, value in config.to_dict().items() if key in known}}
+
+
+def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
+    return Plan(
+        engine=Engine.TORCH,
+        layout=ParallelLayout(),
+        micro_batch_size=samples,
+        gradient_accumulation_steps=1,
+        precision=arithmetic.precision,
+    )
+
+
+def _in_four_bits(model: ModelSpec, module: Any) -> dict[str, float]:
+    """Bytes of an element of weights that are held in 4 bits on CUDA and were made whole here, by name."""
+    if model.lora is None or not model.lora.quantise_base:
+        return {}
+    from orchestrator.training.models.hf_adapters import NF4_BYTES, in_four_bits
+
+    return dict.fromkeys(in_four_bits(module), NF4_BYTES)
+
+
+def _rounding(low: torch.dtype) -> Callable[..., Any]:
+    """A hook that casts what a module is given, as FSDP2 does."""
+
+    def cast(value: Any) -> Any:
+        return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def rounded(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    return rounded
+
+
+@contextlib.contextmanager
+def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Whatever is put in place of the modules' forward functions is gone afterwards."""
+    before = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+@contextlib.contextmanager
+def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
+    """Only the parameters of one recipe ask for gradients."""
+    others = [each for recipe in recipes if recipe is not but for each in recipe.module.parameters()]
+    trained = [parameter for parameter in others if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def _limit_address_space(more_bytes: int) -> None:
+    """From now on this process may map so much more: asking for more fails there and then, not by the kernel's hand.
+
+    Where the system does not count mapped pages (all but Linux) there is no limit.
+    """
+    mapped = Path("/proc/self/statm")
+    if mapped.exists():
+        used_bytes = int(mapped.read_text().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = used_bytes + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def main(arguments: list[str]) -> int:
+    """Print the profiles of the request file, or on exit code 2 what is wrong with the job.
+
+    What the model's own code prints goes to standard error.
+    """
+    request = request_from_json(json.loads(Path(arguments[0]).read_text()))
+    _limit_address_space(ADDRESS_SPACE_BYTES)
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        try:
+            found = profiles(request)
+        except SpecError as error:
+            said = {name: getattr(error, name) for name in ("what", "path", "got", "allowed", "hint")}
+            json.dump(said, answer, default=str)
+            return BAD_JOB_EXIT_CODE
+        json.dump([dataclasses.asdict(each) for each in found], answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""What of published step times no model can know."""
+
+from __future__ import annotations
+
+from benchmarks.cost import contradicts_itself, knowing_layouts, off_a_line
+from benchmarks.step_times import Measured
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision
+
+
+def row(micro: int, steps: int, measured_s: float, tp: int = 1) -> Measured:
+    plan = Plan(
+        engine=Engine.TORCH,
+        layout=ParallelLayout(dp=1, tp=tp),
+        micro_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        precision=Precision.FP16,
+    )
+    return Measured(group=(), plan=plan, predicted_s=1.0, measured_s=measured_s)
+
+
+def test_a_group_contradicts_itself_whose_fastest_plan_computed_more_samples_in_less_time() -> None:
+    assert contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9)])
+
+
+def test_a_group_whose_larger_micro_batches_take_longer_is_consistent() -> None:
+    assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 2.1)])
+
+
+def test_other_layouts_and_slower_plans_contradict_nothing() -> None:
+    assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9, tp=2)])
+    assert not contradicts_itself([row(1, 4, 4.0), row(2, 2, 1.9), row(4, 1, 1.8, tp=2)])
+
+
+def test_who_knows_the_layouts_still_errs_where_their_micro_batches_differ() -> None:
+    """Of every plan 1 s was predicted: of the first layout's half too little, of the others a quarter."""
+    group = [row(1, 4, 1.0), row(2, 2, 3.0), row(1, 4, 4.0, tp=2)]
+    assert [one.ratio for one in knowing_layouts(group)] == [1.5, 0.5, 1.0]
+
+
+def test_steps_that_were_added_up_are_on_a_line_and_those_that_were_timed_are_not() -> None:
+    added_up = {steps: 0.2 + 0.1 * steps for steps in (2, 4, 8, 16)}
+    assert off_a_line(added_up) < 1e-12
+    assert off_a_line(added_up | {8: 1.02}) > 0.01

@@ -1,0 +1,46 @@
+"""Published rows are jobs: every word of theirs is known, and the plan is one that a search would make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published_rows import read_rows
+from orchestrator.planning.search import plans
+from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.service.commands.plan import given_plan
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.parse import job_from_data
+
+HEADER = "{source: s, url: u, looked_at: true, rows: [%s]}"
+ROW = "{id: a, at: b, job: {}, plan: {}, cluster: %s, measured: {%s: 1}, outcome: %s}"
+
+
+def test_there_are_eighty_rows_and_each_is_one() -> None:
+    rows = read_rows()
+    assert len(rows) >= 80
+    assert len({row.name for row in rows}) == len(rows)
+
+
+def test_the_plan_of_a_row_is_one_that_the_search_makes() -> None:
+    for row in read_rows()[::4]:
+        spec = job_from_data({"name": row.name, **row.job}, row.source)
+        plan = given_plan(spec, [(key, str(value)) for key, value in row.plan.items()])
+        (group,) = groups_of(idle_nodes(row.cluster))
+        assert plan in set(plans(spec, group.hardware)), row.name
+
+
+@pytest.mark.parametrize(
+    ("row", "unknown"),
+    [
+        (ROW % ("1x1-a100-80gb", "active", "ran"), "active"),
+        (ROW % ("1x1-a100-80gb", "device", "OK"), "OK"),
+        (ROW % ("a100", "device", "ran"), "a100"),
+        ((ROW % ("1x1-a100-80gb", "device", "ran")).replace("plan", "plans"), "plans"),
+    ],
+)
+def test_an_unknown_word_is_an_error(row: str, unknown: str, tmp_path: Path) -> None:
+    (tmp_path / "source.yaml").write_text(HEADER % row)
+    with pytest.raises(ValueError, match=unknown):
+        read_rows(tmp_path)

@@ -1,0 +1,134 @@
+"""What the benchmark of the scheduler measures is what it says: small worlds, in seconds."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import decisions, peers, scheduler
+from benchmarks.__main__ import table
+from benchmarks.figure import at_most, informs
+from benchmarks.reproduced import Published, reproduced
+from benchmarks.side_by_side import UNITS, SideBySide
+from orchestrator.backends.simulated.traces import Arrival, Trace, told
+
+ONE_NODE = scheduler.cluster_of(1, 10.0)
+
+
+def arrival(at_s: float, steps: int, speeds: dict[int, float], **said: object) -> Arrival:
+    return Arrival(at_s=at_s, spec=told("job", speeds, steps), **said)
+
+
+def test_peers_get_what_users_asked_for_and_ours_may_choose() -> None:
+    """Eight devices are barely faster than one: who must take what was asked for runs one job after the other."""
+    jobs = tuple(arrival(0.0, 100, {1: 1.0, 8: 0.9}, rigid_devices=8) for _ in range(4))
+    trace = Trace(name="night", arrivals=jobs)
+    for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(peers.EASY, ONE_NODE), 8)):
+        outcomes = play(trace, 0).outcomes
+        assert {process.attempt.plan.world_size for one in outcomes for process in one.attempts} == {width}
+    rigid = Trace(name="night", arrivals=tuple(map(scheduler.as_asked, jobs)))
+    (first, *_) = scheduler.ours(ONE_NODE)(rigid, 0).outcomes
+    assert first.attempts[0].attempt.plan.world_size == 8
+
+
+def test_backfill_takes_what_the_head_cannot_use_and_never_delays_it() -> None:
+    trace = Trace(
+        name="night",
+        arrivals=(
+            arrival(0.0, 100, {4: 1.0}, rigid_devices=4),
+            arrival(1.0, 100, {8: 1.0}, rigid_devices=8),  # waits for all devices until 110 s
+            arrival(2.0, 500, {4: 1.0}, rigid_devices=4),  # would delay it
+            arrival(3.0, 50, {4: 1.0}, rigid_devices=4),  # ends before
+        ),
+    )
+    started = [one.started_at_s for one in peers.play(peers.EASY, trace, ONE_NODE, seed=0).outcomes]
+    assert started == [0.0, 110.0, 220.0, 3.0]
+    in_order = [one.started_at_s for one in peers.play(peers.FIFO, trace, ONE_NODE, seed=0).outcomes]
+    assert in_order == [0.0, 110.0, 220.0, 220.0]
+
+
+def test_the_bound_is_what_a_job_alone_could_do() -> None:
+    """Ten seconds to launch, 100 steps of a second on one device, of half a second on two."""
+    deadlines = (59.0, 61.0, 200.0)
+    jobs = tuple(arrival(0.0, 100, {1: 1.0, 2: 0.5}, deadline_s=deadline_s) for deadline_s in deadlines)
+    assert scheduler.can_be_met(Trace(name="night", arrivals=jobs), ONE_NODE) == [False, True, True]
+
+
+def test_a_job_comes_to_a_crowd_where_more_devices_are_asked_for_than_there_are() -> None:
+    """Two that last 100 s ask for five of eight each; the third comes when the first has gone."""
+    jobs = tuple(arrival(at_s, 100, {5: 1.0}, rigid_devices=5) for at_s in (0.0, 50.0, 120.0, 221.0))
+    assert scheduler.comes_to_a_crowd(Trace(name="night", arrivals=jobs), 8) == [False, True, True, False]
+
+
+def test_side_by_side_has_every_measure_of_every_queue() -> None:
+    shown = SideBySide()
+    trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0}, rigid_devices=8, deadline_s=200.0),) * 2)
+    for name, play in (("ours", scheduler.ours(ONE_NODE)), ("FIFO", scheduler.theirs(peers.FIFO, ONE_NODE))):
+        shown.add("one node", name, scheduler.over([trace, trace], play))
+    found = {one["figure"]: one["value"] for one in shown.figures()}
+    assert found["one node, FIFO: makespan (220 to 220)"] == 220.0
+    assert found["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
+    assert len(found) == 2 * len(UNITS)
+    assert shown.table().row_count == 2
+
+
+def test_a_peer_counts_once_it_reaches_its_published_figure_within_two_percent(tmp_path: Path) -> None:
+    """100 steps of a second on each of two devices, and ten to launch: a makespan of 110 s."""
+    columns = "job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration"
+    (tmp_path / "night.csv").write_text(f"{columns}\n1,0,100,bert,150,8,1,100\n2,0,100,bert,100,8,1,100\n")
+
+    def published(value: float, path: tuple[str, ...] | None) -> Published:
+        said = {"source": "a night", "measure": "makespan", "unit": "s", "cluster": ONE_NODE}
+        return Published(peer=peers.LAS, value=value, path=path, **said)
+
+    for value, path, verdict, meets in (
+        (112.0, ("night.csv",), "reproduced: a night", True),
+        (113.0, ("night.csv",), "not reproduced: a night", False),
+        (110.0, None, "its input is not in shared/traces", False),
+        (110.0, ("away.csv",), "its input is not in shared/traces", False),
+    ):
+        (textbook, row), unmet = reproduced((peers.FIFO, peers.LAS), [published(value, path)], tmp_path)
+        assert textbook["figure"].startswith(peers.FIFO.name)
+        assert f": {verdict}" in row["figure"] or row["figure"].endswith(verdict)
+        assert unmet == (set() if meets else {peers.LAS.name})
+    shown = SideBySide(unmet)
+    shown.add("one node", peers.LAS.name, [{"makespan": 110.0}])
+    assert shown.figures()[0]["figure"] == f"one node, {peers.LAS.name}, not reproduced: makespan"
+
+
+def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:
+    shown = SideBySide()
+    shown.add("one node", "bound", [{"makespan": 10.0}, {"makespan": 12.0}])
+    assert [one["figure"] for one in shown.figures()] == ["one node, bound: makespan (10 to 12)"]
+    console = Console(width=170, record=True, file=StringIO())
+    console.print(shown.table())
+    assert console.export_text().split("\n")[2].split()[:3] == ["one", "node", "bound"]
+
+
+def test_what_is_printed_has_a_bar() -> None:
+    printed = table(
+        "bench", [informs("wait", 1.0, "s"), at_most("mean", 3.0, "s", 2.0), at_most("worst", 1.0, "s", 2.0)]
+    )
+    assert [[*column.cells] for column in printed.columns][::4] == [["mean", "worst"], ["[red]no[/]", "[green]yes[/]"]]
+
+
+def test_no_queue_is_before_its_bound() -> None:
+    trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0, 4: 1.5}),) * 3)
+    reached = scheduler.measured(scheduler.ours(ONE_NODE)(trace, 0))
+    for measure, bound in scheduler.bounds(trace, ONE_NODE).items():
+        assert bound <= reached[measure]
+
+
+def test_the_bound_without_gaps_does_the_shortest_rest_first() -> None:
+    """The long one is put aside for the short one; the machine is idle until the third comes."""
+    assert scheduler.without_gaps([(0.0, 10.0), (2.0, 3.0), (50.0, 1.0)]) == ([3.0, 13.0, 1.0], 51.0)
+
+
+def test_decisions_are_timed_while_the_queue_stays_as_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "RUNNING", 20)
+    found = {one["figure"]: one for one in decisions.decision_figures(scheduler.cluster_of(256, 30.0), (10, 20), 40)}
+    assert found["2,048 GPUs, 10 pending: decision p50"]["value"] > 0
+    assert "growth of the mean decision from 10 to 20 pending" in found
