@@ -9,7 +9,7 @@ from math import log
 from statistics import fmean
 
 from benchmarks.figure import Figure, at_most, informs, say
-from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, quantile
 from orchestrator.service.server.controller import Controller
@@ -106,4 +106,4 @@ def _arrival(draw: random.Random, kinds: Sequence[JobSpec]) -> Arrival:
 def _kind(draw: random.Random) -> JobSpec:
     """Jobs of one kind, for up to eight devices."""
     alone_s, scaling, most = draw.uniform(0.1, 5.0), draw.uniform(0.5, 0.95), draw.choice((1, 2, 4, 8, 8))
-    return told("kind", {n: alone_s / n**scaling for n in (1, 2, 4, 8) if n <= most}, 1)
+    return job_spec_from_trace("kind", {n: alone_s / n**scaling for n in (1, 2, 4, 8) if n <= most}, 1)

@@ -21,7 +21,7 @@ from statistics import fmean
 from benchmarks import peers
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 
@@ -83,7 +83,7 @@ def night(seed: int) -> Trace:
 
 
 def arrival(at_s: float, user: str, draw: random.Random) -> Arrival:
-    spec = told("job", {1: 1.0}, draw.randint(SHORTEST_S, LONGEST_S))
+    spec = job_spec_from_trace("job", {1: 1.0}, draw.randint(SHORTEST_S, LONGEST_S))
     return Arrival(at_s=at_s, spec=spec.model_copy(update={"user": user}))
 
 

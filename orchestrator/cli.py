@@ -41,7 +41,7 @@ Cluster = Annotated[Path | None, typer.Option("--cluster", help="Cluster file (Y
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Say a setting otherwise.")]
 
 
-class Noun(StrEnum):
+class SchemaName(StrEnum):
     """What `orc schema` can describe."""
 
     JOB = "job"
@@ -471,12 +471,12 @@ def calibrate(
 
 
 @app.command()
-def schema(noun: Annotated[Noun, typer.Argument()] = Noun.JOB) -> None:
+def schema(name: Annotated[SchemaName, typer.Argument()] = SchemaName.JOB) -> None:
     """Print the JSON Schema of job or cluster files, for editors."""
     from orchestrator.specs.cluster import cluster_json_schema
     from orchestrator.specs.job.spec import job_json_schema
 
-    print(json.dumps(job_json_schema() if noun is Noun.JOB else cluster_json_schema(), indent=2))
+    print(json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2))
 
 
 def _client(home: Path) -> Client:

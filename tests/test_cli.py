@@ -69,7 +69,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class SchedulerIndex:
     """A folder with job files, and a home for a service."""
 
     folder: Path
@@ -106,16 +106,16 @@ class Desk:
         return name
 
 
-def make_desk(folder: Path) -> Desk:
-    desk = Desk(folder=folder, home=folder / "home")
-    desk.write("corpus.txt", "a" * 10_000)
-    desk.write("lm.yaml", DECODER)
-    desk.write("h100.yaml", H100)
-    return desk
+def make_desk(folder: Path) -> SchedulerIndex:
+    index = SchedulerIndex(folder=folder, home=folder / "home")
+    index.write("corpus.txt", "a" * 10_000)
+    index.write("lm.yaml", DECODER)
+    index.write("h100.yaml", H100)
+    return index
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+def index(tmp_path_factory: pytest.TempPathFactory) -> SchedulerIndex:
     """A desk without a service."""
     return make_desk(tmp_path_factory.mktemp("desk"))
 
@@ -149,14 +149,14 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED.keys())
 def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
-    desk: Desk, arguments: list[str], said: list[str]
+    index: SchedulerIndex, arguments: list[str], said: list[str]
 ) -> None:
-    desk.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
-    answer = desk.ask(*arguments)
+    index.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
+    answer = index.ask(*arguments)
     assert (answer.code, answer.out) == (2, ""), answer
     assert [words for words in said if words not in answer.err] == [], answer.err
     assert "Traceback" not in answer.err
-    assert not desk.home.exists()
+    assert not index.home.exists()
 
 
 @pytest.mark.parametrize(
@@ -166,15 +166,15 @@ def test_bad_input_is_one_error_with_exit_code_2_and_leaves_nothing_behind(
         ["calibrate", "--from-mlflow", "http://127.0.0.1:1"],
     ],
 )
-def test_without_a_service_commands_say_how_to_start_it(desk: Desk, arguments: list[str]) -> None:
-    answer = desk.ask(*arguments)
+def test_without_a_service_commands_say_how_to_start_it(index: SchedulerIndex, arguments: list[str]) -> None:
+    answer = index.ask(*arguments)
     assert (answer.code, answer.out) == (1, "")
     assert "`orc up`" in answer.err
 
 
-def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(desk: Desk) -> None:
-    desk.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
-    answer = desk.ask("plan", "wide.yaml")
+def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(index: SchedulerIndex) -> None:
+    index.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    answer = index.ask("plan", "wide.yaml")
     assert answer.code == 0, answer
     for words in ("→", "memory ends here: 256.00 MiB", "predicted", "activations", "█", "Why the faster plans were"):
         assert words in answer.out, answer.out
@@ -182,25 +182,25 @@ def test_plan_shows_the_choice_the_frontier_the_limit_and_the_reasons(desk: Desk
         assert words in answer.out, answer.out
 
 
-def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(desk: Desk) -> None:
-    (desk.folder / "foreign.py").touch()
+def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trains(index: SchedulerIndex) -> None:
+    (index.folder / "foreign.py").touch()
     knobs = (
         "knobs: {micro_batch_size: {flag: --b}, gradient_accumulation_steps: {flag: --a}, output_dir: {flag: --o}}\n"
     )
-    desk.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
-    answer = desk.ask("plan", "foreign.yaml")
+    index.write("foreign.yaml", SCRIPT.format(name="foreign").replace("size: 1", "size: 8") + knobs)
+    answer = index.ask("plan", "foreign.yaml")
     assert answer.code == 0, answer
     for words in ("two short attempts", "1 gpu · dp1 · micro 1x8, ended after 2 optimizer steps", "`probe: never`"):
         assert words in answer.out, answer.out
     assert "→" not in answer.out, "nobody knows yet"
-    unprobed = desk.ask("plan", "foreign.yaml", "--set", "probe=never").out
+    unprobed = index.ask("plan", "foreign.yaml", "--set", "probe=never").out
     assert "the script's own micro-batch is taken to fill a device" in unprobed
     assert "two short attempts" not in unprobed
 
 
-def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(desk: Desk) -> None:
-    desk.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
-    data = desk.ask("plan", "wide.yaml", "--json").data
+def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(index: SchedulerIndex) -> None:
+    index.write("wide.yaml", DECODER.replace("16", "512").replace("hidden_size: 128", "hidden_size: 512"))
+    data = index.ask("plan", "wide.yaml", "--json").data
     faster, chosen = data["frontier"][: data["chosen"]], data["frontier"][data["chosen"]]
     assert faster
     assert all(one["rejected"] and one["needed_bytes"] > one["capacity_bytes"] for one in faster)
@@ -209,50 +209,50 @@ def test_plan_as_json_holds_the_chosen_plan_and_why_faster_ones_were_rejected(de
     assert chosen["needed_bytes"] <= chosen["capacity_bytes"] == 256 * 2**20
 
 
-def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(desk: Desk) -> None:
-    desk.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
-    answer = desk.ask("plan", "huge.yaml")
+def test_a_job_that_nothing_fits_gets_the_breakdown_and_what_would_make_it_fit(index: SchedulerIndex) -> None:
+    index.write("huge.yaml", LLAMA_70B.replace("64, max: 512", "1, max: 2"))
+    answer = index.ask("plan", "huge.yaml")
     assert answer.code == 1
     assert [words for words in ("no plan fits", "closest", "would fit") if words not in answer.out] == [], answer.out
 
 
-def test_estimate_derives_accumulation_from_the_global_batch(desk: Desk) -> None:
+def test_estimate_derives_accumulation_from_the_global_batch(index: SchedulerIndex) -> None:
     settings = ["--set", "zero_stage=3", "--set", "micro_batch=2", "--set", "dp=2"]
-    data = desk.ask("estimate", "lm.yaml", *settings, "--json").data
+    data = index.ask("estimate", "lm.yaml", *settings, "--json").data
     assert data["settings"]["gradient_accumulation_steps"] == "4"
     assert data["settings"]["global_batch_size"] == "16"
     assert data["estimate"]["allocated_bytes"] == sum(data["estimate"]["by_cause"].values())
 
 
-def test_plan_for_70b_on_512_gpus_calls_at_most_1_5_million_functions_with_its_start(desk: Desk) -> None:
+def test_plan_for_70b_on_512_gpus_calls_at_most_1_5_million_functions_with_its_start(index: SchedulerIndex) -> None:
     """Calls, and no seconds: the same 1.7 million took 0.6 s on one machine of 2026-11 and 1.5 s on another.
 
     What they take on this machine is a figure of `make bench`.
     """
-    desk.write("70b.yaml", LLAMA_70B)
+    index.write("70b.yaml", LLAMA_70B)
     counted = [sys.executable, "-m", "cProfile", "-o", "calls", "-m", "orchestrator.cli"]
     subprocess.run(
         [*counted, "plan", "70b.yaml", "--cluster", "h100.yaml"],
-        cwd=desk.folder,
-        env={**os.environ, "ORC_HOME": str(desk.home)},
+        cwd=index.folder,
+        env={**os.environ, "ORC_HOME": str(index.home)},
         check=True,
         capture_output=True,
         timeout=120,
     )
-    recorded: Any = pstats.Stats(str(desk.folder / "calls"))
+    recorded: Any = pstats.Stats(str(index.folder / "calls"))
     assert recorded.total_calls < 1_500_000
 
 
-def test_plan_loads_none_of_the_heavy_packages(desk: Desk) -> None:
+def test_plan_loads_none_of_the_heavy_packages(index: SchedulerIndex) -> None:
     program = (
         "import sys; from orchestrator.cli import main\n"
         "heavy = {'ray', 'torch', 'mlflow', 'fastapi', 'numpy', 'httpx', 'sqlalchemy'}\n"
         "try: main(['plan', 'lm.yaml', '--json'])\n"
         "except SystemExit: print(heavy & set(sys.modules), file=sys.stderr)"
     )
-    env = {**os.environ, "ORC_HOME": str(desk.home)}
+    env = {**os.environ, "ORC_HOME": str(index.home)}
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=desk.folder, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=index.folder, env=env, capture_output=True, text=True, timeout=60
     )
     assert ended.stderr.strip() == "set()"
 
@@ -268,14 +268,14 @@ def test_help_loads_nothing_that_only_commands_need() -> None:
 
 
 @pytest.mark.parametrize("noun", ["job", "cluster"])
-def test_schema_prints_json_schema(desk: Desk, noun: str) -> None:
-    data = desk.ask("schema", noun).data
+def test_schema_prints_json_schema(index: SchedulerIndex, noun: str) -> None:
+    data = index.ask("schema", noun).data
     assert data["$schema"].startswith("https://json-schema.org/")
     assert noun == "cluster" or data == job_json_schema()
 
 
-def test_doctor_answers_without_a_service_and_without_a_gpu(desk: Desk) -> None:
-    answer = desk.ask("doctor", "--json")
+def test_doctor_answers_without_a_service_and_without_a_gpu(index: SchedulerIndex) -> None:
+    answer = index.ask("doctor", "--json")
     found = {finding["subject"]: finding for finding in answer.data["findings"]}
     assert {"nvml", "cuda", "ray", "mlflow", "disk", "shm", "service", "torch", "python", "home"} <= set(found)
     assert answer.code == any(finding["verdict"] == "bad" for finding in found.values())
@@ -283,21 +283,21 @@ def test_doctor_answers_without_a_service_and_without_a_gpu(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", "missing", None])
-def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(desk: Desk, folder: str | None) -> None:
+def test_doctor_speaks_of_nvme_only_where_a_device_may_offload_to_it(index: SchedulerIndex, folder: str | None) -> None:
     device: dict[str, object] = {"name": "d", "memory": "1GiB", "bf16_tflops": 1, "fp32_tflops": 1}
     device |= {"memory_bandwidth": "1GB/s", "link_bandwidth": "1GB/s"}
-    device |= {} if folder is None else {"nvme_folder": str(desk.folder / folder)}
+    device |= {} if folder is None else {"nvme_folder": str(index.folder / folder)}
     cluster = {"name": "c", "nodes": [{"name": "n", "devices": 1, "device": device, "host_memory": "8GiB"}]}
-    lifecycle.prepare(desk.home)
-    (desk.home / "cluster.yaml").write_text(json.dumps(cluster))
-    found = [one for one in desk.ask("doctor", "--json").data["findings"] if one["subject"] == "nvme"]
+    lifecycle.prepare(index.home)
+    (index.home / "cluster.yaml").write_text(json.dumps(cluster))
+    found = [one for one in index.ask("doctor", "--json").data["findings"] if one["subject"] == "nvme"]
     text = " ".join(one["found"] + one["to_do"] for one in found)
     if folder is None:
         assert found == []
     elif folder == "missing":
-        assert f"{desk.folder / folder} cannot be written to" in text
+        assert f"{index.folder / folder} cannot be written to" in text
     else:  # the folder is there: tools are missing, or what has to be compiled, into the home's own extensions
-        assert "install" in text or f"TORCH_EXTENSIONS_DIR={desk.home / 'torch_extensions'} {sys.executable}" in text
+        assert "install" in text or f"TORCH_EXTENSIONS_DIR={index.home / 'torch_extensions'} {sys.executable}" in text
 
 
 def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
@@ -316,43 +316,43 @@ def test_the_token_is_for_its_owner_only_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulerIndex]:
     """A desk with a service on the embedded Ray."""
-    desk = make_desk(tmp_path_factory.mktemp("live"))
-    desk.write("good.py", "print('all is well')")
-    desk.write("bug.py", "raise ValueError('a bug of the user')")
-    desk.write("long.py", "import time\nprint('waiting', flush=True)\ntime.sleep(300)")
+    index = make_desk(tmp_path_factory.mktemp("live"))
+    index.write("good.py", "print('all is well')")
+    index.write("bug.py", "raise ValueError('a bug of the user')")
+    index.write("long.py", "import time\nprint('waiting', flush=True)\ntime.sleep(300)")
     for name in ("good", "bug", "long"):
-        desk.write(f"{name}.yaml", SCRIPT.format(name=name))
+        index.write(f"{name}.yaml", SCRIPT.format(name=name))
     try:
-        started = desk.orc("up", "--json")
+        started = index.orc("up", "--json")
         assert started.code == 0, started
-        yield desk
+        yield index
     finally:
-        ended = desk.orc("down", "--force")
+        ended = index.orc("down", "--force")
         assert ended.code == 0, ended
 
 
-def test_a_second_up_finds_the_first(live: Desk) -> None:
+def test_a_second_up_finds_the_first(live: SchedulerIndex) -> None:
     answer = live.orc("up", "--json")
     assert (answer.code, answer.data["started"]) == (0, False)
     assert [len(node["free_bytes"]) for node in answer.data["nodes"]] == [2]
 
 
-def test_up_with_another_cluster_is_refused_while_one_is_up(live: Desk) -> None:
+def test_up_with_another_cluster_is_refused_while_one_is_up(live: SchedulerIndex) -> None:
     answer = live.orc("up", "--cluster", "h100.yaml")
     assert answer.code == 1
     assert "`orc down` first" in answer.err
 
 
-def test_nothing_is_stored_where_one_of_two_files_is_bad(live: Desk) -> None:
+def test_nothing_is_stored_where_one_of_two_files_is_bad(live: SchedulerIndex) -> None:
     live.write("typo.yaml", DECODER.replace("gpus:", "prioriti: 1\ngpus:"))
     before = live.orc("queue", "--json").data
     assert live.orc("submit", "good.yaml", "typo.yaml").code == 2
     assert live.orc("queue", "--json").data == before
 
 
-def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: Desk) -> None:
+def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: SchedulerIndex) -> None:
     answer = live.orc("run", "good.yaml", "--json")
     assert (answer.code, answer.data["status"]) == (0, "succeeded"), answer
     job_id = answer.data["id"]
@@ -362,14 +362,14 @@ def test_run_exits_with_the_result_of_the_job_and_its_log_can_be_read(live: Desk
     assert job_id in live.orc("queue").out
 
 
-def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: Desk) -> None:
+def test_run_of_a_bug_exits_1_with_the_traceback_of_the_user(live: SchedulerIndex) -> None:
     answer = live.orc("run", "bug.yaml")
     assert answer.code == 1
     assert "ValueError: a bug of the user" in answer.err
     assert "user_error" in answer.out
 
 
-def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: Desk) -> None:
+def test_a_killed_service_comes_back_with_its_jobs_and_does_not_end_over_them(live: SchedulerIndex) -> None:
     job_id = live.orc("submit", "long.yaml", "--json").data["ids"][0]
     while "waiting" not in live.orc("logs", job_id).out:  # bounded by the job's own end
         assert live.orc("show", job_id, "--json").data["status"] in ("queued", "running")

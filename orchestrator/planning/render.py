@@ -98,7 +98,7 @@ def accelerate_config(knobs: Knobs, plan: Plan, *, deepspeed_config_path: str | 
     return config | {"distributed_type": "FSDP", "fsdp_config": fsdp}
 
 
-class Told(NamedTuple):
+class RenderedCommand(NamedTuple):
     """A plan in the words of one script."""
 
     arguments: tuple[str, ...]
@@ -115,7 +115,7 @@ def script_command(
     deepspeed_config_path: str | None,
     config_path: str | None = None,
     devices: tuple[int, ...] = (),
-) -> Told:
+) -> RenderedCommand:
     """The script's command with the plan's knobs after the user's own words, and what it is told besides.
 
     `devices` are those of one node; every node of a plan gives as many.
@@ -154,7 +154,7 @@ def script_command(
             keys[knob.key] = said
         elif knob.switch is not None and value not in SWITCHED_OFF:
             arguments.append(knob.switch)
-    return Told(tuple(arguments), env, keys)
+    return RenderedCommand(tuple(arguments), env, keys)
 
 
 def _parts(knob: Knob | None) -> tuple[Knob, ...]:

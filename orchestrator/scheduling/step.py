@@ -10,16 +10,16 @@ from math import inf
 
 from orchestrator.memory.calibration.calibrate import remembered
 from orchestrator.scheduling.base.drain import drain_requested, next_change_s
-from orchestrator.scheduling.base.job_updates import settled, with_job
+from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.start_windows import opening_s
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.options.probe import is_of_batch
-from orchestrator.scheduling.queue.demand import asked
-from orchestrator.scheduling.queue.dependencies import entered, heard
+from orchestrator.scheduling.queue.demand import record_demand
+from orchestrator.scheduling.queue.dependencies import on_dependency_ended, with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charged
 from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, schedule
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import (
@@ -33,14 +33,14 @@ from orchestrator.specs.state import (
     NodesSeen,
     Observation,
     Observed,
-    Paced,
+    PaceReported,
     Record,
     Released,
     Started,
     State,
     Stop,
     Submitted,
-    Woke,
+    TimerFired,
 )
 
 CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoint
@@ -51,7 +51,7 @@ BACK_OFF_MAX_S = 300.0
 BUDGETS = {
     FailureKind.DEVICE_OOM: "oom",
     FailureKind.HOST_OOM: "oom",
-    FailureKind.CROWDED: "node",
+    FailureKind.MEMORY_CONTENTION: "node",
     FailureKind.NODE_LOST: "node",
     FailureKind.PREEMPTED: "preemption",
     FailureKind.HUNG: "hang",
@@ -64,35 +64,35 @@ AT_ONCE = (*REFUTING, FailureKind.PREEMPTED)  # waiting would change nothing
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state after `event`, and what to do about it. Late, repeated and unknown events change nothing."""
     before = replace(state, at_s=event.at_s) if event.at_s > state.at_s else state
-    desk = _take_desk(state)
-    desk.state = before
+    index = _take_index(state)
+    index.state = before
     state, told = _absorb(before, event)
-    desk = _told(desk, before, state, event)
-    state = desk.state = _with_demand(before, state, desk, event)
-    state, stopped = empty_nodes(state, desk)
+    index = _told(index, before, state, event)
+    state = index.state = _with_demand(before, state, index, event)
+    state, stopped = empty_nodes(state, index)
     actions, news = (*told, *stopped), told
     while True:
-        state, followed = _followed(state, desk, news)
-        state, news = schedule(state, desk)
+        state, followed = _followed(state, index, news)
+        state, news = schedule(state, index)
         actions = (*actions, *followed, *news)
         if not _ended(news):  # otherwise a job was refused, for which others may wait
             break
-    _keep_desk(desk, state)
+    _keep_index(index, state)
     return state, actions
 
 
 def wake_at_s(state: State) -> float | None:
     """When a back-off ends, hours begin, a node closes or opens, or a job has left room long enough; None: never."""
-    for desk in _DESKS:
-        if desk.state is state:
-            next_s = desk.wake_at_s(state.at_s)
+    for index in _INDICES:
+        if index.state is state:
+            next_s = index.wake_at_s(state.at_s)
             break
     else:
         waiting = [job for job in state.jobs.values() if job.status is JobStatus.QUEUED and not job.waits_for]
         times = (time_s for job in waiting for time_s in (job.not_before_s, opening_s(job.spec, state.at_s)))
         times_s = (*times, next_change_s(state.nodes, state.at_s))
         next_s = min((time_s for time_s in times_s if state.at_s < time_s < inf), default=None)
-    known = [one for one in (next_s, state.look_at_s) if one is not None and one > state.at_s]
+    known = [one for one in (next_s, state.reevaluate_at_s) if one is not None and one > state.at_s]
     return min(known, default=None)
 
 
@@ -111,7 +111,7 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy), ()
         case Started():
             return _started(state, event)
-        case Paced():
+        case PaceReported():
             return _paced(state, event)
         case Finished():
             return _finished(state, event)
@@ -119,7 +119,7 @@ def _absorb(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
             return _released(state, event)
         case Observed():
             return _with_observations(state, event.observations), ()
-        case Woke():
+        case TimerFired():
             return state, ()
 
 
@@ -132,12 +132,12 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         order=event.order,
         submitted_at_s=event.at_s,
         array=event.array,
-        deadline_s=event.spec.by.due_s(event.at_s) if event.spec.by else None,
+        deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
         fault=event.fault,
         reason="waiting for the cluster to be seen",
     )
-    job = entered(job, state.jobs, event.met)
-    state, archived = settled(state, job)
+    job = with_pending_dependencies(job, state.jobs, event.satisfied)
+    state, archived = archive_if_done(state, job)
     return replace(state, submitted=event.order), (Record(job=job), *archived)
 
 
@@ -148,7 +148,7 @@ def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tupl
     attempt = _live(job)
     if attempt is None:
         job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled before it ran")
-        state, archived = settled(state, job)
+        state, archived = archive_if_done(state, job)
         return state, (Record(job=job), *archived)
     job = _with_attempt(replace(job, cancelling=True), replace(attempt, status=AttemptStatus.STOPPING))
     return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
@@ -163,7 +163,7 @@ def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
     return with_job(state, job), (Record(job=job, attempt=attempt),)
 
 
-def _paced(state: State, event: Paced) -> tuple[State, tuple[Action, ...]]:
+def _paced(state: State, event: PaceReported) -> tuple[State, tuple[Action, ...]]:
     job, attempt = _find(state, event.job_id, event.number)
     if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
         return state, ()
@@ -177,7 +177,7 @@ def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]
     if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED or attempt.released:
         return state, ()
     state = replace(state, usage=charged(state, job, attempt))
-    return settled(state, _with_attempt(job, replace(attempt, released=True)))
+    return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
 
 
 def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
@@ -231,58 +231,58 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
 
 # The desk of the newest state, which nobody else has while `step` works at it. It says nothing that the state does not
 # say, only faster: tests make a new one for every event and see the same.
-_DESKS: list[Desk] = []
+_INDICES: list[SchedulerIndex] = []
 
 
-def _take_desk(state: State) -> Desk:
+def _take_index(state: State) -> SchedulerIndex:
     try:
-        desk = _DESKS.pop()
+        index = _INDICES.pop()
     except IndexError:
-        return Desk(state)
-    return desk if desk.state is state else Desk(state)
+        return SchedulerIndex(state)
+    return index if index.state is state else SchedulerIndex(state)
 
 
-def _keep_desk(desk: Desk, state: State) -> None:
-    desk.state = state
-    _DESKS[:] = [desk]
+def _keep_index(index: SchedulerIndex, state: State) -> None:
+    index.state = state
+    _INDICES[:] = [index]
 
 
-def _told(desk: Desk, before: State, after: State, event: Event) -> Desk:
+def _told(index: SchedulerIndex, before: State, after: State, event: Event) -> SchedulerIndex:
     """The desk after the event."""
-    desk.state = after
+    index.state = after
     if after.observations is not before.observations:
-        desk.observe(after)
+        index.observe(after)
     match event:
         case NodesSeen():
-            desk = desk.see(after)
+            index = index.update_nodes(after)
         case DrainRequested():
-            desk.close(after)
+            index.close(after)
         case Observed():
-            desk.is_stale = True
-        case Woke():
+            index.is_stale = True
+        case TimerFired():
             pass
         case _:
             known, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
             if known is not now:
-                desk.learn(known, now)
+                index.update_job(known, now)
             if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: nobody waits for these
-                desk.is_stale = True
-    if after.look_at_s is not None and after.look_at_s <= after.at_s:
-        desk.is_stale = True
-    desk.wake(after.at_s)
-    return desk
+                index.is_stale = True
+    if after.reevaluate_at_s is not None and after.reevaluate_at_s <= after.at_s:
+        index.is_stale = True
+    index.advance_to(after.at_s)
+    return index
 
 
-def _followed(state: State, desk: Desk, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
+def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
     """What becomes of those who waited for a job that has ended, and in turn of those who waited for them."""
     done: list[Action] = []
     ended = _ended(actions)
     for one in ended:
-        for job_id in desk.followers_of(one.id):
+        for job_id in index.followers_of(one.id):
             known = state.jobs[job_id]
-            job = heard(known, one)
-            state, archived = settled(state, job)
-            desk.learn(known, job)
+            job = on_dependency_ended(known, one)
+            state, archived = archive_if_done(state, job)
+            index.update_job(known, job)
             if job.status.ended:
                 ended.append(job)
                 done += (Record(job=job), *archived)
@@ -316,13 +316,13 @@ def _with_attempt(job: Job, attempt: Attempt) -> Job:
     return replace(job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :]))
 
 
-def _with_demand(before: State, state: State, desk: Desk, event: Event) -> State:
+def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
     """The state that remembers what was submitted."""
-    waiting = desk.waiting.get(event.job_id) if isinstance(event, Submitted) else None
-    if waiting is None or not desk.devices or state.submitted == before.submitted:
+    waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
+    if waiting is None or not index.devices or state.submitted == before.submitted:
         return state
-    _, length_s, device_s = desk.prospects.size_of(waiting.job)
-    return replace(state, demand=asked(state.demand, state.at_s, length_s, device_s))
+    _, length_s, device_s = index.options.size_of(waiting.job)
+    return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
 
 
 def _capacity_bytes(state: State, attempt: Attempt) -> int | None:

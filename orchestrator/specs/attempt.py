@@ -28,7 +28,7 @@ class FailureKind(StrEnum):
 
     DEVICE_OOM = "device_oom"  # a device had too little memory for the plan
     HOST_OOM = "host_oom"  # the node had too little memory (or shared memory) for the processes
-    CROWDED = "crowded"  # other processes took the device's memory; the plan is not to blame
+    MEMORY_CONTENTION = "memory_contention"  # other processes took the device's memory; the plan is not to blame
     NODE_LOST = "node_lost"  # node or launcher gone; the plan is not to blame
     PREEMPTED = "preempted"  # somebody asked the ranks to end
     MOVED = "moved"  # we asked them to: it goes on elsewhere, later or on other devices, at no cost to its budgets
@@ -219,7 +219,7 @@ class Attempt:
     status: AttemptStatus = AttemptStatus.LAUNCHING
     moved_for: str = ""  # why we asked for its end, to go on otherwise
     leaves_by_s: float | None = None  # when it has ended at the latest, where we asked for that
-    claims: Placement = ()  # devices that are kept for the attempt after it, while it leaves
+    held_placement: Placement = ()  # devices that are kept for the attempt after it, while it leaves
     launched_at_s: float
     ended_at_s: float | None = None
     pace: Pace | None = None  # as last told while it ran; None: as was expected

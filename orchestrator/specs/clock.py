@@ -144,7 +144,7 @@ def parse_window(text: object) -> Window:
             zone = known_zone(word)
     window = Window(opens_min=opens_min, closes_min=closes_min, zone=zone)
     if opens_min == closes_min or (days in (None, window.days) and closes_min - opens_min == DAY_MIN):
-        raise ValueError(f"{spans[0][0]} is all day: leave `between` out, or say 00:00-24:00 and days")
+        raise ValueError(f"{spans[0][0]} is all day: leave `start_window` out, or say 00:00-24:00 and days")
     return window if days is None else Window(opens_min=opens_min, closes_min=closes_min, days=days, zone=zone)
 
 

@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
-from orchestrator.specs.spec_model import Noun
+from orchestrator.specs.spec_model import SpecModel
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
 # what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
@@ -28,7 +28,7 @@ class DeviceKind(StrEnum):
     VIRTUAL = "virtual"
 
 
-class DeviceSpec(Noun):
+class DeviceSpec(SpecModel):
     """One kind of device. FLOP/s are dense peaks of the data sheet."""
 
     name: str
@@ -84,7 +84,7 @@ def _from_catalogue(device: object) -> object:
     return {"name": device} | dict(DEVICES[device])
 
 
-class NodeSpec(Noun):
+class NodeSpec(SpecModel):
     """`count` equal nodes, named `name` where there is one and `name0`, `name1`, ... where there are more."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$")
@@ -117,7 +117,7 @@ def _said_in_words(moment: object) -> object:
 Moment = Annotated[AwareDatetime, BeforeValidator(_said_in_words)]
 
 
-class Maintenance(Noun):
+class Maintenance(SpecModel):
     """From `start` to `end` nothing runs on these nodes; on all of them where none is named."""
 
     start: Moment
@@ -131,7 +131,7 @@ class Maintenance(Noun):
         return self
 
 
-class ClusterSpec(Noun):
+class ClusterSpec(SpecModel):
     """Nodes, the network between them, and when they are not to be had."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")

@@ -8,7 +8,7 @@ from functools import cached_property
 from pydantic import Field, model_validator
 
 from orchestrator.specs.job.spec import Seconds, UserName
-from orchestrator.specs.spec_model import Noun
+from orchestrator.specs.spec_model import SpecModel
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
 OTHERS = "others"  # the team of whoever is in none
@@ -21,7 +21,7 @@ class Objective(StrEnum):
     MAKESPAN = "makespan"
 
 
-class TeamSpec(Noun):
+class TeamSpec(SpecModel):
     """Users who share alike what their team gets."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
@@ -30,7 +30,7 @@ class TeamSpec(Noun):
     users: tuple[UserName, ...] = ()
 
 
-class PolicySpec(Noun):
+class PolicySpec(SpecModel):
     """What the queue aims at; teams, and how soon what they have used is forgotten."""
 
     objective: Objective = Objective.COMPLETION

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
 
 
-class Noun(BaseModel):
+class SpecModel(BaseModel):
     """Frozen, and no unknown key passes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

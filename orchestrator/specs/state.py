@@ -135,7 +135,9 @@ class State:
     declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
     reservations: tuple[Reservation, ...] = ()  # of whom somebody might have passed at the last decision, in order
-    look_at_s: float | None = None  # when somebody has left room for shorter jobs long enough, as of the last decision
+    reevaluate_at_s: float | None = (
+        None  # when somebody has left room for shorter jobs long enough, as of the last decision
+    )
     demand: Demand | None = None  # None: nothing was submitted since the cluster was seen
     drained: tuple[str, ...] = ()  # nodes that take nothing new, in the order of their names
     policy: PolicySpec = UNSHARED
@@ -155,7 +157,7 @@ class Submitted:
     at_s: float
     fault: Fault | None = None
     array: str | None = None  # id of the first job of its array
-    met: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
+    satisfied: tuple[str, ...] = ()  # ids of jobs that it comes after, and that have ended before as it wants
     type: Literal["submitted"] = "submitted"
 
 
@@ -201,7 +203,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paced:
+class PaceReported:
     """A running attempt trains at another speed than was known."""
 
     job_id: str
@@ -242,7 +244,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Woke:
+class TimerFired:
     """The time that `scheduling.step.wake_at_s` named has come."""
 
     at_s: float
@@ -250,7 +252,16 @@ class Woke:
 
 
 Event = (
-    Submitted | CancelRequested | DrainRequested | NodesSeen | Started | Paced | Finished | Released | Observed | Woke
+    Submitted
+    | CancelRequested
+    | DrainRequested
+    | NodesSeen
+    | Started
+    | PaceReported
+    | Finished
+    | Released
+    | Observed
+    | TimerFired
 )
 
 

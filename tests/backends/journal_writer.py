@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Job, Record, State, Woke
+from orchestrator.specs.state import Job, Record, State, TimerFired
 
 SPEC = JobSpec(name="script", global_batch_size=8, command="python train.py")
 
@@ -28,7 +28,7 @@ def append_until_killed(folder: Path) -> None:
     answered = os.open(folder / "answered", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     journal = Journal(f"sqlite:///{folder}/journal.db")
     for number in itertools.count(len(list(journal.events()))):
-        journal.append([(Woke(at_s=number), [record(number)])])
+        journal.append([(TimerFired(at_s=number), [record(number)])])
         os.write(answered, f"{number}\n".encode())
         if number % 7 == 0:
             journal.snapshot(State(at_s=number))
@@ -41,7 +41,7 @@ def append_until_the_disk_is_full(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, ((folder / "journal.db-wal").stat().st_size + 65536, hard))
     try:
         for number in range(1000):
-            journal.append([(Woke(at_s=number), [record(number, "x" * 3000)])])
+            journal.append([(TimerFired(at_s=number), [record(number, "x" * 3000)])])
     except ServiceError as error:
         (folder / "refused").write_text(f"{number} {error}")
 

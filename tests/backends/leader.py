@@ -14,14 +14,14 @@ import time
 from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Woke
+from orchestrator.specs.state import TimerFired
 
 
 def main(url: str, first: int) -> None:
     journal = Journal(url)
     for number in itertools.count(first):
         journal.confirm()
-        journal.append([(Woke(at_s=number), ())])
+        journal.append([(TimerFired(at_s=number), ())])
         journal.confirm()  # as the controller does before it acts
         print(number, flush=True)
         time.sleep(0.001)

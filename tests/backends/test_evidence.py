@@ -133,7 +133,7 @@ def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> N
 
 def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:
     evidence = left_behind(tmp_path, OOM)
-    for predicted, kind in ((5 * 2**30, FailureKind.CROWDED), (3 * 2**30, FailureKind.DEVICE_OOM)):
+    for predicted, kind in ((5 * 2**30, FailureKind.MEMORY_CONTENTION), (3 * 2**30, FailureKind.DEVICE_OOM)):
         failure = classify(job(script_spec()), attempt(allocated_bytes=predicted), evidence)
         assert failure is not None
         assert failure.kind is kind

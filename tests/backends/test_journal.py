@@ -53,7 +53,7 @@ from orchestrator.specs.state import (
     Record,
     State,
     Submitted,
-    Woke,
+    TimerFired,
 )
 from tests.backends.postgres import Server
 from tests.scheduling.world import CLUSTERS
@@ -228,17 +228,17 @@ def test_a_loss_that_is_not_a_number_stays_one(journal: Journal) -> None:
 def test_load_gives_the_newest_snapshot_and_only_the_events_after_it(journal: Journal) -> None:
     assert journal.load() == (None, ())
     for at_s in range(4):
-        journal.append([(Woke(at_s=at_s), ())])
+        journal.append([(TimerFired(at_s=at_s), ())])
         if at_s < 3:
             journal.snapshot(State(at_s=at_s))
             journal.snapshot(State(at_s=at_s + 0.5))
-    assert journal.load() == (State(at_s=2.5), ((Woke(at_s=3), ""),))
+    assert journal.load() == (State(at_s=2.5), ((TimerFired(at_s=3), ""),))
     assert [event.at_s for event in journal.events()] == [0, 1, 2, 3]
 
 
 def test_snapshots_are_bounded(file_journal: Journal) -> None:
     for at_s in range(9):
-        file_journal.append([(Woke(at_s=at_s), ())])
+        file_journal.append([(TimerFired(at_s=at_s), ())])
         file_journal.snapshot(State(at_s=at_s))
     with closing(sqlite3.connect(file_journal.name)) as other:
         assert other.execute("SELECT count(*) FROM snapshots").fetchone() == (1,)
@@ -250,7 +250,7 @@ def job(number: int, **fields: object) -> Job:
 
 def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(file_journal: Journal) -> None:
     state = State(jobs={str(number): job(number) for number in range(1000)})
-    file_journal.append([(Woke(at_s=0), ())])
+    file_journal.append([(TimerFired(at_s=0), ())])
     file_journal.snapshot(state)
     with closing(sqlite3.connect(file_journal.name)) as other:
         other.execute("CREATE TABLE written (id TEXT)")
@@ -267,14 +267,14 @@ def test_a_snapshot_writes_the_jobs_that_changed_and_forgets_those_that_left(fil
 
 def test_an_ended_job_is_kept_with_its_event_and_found_by_id_and_by_age(journal: Journal) -> None:
     ended = [job(number, status=JobStatus.SUCCEEDED) for number in (3, 1, 2, 5, 4)]
-    journal.append([(Woke(at_s=one.order), [Archive(job=one)]) for one in ended])
+    journal.append([(TimerFired(at_s=one.order), [Archive(job=one)]) for one in ended])
     assert journal.job("j-2") == ended[2]
     assert journal.job("j-9") is None
     assert journal.ended(2) == [ended[4], ended[3]]
     assert journal.ended(2, before="j-5") == [ended[2], ended[1]]
     assert journal.ended(2, before="j-3") == []
     with pytest.raises(ServiceError, match=r"(?i)unique"):
-        journal.append([(Woke(at_s=9), [Archive(job=ended[0])])])
+        journal.append([(TimerFired(at_s=9), [Archive(job=ended[0])])])
     assert len(list(journal.events())) == 5, "the event of a refused archive was kept"
 
 
@@ -296,21 +296,21 @@ def test_a_journal_of_schema_0001_is_brought_up_to_date_with_its_jobs_where_they
 
 def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journal: Journal) -> None:
     records = [Record(job=Job(id=str(number), spec=SCRIPT, order=number, submitted_at_s=0)) for number in range(5)]
-    journal.append([(Woke(at_s=0), records[:2])])
-    journal.append([(Woke(at_s=1), records[2:])])
+    journal.append([(TimerFired(at_s=0), records[:2])])
+    journal.append([(TimerFired(at_s=1), records[2:])])
     first = journal.pending(3)
     assert [record for _, record in first] == records[:3]
     journal.delivered([row for row, _ in first])
     assert [record for _, record in journal.pending(99)] == records[3:]
     journal.delivered([row for row, _ in journal.pending(99)])
-    journal.append([(Woke(at_s=2), records[:1])])
+    journal.append([(TimerFired(at_s=2), records[:1])])
     assert journal.pending(99)[0][0] > 5, "a row's number was given twice"
 
 
 def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "PAGE", 3)
     for at_s in range(7):
-        journal.append([(Woke(at_s=at_s), ())])
+        journal.append([(TimerFired(at_s=at_s), ())])
     assert [event.at_s for event in journal.events()] == list(range(7))
 
 
@@ -318,14 +318,16 @@ def test_a_closed_journal_refuses_instead_of_writing_beside_its_next_owner(addre
     first = Journal(address)
     first.close()
     with pytest.raises(ServiceError, match="closed"):
-        first.append([(Woke(at_s=1), ())])
+        first.append([(TimerFired(at_s=1), ())])
 
 
 def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
     def append(thread: int) -> None:
         for number in range(20):
             at_s = 100 * thread + number
-            journal.append([(Woke(at_s=at_s), [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))])])
+            journal.append(
+                [(TimerFired(at_s=at_s), [Record(job=Job(id="j", spec=SCRIPT, order=at_s, submitted_at_s=0))])]
+            )
 
     threads = [threading.Thread(target=append, args=(thread,)) for thread in range(4)]
     for thread in threads:
@@ -344,18 +346,18 @@ def test_a_second_opener_is_told_who_has_the_journal(file_journal: Journal) -> N
 
 def test_a_closed_journal_opens_again_quickly_with_everything(tmp_path: Path) -> None:
     with closing(Journal(url(tmp_path))) as first:
-        first.append([(Woke(at_s=1), ())])
+        first.append([(TimerFired(at_s=1), ())])
     began = time.monotonic()
     with closing(Journal(url(tmp_path))) as again:
         took_s = time.monotonic() - began
-        assert again.load() == (None, ((Woke(at_s=1), ""),))
+        assert again.load() == (None, ((TimerFired(at_s=1), ""),))
     assert took_s < 1, "0.014 s on an idle machine"
     assert (tmp_path / "journal.db").stat().st_mode & 0o077 == 0, "others may read the jobs' environments"
 
 
 @pytest.mark.parametrize("table", ["events", "snapshots", "outbox"])
 def test_a_row_that_cannot_be_read_names_file_row_and_remedy(file_journal: Journal, table: str) -> None:
-    file_journal.append([(Woke(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])])
+    file_journal.append([(TimerFired(at_s=1), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0))])])
     file_journal.snapshot(State())
     with closing(sqlite3.connect(file_journal.name)) as other, other:
         other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
@@ -383,14 +385,14 @@ def test_a_postgresql_journal_is_read_while_its_service_has_it_and_never_written
     address = postgres.new_database()
     with pytest.raises(ServiceError, match="no tables"):
         Journal(address, reads_only=True)
-    event = Woke(at_s=1.0)
+    event = TimerFired(at_s=1.0)
     with closing(Journal(address)) as service:
         service.append([(event, ())])
         assert [one for one, _ in kept_events(address)] == [event]
         assert kept_state(address).at_s == 1.0
         with closing(Journal(address, reads_only=True)) as reader, pytest.raises(ServiceError, match="read-only"):
             reader.append([(event, ())])
-        service.append([(Woke(at_s=2.0), ())])  # it has never lost its lease
+        service.append([(TimerFired(at_s=2.0), ())])  # it has never lost its lease
         assert len(list(service.events())) == 2
 
 
@@ -472,5 +474,7 @@ def test_placements_keep_their_order(journal: Journal) -> None:
         step_s=0.1,
         launched_at_s=0.0,
     )
-    journal.append([(Woke(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])])
+    journal.append(
+        [(TimerFired(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])]
+    )
     assert journal.pending(1)[0][1].attempt.placement == placement

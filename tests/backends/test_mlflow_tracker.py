@@ -38,7 +38,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import Engine, Plan, changes
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Job, JobStatus, NodesSeen, Record, State, Woke
+from orchestrator.specs.state import Job, JobStatus, NodesSeen, Record, State, TimerFired
 from tests.scheduling.factories import decoder_spec, node
 from tests.scheduling.test_step import finished, oom, released, run, submitted
 
@@ -156,7 +156,7 @@ def tracking(journal: Journal, server: MlflowServer, state: Callable[[], State] 
 
 
 def say(journal: Journal, job: Job) -> None:
-    journal.append([(Woke(at_s=0), [Record(job=job, attempt=job.last)])])
+    journal.append([(TimerFired(at_s=0), [Record(job=job, attempt=job.last)])])
 
 
 def runs(server: MlflowServer, job_id: str) -> dict[str, object]:

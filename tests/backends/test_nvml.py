@@ -117,4 +117,4 @@ def test_a_machine_without_nvml_is_data(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_small_changes_of_free_memory_are_no_news(told: int | None, read: int, tells: int) -> None:
-    assert nodes.settled(told, read) == tells
+    assert nodes.debounced_bytes(told, read) == tells

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Woke
+from orchestrator.specs.state import TimerFired
 from tests.backends.postgres import PASSWORD, Server
 
 LEASE_S = 2.0
@@ -88,7 +88,7 @@ def test_a_living_leader_keeps_others_out_and_is_named(database: str, monkeypatc
         with pytest.raises(ServiceError, match=f"in use by process {os.getpid()} on ") as refused:
             Journal(database)
         assert PASSWORD not in str(refused.value)
-        first.append([(Woke(at_s=1), ())])
+        first.append([(TimerFired(at_s=1), ())])
     with closing(Journal(database)) as second:  # at once: the lease was given up
         assert [event.at_s for event in second.events()] == [1]
         with pytest.raises(ServiceError, match="is closed in this process"):

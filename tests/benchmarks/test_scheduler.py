@@ -13,13 +13,13 @@ from benchmarks.__main__ import table
 from benchmarks.figure import at_most, informs
 from benchmarks.reproduced import Published, reproduced
 from benchmarks.side_by_side import UNITS, SideBySide
-from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 
 ONE_NODE = scheduler.cluster_of(1, 10.0)
 
 
 def arrival(at_s: float, steps: int, speeds: dict[int, float], **said: object) -> Arrival:
-    return Arrival(at_s=at_s, spec=told("job", speeds, steps), **said)
+    return Arrival(at_s=at_s, spec=job_spec_from_trace("job", speeds, steps), **said)
 
 
 def test_peers_get_what_users_asked_for_and_ours_may_choose() -> None:

@@ -8,14 +8,14 @@ from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
-from orchestrator.specs.state import Archive, CancelRequested, Job, JobStatus, Launch, Record, Stop, Woke
+from orchestrator.specs.state import Archive, CancelRequested, Job, JobStatus, Launch, Record, Stop, TimerFired
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
 # Said once more, on purpose: which budget pays for which failure. What is not here is never tried again.
 BUDGET_OF = {
     FailureKind.DEVICE_OOM: "oom",
     FailureKind.HOST_OOM: "oom",
-    FailureKind.CROWDED: "node",
+    FailureKind.MEMORY_CONTENTION: "node",
     FailureKind.NODE_LOST: "node",
     FailureKind.PREEMPTED: "preemption",
     FailureKind.HUNG: "hang",
@@ -198,7 +198,7 @@ def _waking_ends(t: Transition) -> Iterator[str]:
     wake_s = core.wake_at_s(t.after)
     if wake_s is not None and wake_s <= t.after.at_s:
         yield f"asks to be woken at {wake_s}, which is over at {t.after.at_s}"
-    if isinstance(t.event, Woke) and t.after.at_s < t.before.at_s:
+    if isinstance(t.event, TimerFired) and t.after.at_s < t.before.at_s:
         yield "time ran backwards"
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.options.job_options import Menu
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.options.job_options import JobOptions
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.state import DrainRequested, Finished, Job, JobStatus, Launch, Stop
@@ -32,13 +32,13 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """Who is moved saves when it is told to end, has run for a while, and grows, or makes way for one ahead of it."""
     spec, why = job.spec, attempt.moved_for
     saves = not spec.is_script or (spec.knobs.resume_from and spec.resume.on_sigterm)
-    if not saves or spec.optimizer_steps is None or spec.between:
+    if not saves or spec.optimizer_steps is None or spec.start_window:
         yield f"{attempt.name} is moved although it would lose by that"
     yield from _deadline_lost(t, job, attempt)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if t.after.at_s - attempt.launched_at_s < (1 + REST) * launch_s - 1e-6:
         yield f"{attempt.name} is moved {t.after.at_s - attempt.launched_at_s:.0f} s after its launch"
-    claimed = {(part.node, index) for part in attempt.claims for index in part.devices}
+    claimed = {(part.node, index) for part in attempt.held_placement for index in part.devices}
     if why.startswith("stopped to go on with"):
         if not len(devices(attempt)) < len(claimed) <= spec.gpus.max:
             yield f"{attempt.name} of {len(devices(attempt))} devices is to grow to {len(claimed)}"
@@ -63,15 +63,15 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
 
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """Who was to meet its deadline makes way only for an earlier one, with time left to meet its own after that."""
-    desk, at_s = Desk(t.after), t.after.at_s
-    end_s = desk.end_of(job, replace(attempt, leaves_by_s=None))
+    index, at_s = SchedulerIndex(t.after), t.after.at_s
+    end_s = index.end_of(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
         return
     other = t.after.jobs.get(attempt.moved_for.partition("make way for ")[2].partition(":")[0])
     if other is None or other.deadline_s is None or other.deadline_s >= job.deadline_s:
         yield f"{attempt.name} is moved for no earlier deadline although it would meet its own"
         return
-    menus = [one for _, one in desk.prospects.menus_of(desk.seated(other)) if isinstance(one, Menu)]
+    menus = [one for _, one in index.options.options_of(index.queue_entry(other)) if isinstance(one, JobOptions)]
     shortest_s = min(entry.seconds for one in menus for entry in one.entries)
     launch_s = max(node.launch_cost_s for node in t.after.nodes if node.name in nodes_of(attempt))
     if at_s + shortest_s > other.deadline_s + 1e-6:
@@ -82,30 +82,33 @@ def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
 
 def _claims_are_kept(t: Transition) -> Iterator[str]:
     """Nobody starts on what is kept for one that moves."""
-    claims = {
+    held_placement = {
         (part.node, index): job.id
         for job in t.after.jobs.values()
         if job.last is not None
         and not job.last.released
         and (job.last.failure is None or job.last.failure.kind is MOVED)
-        for part in job.last.claims
+        for part in job.last.held_placement
         for index in part.devices
     }
     for launch in of(Launch, t.actions):
         for device in devices(launch.attempt):
-            if device in claims:
-                yield f"{launch.attempt.name} takes {device[0]}:{device[1]}, which is kept for {claims[device]}"
+            if device in held_placement:
+                yield f"{launch.attempt.name} takes {device[0]}:{device[1]}, which is kept for {held_placement[device]}"
 
 
 def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
     """Who goes on with more devices is expected to have left by then what another was promised before."""
     grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in of(Stop, t.actions)]
-    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.claims and not job.cancelling):
-        desk = Desk(t.after)
-        pool, claimed = desk.pool_of(attempt), {(part.node, i) for part in attempt.claims for i in part.devices}
+    for job, attempt in ((job, attempt) for job, attempt in grown if attempt.held_placement and not job.cancelling):
+        index = SchedulerIndex(t.after)
+        pool, claimed = (
+            index.pool_of(attempt),
+            {(part.node, i) for part in attempt.held_placement for i in part.devices},
+        )
         assert pool is not None, attempt.name
-        left_s = desk.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
-        entries = [entry for entry in desk.prospects.entries_of(job, pool) if entry.devices == len(claimed)]
+        left_s = index.end_of(job, replace(attempt, leaves_by_s=None)) - t.after.at_s
+        entries = [entry for entry in index.options.entries_of(job, pool) if entry.devices == len(claimed)]
         slower = min(entry.candidate.step_s for entry in entries) / attempt.step_s
         end_s = t.after.at_s + pool.launch_cost_s + left_s * slower
         for one in t.after.reservations:
@@ -129,9 +132,9 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     nodes = {node.name: node for node in t.after.nodes}
     launches = [launch.attempt for launch in of(Launch, t.actions)]
     if any(node.maintenance for node in t.after.nodes) and launches:
-        desk = Desk(t.after)
+        index = SchedulerIndex(t.after)
         for attempt in launches:
-            ends_s = desk.end_of(t.after.jobs[attempt.job_id], attempt)
+            ends_s = index.end_of(t.after.jobs[attempt.job_id], attempt)
             for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
                 for start_s, end_s in node.maintenance:
                     if t.after.at_s < end_s and ends_s > start_s + 1e-6:
@@ -158,7 +161,7 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
         return
     failure, evidence = job.attempts[attempt.number - 1].failure, t.event.evidence
     reached = max((beat.step for beat in evidence.heartbeats), default=0)
-    is_moved = attempt.claims and failure is not None and failure.kind is MOVED
+    is_moved = attempt.held_placement and failure is not None and failure.kind is MOVED
     if is_moved and (evidence.checkpoint_step or 0) < reached:
         yield f"{attempt.name} was moved at step {reached} and goes on from {evidence.checkpoint_step}"
     own = failure is None or failure.kind is FailureKind.MOVED or evidence.ooms or evidence.launch_error is not None

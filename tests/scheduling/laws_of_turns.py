@@ -9,12 +9,12 @@ from datetime import datetime, timedelta
 from itertools import combinations
 from zoneinfo import ZoneInfo
 
-from orchestrator.scheduling.base.migration import claims_of
-from orchestrator.scheduling.options.job_options import Menu
+from orchestrator.scheduling.base.migration import held_placement_of
+from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import crowded
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.clock import Window
 from orchestrator.specs.job.spec import Retries
 from orchestrator.specs.state import Job, JobStatus, Launch, State
@@ -110,7 +110,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
 def _is_overdue(t: Transition, launch: Launch) -> bool:
     """Whether a job is due: where quotas are, it comes before them once its team holds nothing."""
     has_quotas = t.after.policy.has_quotas
-    return has_quotas and Desk(t.after).seated(launch.job).due_s <= t.after.at_s
+    return has_quotas and SchedulerIndex(t.after).queue_entry(launch.job).aging_limit_s <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
@@ -129,9 +129,9 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
     launches = list(of(Launch, t.actions))
     if not promised or not launches:
         return
-    desk = Desk(t.after)
+    index = SchedulerIndex(t.after)
     for launch in launches:
-        end_s = desk.end_of(t.after.jobs[launch.job.id], launch.attempt)
+        end_s = index.end_of(t.after.jobs[launch.job.id], launch.attempt)
         for one in promised:
             shared = set(devices(launch.attempt)) & {(part.node, i) for part in one.placement for i in part.devices}
             if shared and end_s > one.start_s + 1e-6:
@@ -148,34 +148,41 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         return
     undone = [replace(one.job, status=JobStatus.QUEUED, attempts=one.job.attempts[:-1]) for one in launches]
     jobs = {**t.after.jobs, **{job.id: job for job in undone}}
-    desk, idle = Desk(t.after), Desk(replace(t.after, jobs=jobs, reservations=()))  # `idle`: before they started
+    index, idle = (
+        SchedulerIndex(t.after),
+        SchedulerIndex(replace(t.after, jobs=jobs, reservations=())),
+    )  # `idle`: before they started
     promised = {one.job_id for one in t.after.reservations}
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
-    for waiting in desk.waiting.values():
+    for waiting in index.waiting.values():
         job = waiting.job
-        closed = job.spec.between is not None and job.spec.between.span(t.after.at_s)[0] > t.after.at_s
-        bound = closed or job.not_before_s > t.after.at_s or crowded(desk, job, of_array) is not None
+        closed = job.spec.start_window is not None and job.spec.start_window.span(t.after.at_s)[0] > t.after.at_s
+        bound = closed or job.not_before_s > t.after.at_s or array_limit_reason(index, job, of_array) is not None
         if (
             bound
             or job.id in promised
-            or waiting.due_s > t.after.at_s
+            or waiting.aging_limit_s > t.after.at_s
             or not _could_be_held(idle, idle.waiting[job.id])
         ):
             continue
         for launch in launches:
             alike = job.spec.priority == launch.job.spec.priority
             alike = alike and (not t.after.policy.is_shared or job.user == launch.job.user)
-            if alike and job.order < launch.job.order and not (claims_of(launch.job) or launch.job.spec.guarantee):
+            if (
+                alike
+                and job.order < launch.job.order
+                and not (held_placement_of(launch.job) or launch.job.spec.guarantee)
+            ):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
 
-def _could_be_held(desk: Desk, waiting: Waiting) -> bool:
+def _could_be_held(index: SchedulerIndex, waiting: Waiting) -> bool:
     """Whether it is known when enough devices come free for it: of a drained node that is not."""
     return any(
         pool.could_hold(entry.shape, entry.least_bytes)
-        and pool.earliest(entry.shape, desk.state.at_s, entry.seconds, entry.least_bytes) is not None
-        for pool, menu in desk.prospects.menus_of(waiting)
-        for entry in (menu.entries if isinstance(menu, Menu) else ())
+        and pool.earliest(entry.shape, index.state.at_s, entry.seconds, entry.least_bytes) is not None
+        for pool, menu in index.options.options_of(waiting)
+        for entry in (menu.entries if isinstance(menu, JobOptions) else ())
     )
 
 
@@ -191,13 +198,13 @@ def _nothing_is_promised_twice(t: Transition) -> Iterator[str]:
 def _dependants_wait(t: Transition) -> Iterator[str]:
     """Nobody begins before what it comes after has ended as it wants, nor waits for what has ended otherwise."""
     for launch in of(Launch, t.actions):
-        for one in launch.job.spec.after:
+        for one in launch.job.spec.depends_on:
             other = t.after.jobs.get(one.job)
             status = other.status if other else None
             if status is not JobStatus.SUCCEEDED and (one.when == "success" or (status and not status.ended)):
                 yield f"{launch.job.id} begins before {one.job}, after which it comes, has ended: it is {status}"
     for job in t.after.jobs.values():
-        for one in job.spec.after if job.status is JobStatus.QUEUED else ():
+        for one in job.spec.depends_on if job.status is JobStatus.QUEUED else ():
             other = t.after.jobs.get(one.job)
             if one.when == "success" and other and other.status.ended and other.status is not JobStatus.SUCCEEDED:
                 yield f"{job.id} waits for {one.job}, which is {other.status}"
@@ -207,24 +214,24 @@ def _arrays_are_bounded(t: Transition) -> Iterator[str]:
     """Of an array never more run at once than it says."""
     running = Counter(job.array for job in t.after.jobs.values() if job.array and job.status is JobStatus.RUNNING)
     for job in t.after.jobs.values():
-        most = job.spec.member.at_most if job.spec.member else None
+        most = job.spec.member.max_concurrent if job.spec.member else None
         if job.array and most and running[job.array] > most:
             yield f"{running[job.array]} jobs of the array {job.array} run at once, {most} may"
 
 
 def _windows_are_kept(t: Transition) -> Iterator[str]:
     """What says hours starts when the clocks of its zone show them, and is expected to end within them if it can."""
-    launches = [launch for launch in of(Launch, t.actions) if launch.job.spec.between is not None]
+    launches = [launch for launch in of(Launch, t.actions) if launch.job.spec.start_window is not None]
     if not launches:
         return
-    desk = Desk(t.after)
+    index = SchedulerIndex(t.after)
     for launch in launches:
-        window, begin_s = launch.job.spec.between, launch.attempt.launched_at_s
+        window, begin_s = launch.job.spec.start_window, launch.attempt.launched_at_s
         assert window is not None
         local = datetime.fromtimestamp(begin_s, ZoneInfo(window.zone or "UTC"))
         if not _shows(window, local):
             yield f"{launch.attempt.name} starts at {local:%a %H:%M}, outside of {window}"
-        seconds = desk.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
+        seconds = index.end_of(t.after.jobs[launch.job.id], launch.attempt) - begin_s
         spans = [window.span(begin_s + day * 86400) for day in range(7)]
         has_end = launch.job.spec.optimizer_steps is not None
         if (

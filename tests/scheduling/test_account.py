@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from orchestrator.memory.calibration.correction import observed_correction
 from orchestrator.planning.picture import Mark
-from orchestrator.scheduling.reports.explain import lessons, picture_of
+from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.units import format_bytes
 from tests.scheduling.factories import MIB, decoder_spec, script_spec
@@ -17,7 +17,7 @@ def test_a_failure_is_accounted_for_from_prediction_to_next_plan() -> None:
     state, _ = run(NODES, submitted(), finished(oom()), released())
     job = only_job(state)
     first, second = job.attempts
-    predicted, measured, wrong, learned, following = lessons(state, job, first)
+    predicted, measured, wrong, learned, following = explain_attempt(state, job, first)
     assert format_bytes(first.estimate.allocated_bytes) in predicted
     assert "fits with" in predicted
     assert "258.00 MiB at the least" in measured
@@ -35,7 +35,7 @@ def test_plans_that_do_not_answer_to_the_optimizer_step_are_said_not_to() -> Non
     state, _ = run(NODES, submitted(spec), finished(evidence), released())
     job = only_job(state)
     assert job.attempts[1].plan.zero_stage > job.attempts[0].plan.zero_stage
-    (following,) = (said for said in lessons(state, job, job.attempts[0]) if said.startswith("next: "))
+    (following,) = (said for said in explain_attempt(state, job, job.attempts[0]) if said.startswith("next: "))
     assert "faster no lighter in the optimizer step, where it ran out" in following
     assert "too big" not in following
 
@@ -44,7 +44,7 @@ def test_the_wrong_term_is_named_by_as_much_as_it_was_wrong() -> None:
     state, _ = run(NODES, submitted(), finished(oom()), released())
     job = only_job(state)
     (seen,) = state.observations
-    wrong = lessons(state, job, job.attempts[0])[2]
+    wrong = explain_attempt(state, job, job.attempts[0])[2]
     factor = observed_correction(seen.moments, seen.measured_bytes)
     (moment,) = (
         one
@@ -64,7 +64,7 @@ def test_a_prediction_that_held_says_no_more_than_that() -> None:
 def test_an_unknown_script_is_not_said_to_have_been_predicted() -> None:
     state, _ = run(NODES, submitted(script_spec(gpus=1)), finished(SUCCESS))
     job = only_job(state)
-    assert lessons(state, job, job.attempts[0])[0].startswith("predicted: nothing")
+    assert explain_attempt(state, job, job.attempts[0])[0].startswith("predicted: nothing")
     assert picture_of(state, job) is None
 
 
@@ -115,4 +115,4 @@ def told_of_peak(more_bytes: int) -> tuple[str, ...]:
     peak_bytes = only_job(state).attempts[0].estimate.allocated_bytes + more_bytes
     beat = Heartbeat(rank=0, step=9, steps_done=9, step_s=0.1, peak_bytes=peak_bytes, phase="forward", at_s=9.0)
     state, _ = run(finished(replace(SUCCESS, heartbeats=(beat,))), state=state)
-    return lessons(state, only_job(state), only_job(state).attempts[0])
+    return explain_attempt(state, only_job(state), only_job(state).attempts[0])

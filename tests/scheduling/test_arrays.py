@@ -15,7 +15,7 @@ from tests.scheduling.test_queue import gone, played, script, seen
 
 def sweep(count: int, at_most: int) -> list[JobSpec]:
     spec = script({1: 100.0})
-    members = [Member(number=number, of=count, at_most=at_most) for number in range(count)]
+    members = [Member(number=number, of=count, max_concurrent=at_most) for number in range(count)]
     return [spec.model_copy(update={"member": member}) for member in members]
 
 
@@ -56,7 +56,7 @@ def test_two_arrays_of_one_submission_are_two() -> None:
 def test_one_wrong_job_refuses_the_whole_array() -> None:
     service = controller()
     *good, last = sweep(3, 1)
-    wrong = JobSpec.model_validate(last.model_dump() | {"after": "nobody-9"})
+    wrong = JobSpec.model_validate(last.model_dump() | {"depends_on": "nobody-9"})
     with pytest.raises(SpecError):
         service.submit_all([(spec, None) for spec in (*good, wrong)])
     assert service.state.submitted == 0

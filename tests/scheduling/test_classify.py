@@ -79,7 +79,7 @@ ROWS: list[tuple[str, FailureKind | None, Evidence]] = [
     ("guard reports memory", FailureKind.DEVICE_OOM, Evidence(ranks=ends(-9, OOM_EXIT_CODE), ooms=(OOM,))),
     (
         "others hold the memory",
-        FailureKind.CROWDED,
+        FailureKind.MEMORY_CONTENTION,
         Evidence(ranks=ends(OOM_EXIT_CODE), ooms=(replace(OOM, live_bytes=20 * MIB, foreign_bytes=200 * MIB),)),
     ),
     (

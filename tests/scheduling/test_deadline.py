@@ -18,7 +18,7 @@ from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, su
 
 
 def due(at_s: float, seconds: dict[int, float], **said: object) -> JobSpec:
-    return script(seconds, by=str(deadline_at(at_s)), **said)
+    return script(seconds, deadline=str(deadline_at(at_s)), **said)
 
 
 def folded(*events: Event) -> State:
@@ -104,7 +104,7 @@ def test_who_is_done_before_the_night_is_not_called_late() -> None:
     state = folded(
         seen(node(devices=1)),
         submitted(1, script({1: 18 * hour_s - LAUNCH_S - 1.0})),
-        submitted(2, script({1: hour_s}, priority=5, between="22:00-08:00 UTC"), 2.0),
+        submitted(2, script({1: hour_s}, priority=5, start_window="22:00-08:00 UTC"), 2.0),
         submitted(3, due(22 * hour_s, {1: 3 * hour_s}), 3.0),
         submitted(4, due(24 * hour_s, {1: 4.5 * hour_s}), 4.0),
     )
@@ -119,7 +119,7 @@ def test_who_has_others_stopped_for_it_is_not_called_late(needs_s: float, is_lat
 
     One job is stopped for one, not for two.
     """
-    runs = elastic({1: needs_s}, by=str(deadline_at(8000.0)))
+    runs = elastic({1: needs_s}, deadline=str(deadline_at(8000.0)))
     comes = due(2000.0, {1: 1200.0})
     state = folded(seen(node(devices=1)), submitted(1, runs), *(submitted(n, comes, 20.0) for n in (2, 3)))
     assert state.jobs["job-2"].status is JobStatus.QUEUED
@@ -132,5 +132,5 @@ def test_what_will_be_in_time_is_not_spoken_of() -> None:
 
 
 def test_a_deadline_that_is_over_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"(?s)by: the deadline is over.*1969-12-31"):
-        controller().submit(script({1: 10.0}, by="1969-12-31T08:00 UTC"))
+    with pytest.raises(SpecError, match=r"(?s)deadline: the deadline is over.*1969-12-31"):
+        controller().submit(script({1: 10.0}, deadline="1969-12-31T08:00 UTC"))

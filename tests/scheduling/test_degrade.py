@@ -9,8 +9,8 @@ import pytest
 from orchestrator.planning.frontier import Candidate
 from orchestrator.scheduling.failures.degrade import (
     answered_by_phase,
-    answering,
     bytes_per_parameter,
+    candidates_for_oom,
     phase_batch_sizes,
 )
 from orchestrator.scheduling.step import step
@@ -70,27 +70,33 @@ MENU = [candidate(plan) for plan in (DDP, CHECKPOINTED, SHARDED, OFFLOADED, EIGH
 
 
 def test_trap_16_in_the_optimizer_step_only_sharding_offload_and_8_bit_help() -> None:
-    left = [one.plan for one in answering(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)]
+    left = [one.plan for one in candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], MENU)]
     assert left == [SHARDED, OFFLOADED, EIGHT_BIT]
 
 
 def test_trap_16_a_smaller_batch_is_no_answer_at_micro_batch_1() -> None:
-    assert answering(script_spec(), [burst(DDP, Phase.OPTIMIZER)], [candidate(DDP), candidate(CHECKPOINTED)]) == []
+    assert (
+        candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER)], [candidate(DDP), candidate(CHECKPOINTED)])
+        == []
+    )
 
 
 def test_a_smaller_batch_is_the_last_resort_in_the_optimizer_step() -> None:
     wide, narrow = replace(DDP, micro_batch_size=4), [candidate(replace(DDP, micro_batch_size=2))]
-    assert answering(script_spec(), [burst(wide, Phase.OPTIMIZER)], narrow) == narrow
-    assert answering(script_spec(), [burst(wide, Phase.OPTIMIZER)], [*narrow, candidate(SHARDED)])[0].plan == SHARDED
+    assert candidates_for_oom(script_spec(), [burst(wide, Phase.OPTIMIZER)], narrow) == narrow
+    assert (
+        candidates_for_oom(script_spec(), [burst(wide, Phase.OPTIMIZER)], [*narrow, candidate(SHARDED)])[0].plan
+        == SHARDED
+    )
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.STARTUP, Phase.CHECKPOINTING, None])
 def test_elsewhere_every_plan_may_help(phase: Phase | None) -> None:
-    assert answering(script_spec(), [burst(DDP, phase)], MENU) == MENU
+    assert candidates_for_oom(script_spec(), [burst(DDP, phase)], MENU) == MENU
 
 
 def test_the_hosts_memory_is_not_the_optimizers() -> None:
-    assert answering(script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU) == MENU
+    assert candidates_for_oom(script_spec(), [burst(DDP, Phase.OPTIMIZER, FailureKind.HOST_OOM)], MENU) == MENU
 
 
 def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing_else() -> None:
@@ -98,7 +104,7 @@ def test_trap_15_out_of_memory_in_encoding_lowers_the_encoders_batch_and_nothing
     again = burst(replace(DDP, phase_batch_sizes=(("encoding", 4),)), Phase.ENCODING)
     assert phase_batch_sizes(PARLER, [once]) == (("encoding", 4),)
     assert phase_batch_sizes(PARLER, [once, again]) == (("encoding", 2),)
-    answer = answering(PARLER, [once], MENU)
+    answer = candidates_for_oom(PARLER, [once], MENU)
     assert [replace(one.plan, phase_batch_sizes=()) for one in answer] == [one.plan for one in MENU]
     assert {one.plan.phase_batch_sizes for one in answer} == {(("encoding", 4),)}
 
@@ -107,7 +113,7 @@ def test_trap_15_a_phase_at_batch_1_is_the_plans_affair_again() -> None:
     assert answered_by_phase(PARLER, burst(DDP, Phase.ENCODING)) is Phase.ENCODING
     assert answered_by_phase(PARLER, burst(DDP, Phase.EVALUATION)) is None
     assert answered_by_phase(script_spec(), burst(DDP, Phase.EVALUATION)) is None
-    assert answering(PARLER, [burst(DDP, Phase.EVALUATION)], MENU) == MENU
+    assert candidates_for_oom(PARLER, [burst(DDP, Phase.EVALUATION)], MENU) == MENU
 
 
 @pytest.mark.parametrize(

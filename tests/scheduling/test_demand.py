@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.queue.demand import asked, devices_wanted
+from orchestrator.scheduling.queue.demand import devices_wanted, record_demand
 from orchestrator.scheduling.step import step, wake_at_s
-from orchestrator.specs.state import Event, State, Woke
+from orchestrator.specs.state import Event, State, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
 
@@ -28,7 +28,7 @@ def shorts(first: int, count: int, at_s: float) -> list[Event]:
 def test_what_is_remembered_is_the_mean_and_fades() -> None:
     demand = None
     for hour in range(100):
-        demand = asked(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
+        demand = record_demand(demand, 3600.0 * hour, 600.0, 4 * 3600.0)
     assert devices_wanted(demand, 99 * 3600.0)[10] == pytest.approx(4.0, rel=0.1)
     assert devices_wanted(demand, 99 * 3600.0)[9] == 0.0
     assert devices_wanted(demand, 99 * 3600.0 + 5 * tuning.TUNING.memory_s)[-1] < 0.1
@@ -36,7 +36,9 @@ def test_what_is_remembered_is_the_mean_and_fades() -> None:
 
 def test_a_first_burst_is_no_rate() -> None:
     """Eight device-hours asked for in the first second are eight devices for an hour, not thousands."""
-    assert devices_wanted(asked(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1] < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
+    assert (
+        devices_wanted(record_demand(None, 0.0, 600.0, 8 * 3600.0), 1.0)[-1] < 8 * 3600.0 / tuning.TUNING.least_s * 1.2
+    )
 
 
 def test_two_long_jobs_do_not_close_a_cluster_that_short_ones_come_to() -> None:
@@ -83,7 +85,7 @@ def test_room_is_left_no_longer_than_it_matters() -> None:
         at_s = wake_at_s(state)
         assert at_s is not None
         assert at_s > state.at_s
-        state, _ = step(state, Woke(at_s=at_s))
+        state, _ = step(state, TimerFired(at_s=at_s))
     assert state.jobs["job-12"].attempts
     assert state.at_s <= 10_020.0 + 30.0 + (1 - tuning.TUNING.short) * (LONG_S + 30.0) + 1.0
 

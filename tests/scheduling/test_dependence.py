@@ -22,7 +22,7 @@ FAILURE = Evidence(ranks=(RankEnd(rank=0, exit_code=1, log_tail="NameError: name
 
 
 def after(*ids: str, when: str = "success", **said: object) -> JobSpec:
-    return script({1: 10.0}, after=[{"job": one, "when": when} for one in ids], **said)
+    return script({1: 10.0}, depends_on=[{"job": one, "when": when} for one in ids], **said)
 
 
 def failed(number: int, at_s: float) -> Event:
@@ -114,7 +114,7 @@ def test_many_may_come_after_one(monkeypatch: pytest.MonkeyPatch) -> None:
     events += [submitted(number, after("job-1")) for number in (2, 3, 4)]
     _, launches = played(*events, *gone(1, 50.0))
     assert set(launches) == {"job-1", "job-2", "job-3", "job-4"}
-    monkeypatch.setattr(desks.Desk, "followers_of", lambda *_: [])
+    monkeypatch.setattr(desks.SchedulerIndex, "followers_of", lambda *_: [])
     assert set(played(*events, *gone(1, 50.0))[1]) == {"job-1"}
 
 
@@ -139,7 +139,7 @@ def test_what_is_submitted_together_may_be_named() -> None:
 
 def test_who_comes_after_no_job_is_refused_and_nothing_of_its_submission_is_kept() -> None:
     service = controller()
-    with pytest.raises(SpecError, match=r"(?s)train: after: there is no such job.*given:   'lm-7'"):
+    with pytest.raises(SpecError, match=r"(?s)train: depends_on: there is no such job.*given:   'lm-7'"):
         service.submit_all([(script({1: 10.0}), None), (after("lm-7", name="train"), None)])
     assert service.state.submitted == 0
     assert service.submit(script({1: 10.0})) == "job-1"
@@ -156,5 +156,5 @@ def test_who_comes_after_an_ended_job_starts_at_once_or_is_refused() -> None:
     while not service.job(done).status.ended:
         service.turn(10.0)
     for one in ({"job": done}, {"job": "huge-1", "when": "always"}):
-        job_id = service.submit(world.script("next", after=[one]))
+        job_id = service.submit(world.script("next", depends_on=[one]))
         assert service.state.jobs[job_id].status is JobStatus.RUNNING

@@ -21,7 +21,7 @@ from orchestrator.specs.state import (
     Released,
     State,
     Stop,
-    Woke,
+    TimerFired,
 )
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
@@ -74,7 +74,7 @@ def test_what_does_not_end_before_a_maintenance_waits_and_the_gap_before_is_used
     state, launches = played(*events)
     assert set(launches) == {"job-2"}
     assert forecast(state)["job-1"].start_s == ends_s
-    woken: list[Event] = [*gone(2, 600.0), Woke(at_s=begins_s - MOVE_GRACE_S), Woke(at_s=ends_s)]
+    woken: list[Event] = [*gone(2, 600.0), TimerFired(at_s=begins_s - MOVE_GRACE_S), TimerFired(at_s=ends_s)]
     _, launches = played(*events, *woken)
     assert launches["job-1"].launched_at_s == ends_s
 
@@ -115,7 +115,7 @@ def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on
     events: list[Event] = [
         seen(maintained("a", (begins_s, 2000.0))),
         submitted(1, late),
-        Woke(at_s=begins_s - MOVE_GRACE_S),
+        TimerFired(at_s=begins_s - MOVE_GRACE_S),
     ]
     state = State()
     for event in events:
@@ -133,7 +133,7 @@ def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on
     assert (failure.kind, failure.reason) == (FailureKind.MOVED, "stopped for the maintenance of a")
     assert launches["job-1"].number == 1, "it waits"
     assert wake_at_s(state) == 2000.0
-    state, launches = played(*events, Woke(at_s=2000.0))
+    state, launches = played(*events, TimerFired(at_s=2000.0))
     assert (launches["job-1"].number, launches["job-1"].launched_at_s) == (2, 2000.0)
     assert state.jobs["job-1"].reason == "goes on with the same plan: stopped for the maintenance of a"
 
@@ -158,7 +158,11 @@ def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on
 def test_who_ends_otherwise_while_it_leaves_ends_so(
     evidence: Evidence, cancelled: bool, status: JobStatus, kind: FailureKind | None
 ) -> None:
-    events: list[Event] = [seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), Woke(at_s=900.0)]
+    events: list[Event] = [
+        seen(maintained("a", (1000.0, 2000.0))),
+        submitted(1, script({1: 500.0})),
+        TimerFired(at_s=900.0),
+    ]
     events += [CancelRequested(job_id="job-1", at_s=901.0)] if cancelled else []
     state, _ = played(*events, Finished(job_id="job-1", number=1, evidence=evidence, at_s=910.0))
     failure = state.jobs["job-1"].attempts[0].failure

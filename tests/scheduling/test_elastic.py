@@ -16,7 +16,7 @@ from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import DrainRequested, Event, Finished, JobStatus, Launch, Released, State, Woke
+from orchestrator.specs.state import DrainRequested, Event, Finished, JobStatus, Launch, Released, State, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK
 from tests.scheduling.test_properties import played as violations_of
@@ -83,8 +83,8 @@ def test_a_job_grows_into_devices_that_come_free_and_keeps_them_from_others_mean
         elastic({1: 5000.0, 2: 4980.0}),
         elastic({1: 740.0, 2: 370.0}),
         elastic(GROWS).model_copy(update={"steps": None}),
-        elastic(GROWS, by="2026-11-23T08:00 UTC"),
-        elastic(GROWS, between="00:00-23:00 UTC"),
+        elastic(GROWS, deadline="2026-11-23T08:00 UTC"),
+        elastic(GROWS, start_window="00:00-23:00 UTC"),
     ],
     ids=["would lose", "gains less than a launch", "is nearly done", "of unknown length", "in a hurry", "has hours"],
 )
@@ -130,8 +130,8 @@ def test_who_has_not_run_for_long_makes_way_once_it_has_without_any_other_event(
     early = [seen(node(devices=1)), submitted(1, elastic(LONG)), submitted(2, script({1: 300.0}), 20.0)]
     state, _ = played(*early)
     assert moving(state) == {}
-    assert state.look_at_s == RESTED_S
-    state, _ = played(*early, Woke(at_s=RESTED_S))
+    assert state.reevaluate_at_s == RESTED_S
+    state, _ = played(*early, TimerFired(at_s=RESTED_S))
     assert moving(state) == {"job-1": "stopped to make way for job-2"}
 
 
@@ -164,7 +164,7 @@ def test_where_a_cluster_is_shared_nobody_makes_way_for_the_short_jobs_of_others
 
 
 def hurried(by_s: float, seconds: dict[int, float], **said: object) -> JobSpec:
-    return elastic(seconds, by=str(deadline_at(by_s)), **said)
+    return elastic(seconds, deadline=str(deadline_at(by_s)), **said)
 
 
 def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own() -> None:
@@ -191,7 +191,7 @@ def test_a_job_that_can_wait_makes_way_for_an_earlier_deadline_and_meets_its_own
         (elastic({1: 6000.0}, priority=1), hurried(2000.0, {1: 1200.0})),
         (elastic({1: 1000.0}), hurried(4000.0, {1: 1200.0})),
         (hurried(7000.0, {1: 6000.0}), elastic({1: 10.0})),
-        (elastic({1: 6000.0}), hurried(2000.0, {1: 1200.0}, between="03:00-04:00 UTC")),
+        (elastic({1: 6000.0}), hurried(2000.0, {1: 1200.0}, start_window="03:00-04:00 UTC")),
     ],
     ids=[
         "it comes too late",
@@ -237,7 +237,7 @@ def test_a_stream_of_short_jobs_neither_moves_a_long_one_often_nor_for_ever() ->
         if sum(job.status is JobStatus.QUEUED for job in state.jobs.values()) < 3:
             number += 1
             coming.append(submitted(number, script({1: 200.0}), at_s))
-        coming.append(Woke(at_s=at_s))
+        coming.append(TimerFired(at_s=at_s))
     assert len(starts) > 1, "it makes way"
     assert all(later - earlier >= (1 + tuning.TUNING.rest) * LAUNCH_S for earlier, later in pairwise(starts))
 

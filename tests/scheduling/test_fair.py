@@ -8,12 +8,12 @@ from math import log
 import pytest
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.simulate import simulate
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
-from orchestrator.specs.state import Event, NodesSeen, Released, State, Woke
+from orchestrator.specs.state import Event, NodesSeen, Released, State, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, submitted
 
@@ -46,12 +46,12 @@ def test_what_was_used_counts_half_after_a_half_life() -> None:
     counted = DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S))
     assert used_s(state, ()) == pytest.approx({"ada": counted})
     assert 990 < counted < 1000
-    state, _ = step(state, Woke(at_s=1000.0 + DAY_S))
+    state, _ = step(state, TimerFired(at_s=1000.0 + DAY_S))
     assert used_s(state, ()) == pytest.approx({"ada": counted / 2})
 
 
 def test_what_runs_counts_before_it_ends_and_once() -> None:
-    events: list[Event] = [seen(2), submitted(1, script({2: 5000.0}, user="ada"), 0.0), Woke(at_s=1000.0)]
+    events: list[Event] = [seen(2), submitted(1, script({2: 5000.0}, user="ada"), 0.0), TimerFired(at_s=1000.0)]
     state, _ = played(*events)
     running = used_s(state, state.jobs.values())["ada"]
     assert running == pytest.approx(2 * DAY_S / log(2) * (1 - 2 ** (-1000 / DAY_S)))
@@ -88,7 +88,7 @@ def test_users_in_the_same_place_take_turns_as_their_jobs_are_due() -> None:
 def night(policy: PolicySpec, *jobs: tuple[float, str, int], devices: int = 4) -> list[float]:
     """When each of (submitted at, user, seconds) started, on its one device."""
     arrivals = tuple(
-        Arrival(at_s=at_s, spec=told("job", {1: 1.0}, steps).model_copy(update={"user": user}))
+        Arrival(at_s=at_s, spec=job_spec_from_trace("job", {1: 1.0}, steps).model_copy(update={"user": user}))
         for at_s, user, steps in jobs
     )
     hardware = cluster_of(1, 10.0, devices).model_copy(update={"policy": policy})

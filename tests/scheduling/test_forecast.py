@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, told
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudged
 from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, _longer, _Play, forecast, foreseen, spread_of
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
 from orchestrator.service.server.controller import Controller
@@ -23,11 +23,13 @@ from tests.scheduling.test_queue import gone, node, played, script, seen, submit
 
 
 def rigid(draw: random.Random) -> JobSpec:
-    return told("job", {draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000)).model_copy(update={"resume": Resume()})
+    return job_spec_from_trace("job", {draw.choice((1, 2, 4)): 1.0}, draw.randint(500, 5000)).model_copy(
+        update={"resume": Resume()}
+    )
 
 
 def movable(draw: random.Random) -> JobSpec:
-    return told("job", {1: 1.0, 2: 0.55, 4: 0.3}, draw.randint(500, 5000))
+    return job_spec_from_trace("job", {1: 1.0, 2: 0.55, 4: 0.3}, draw.randint(500, 5000))
 
 
 @pytest.mark.parametrize("kind", [rigid, movable])
@@ -70,7 +72,7 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
         draw = random.Random(seed)
         queue: list[Event] = [seen(node("a", devices=4), node("b", devices=4))]
         for number in range(1, 20):
-            hours = draw.choice(({}, {}, {}, {"between": "22:00-08:00 UTC"}, {"between": "12:00-14:00 UTC"}))
+            hours = draw.choice(({}, {}, {}, {"start_window": "22:00-08:00 UTC"}, {"start_window": "12:00-14:00 UTC"}))
             spec = script({2 ** draw.randint(0, 3): draw.uniform(600, 14400)}, priority=draw.randint(0, 1), **hours)
             queue.append(submitted(number, spec, 8 * 3600.0 + 600 * number))
         state, _ = played(*queue)
@@ -83,8 +85,8 @@ def test_who_is_placed_ends_when_decisions_to_come_would_have_it_end() -> None:
 
 def test_what_comes_after_others_is_expected_when_the_last_of_them_has_ended() -> None:
     """And what comes after that in turn; a job of nobody's end is expected beside them."""
-    chain = [script({1: 100.0}), script({1: 300.0}), script({1: 50.0}, after=["job-1", "job-2"])]
-    chain += [script({2: 80.0}, after=["job-3"]), script({1: 20.0})]
+    chain = [script({1: 100.0}), script({1: 300.0}), script({1: 50.0}, depends_on=["job-1", "job-2"])]
+    chain += [script({2: 80.0}, depends_on=["job-3"]), script({1: 20.0})]
     events: list[Event] = [seen(node(devices=4)), *(submitted(i, spec, 0.0) for i, spec in enumerate(chain, 1))]
     state, _ = played(*events)
     told = forecast(state)
@@ -114,7 +116,7 @@ def test_who_pauses_after_a_failure_is_expected_when_the_pause_is_over() -> None
 
 def test_of_what_runs_where_nobody_looks_no_end_is_expected() -> None:
     """Its node is gone; another job waits for the night."""
-    night = script({1: 20.0}, between="22:00-06:00")
+    night = script({1: 20.0}, start_window="22:00-06:00")
     state, _ = played(
         seen(node("a", devices=1), node("b", devices=1)),
         submitted(1, script({1: 100.0})),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.memory.engines.overhead import STEP_BYTES
-from orchestrator.scheduling.reports.explain import lessons
+from orchestrator.scheduling.reports.explain import explain_attempt
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.state import NodesSeen
 from orchestrator.specs.units import format_bytes
@@ -64,14 +64,16 @@ def test_what_pytorch_held_stands_beside_what_was_predicted() -> None:
     evidence = replace(SUCCESS, heartbeats=(replace(SUCCESS.heartbeats[0], reserved_bytes=4 * GIB),))
     state, _ = run(*BEGUN, finished(evidence), released())
     predicted = format_bytes(first_attempt().estimate.reserved_bytes)
-    said = lessons(state, only_job(state), only_job(state).attempts[0])[1]
+    said = explain_attempt(state, only_job(state), only_job(state).attempts[0])[1]
     assert said.endswith(f"; PyTorch held up to 4.00 GiB, {predicted} predicted as the least that it needs")
 
 
 def test_it_is_told_what_was_measured_beside_what_was_predicted_and_learned() -> None:
     state, _ = run(*BEGUN, finished(measured(3 * GIB)), released())
     predicted = format_bytes(overhead_bytes(first_attempt()))
-    (said,) = (one for one in lessons(state, only_job(state), only_job(state).attempts[0]) if "communicators" in one)
+    (said,) = (
+        one for one in explain_attempt(state, only_job(state), only_job(state).attempts[0]) if "communicators" in one
+    )
     assert said == (
         f"measured: 3.00 GiB of context and communicators, {predicted} predicted; "
         f"learned: {predicted} -> 3.00 GiB on rtx4090-24gb"

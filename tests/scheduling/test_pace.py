@@ -9,26 +9,26 @@ import pytest
 
 from orchestrator.backends.attempts.progress import PACE_STEPS, Progress
 from orchestrator.scheduling.reports.forecast import forecast
-from orchestrator.scheduling.scheduling_pass.index import Desk, later_end_s
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex, later_end_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Pace
 from orchestrator.specs.run import AttemptFolder
-from orchestrator.specs.state import Paced, State
+from orchestrator.specs.state import PaceReported, State
 from tests.scheduling.factories import node, script_spec
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
 JOB = script({2: 100.0})  # ten steps of ten seconds
 
 
-def paced(steps_done: int, step_s: float, at_s: float, number: int = 1) -> Paced:
+def paced(steps_done: int, step_s: float, at_s: float, number: int = 1) -> PaceReported:
     pace = Pace(steps_done=steps_done, step_s=step_s, at_s=at_s)
-    return Paced(job_id="job-1", number=number, pace=pace, at_s=at_s)
+    return PaceReported(job_id="job-1", number=number, pace=pace, at_s=at_s)
 
 
 def end_s(state: State) -> float:
     job = state.jobs["job-1"]
     assert job.last is not None
-    return Desk(state).end_of(job, job.last)
+    return SchedulerIndex(state).end_of(job, job.last)
 
 
 def test_the_end_of_what_runs_follows_its_own_steps() -> None:

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.shape import shape_of
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from tests.scheduling.factories import node
 
 
-def pool(idle: dict[str, list[int]]) -> Pool:
+def pool(idle: dict[str, list[int]]) -> AvailabilityProfile:
     """Nodes of eight devices of which only these are idle."""
     (group,) = groups_of([node(name, devices=8) for name in idle])
-    made = Pool(group)
+    made = AvailabilityProfile(group)
     for name, devices in idle.items():
         made.occupy(name, [device for device in range(8) if device not in devices], until_s=100.0)
     return made
@@ -53,7 +53,7 @@ def test_a_gang_of_several_nodes_spans_as_few_racks_as_it_can(racks: str, nodes:
     """Whatever is idle: no other choice of as many nodes spans fewer."""
     idle = {f"n{number}": data.draw(st.sampled_from([[], [0, 1]])) for number in range(len(racks))}
     (group,) = groups_of([replace(node(name, devices=2), rack=rack) for name, rack in zip(idle, racks, strict=True)])
-    made = Pool(group)
+    made = AvailabilityProfile(group)
     for name, devices in idle.items():
         made.occupy(name, [device for device in range(2) if device not in devices], until_s=100.0)
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2 * nodes), micro_batch_size=1)

@@ -17,15 +17,15 @@ from orchestrator.scheduling import step as core
 from orchestrator.scheduling.base import drain, tuning
 from orchestrator.scheduling.base import start_windows as windows
 from orchestrator.scheduling.base.job_updates import with_job
-from orchestrator.scheduling.options import job_options as menu
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.options import job_options as job_options
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
 from orchestrator.scheduling.queue.fair_share import nobodys
 from orchestrator.scheduling.scheduling_pass import decide, dispatch
-from orchestrator.scheduling.scheduling_pass import index as desk
+from orchestrator.scheduling.scheduling_pass import index as index
 from orchestrator.scheduling.scheduling_pass import preemption as elastic
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.service.server import controller as service
 from orchestrator.specs import clock
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
@@ -69,7 +69,7 @@ def patched_step(change: Callable[..., Any]) -> Plant:
 
 
 def devices_never_busy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pool, "occupy", lambda *_: None)
+    patch.setattr(AvailabilityProfile, "occupy", lambda *_: None)
 
 
 def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
@@ -77,8 +77,8 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
         attempts = () if job is None else job.attempts
         return {one.number: one for one in attempts if one.status is not AttemptStatus.ENDED}
 
-    patch.setattr(desk, "_held", live)
-    patch.setattr(desk, "_waits", lambda job: job.status is JobStatus.QUEUED)
+    patch.setattr(index, "_held", live)
+    patch.setattr(index, "_waits", lambda job: job.status is JobStatus.QUEUED)
 
 
 def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
@@ -88,14 +88,14 @@ def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
 def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "REFUTING", ())
     patch.setattr(core, "observe", lambda *_: None)
-    patch.setattr(menu, "_smallest_refuted", lambda *_: float("inf"))
+    patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
 
 
 def only_the_same_plan_refuted(patch: pytest.MonkeyPatch) -> None:
     """Nothing is learnt but that this very plan is bad."""
     patch.setattr(core, "observe", lambda *_: None)
-    patch.setattr(menu, "_smallest_refuted", lambda *_: float("inf"))
-    patch.setattr(menu, "_hedged", lambda *told: told[3])
+    patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
+    patch.setattr(job_options, "_hedged", lambda *told: told[3])
 
 
 def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
@@ -133,23 +133,23 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        line.Waiting, "standing", property(lambda waiting: (-waiting.due_s, -waiting.job.order, waiting.job.id))
+        line.Waiting, "sort_key", property(lambda waiting: (-waiting.aging_limit_s, -waiting.job.order, waiting.job.id))
     )
 
 
 def priority_ignored(patch: pytest.MonkeyPatch) -> None:
-    true_order = Desk.in_order
+    true_order = SchedulerIndex.in_order
     everybody = lambda self: [one for one in true_order(self) if one[1] == inf]  # noqa: E731
-    patch.setattr(Desk, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].standing))
+    patch.setattr(SchedulerIndex, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].sort_key))
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
     true_begin = dispatch._begin
 
-    def larger(state: Any, desk: Any, job: Job, chosen: Any) -> Any:
+    def larger(state: Any, index: Any, job: Job, chosen: Any) -> Any:
         plan = chosen.candidate.plan
         plan = replace(plan, gradient_accumulation_steps=2 * plan.gradient_accumulation_steps)
-        return true_begin(state, desk, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
+        return true_begin(state, index, job, replace(chosen, candidate=replace(chosen.candidate, plan=plan)))
 
     patch.setattr(dispatch, "_begin", larger)
 
@@ -184,17 +184,17 @@ def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_rank_without_device(patch: pytest.MonkeyPatch) -> None:
-    true_place = Pool.place
+    true_place = AvailabilityProfile.place
 
-    def short(self: Pool, shape: Any, end_s: float, least_bytes: int) -> Any:
+    def short(self: AvailabilityProfile, shape: Any, end_s: float, least_bytes: int) -> Any:
         first, *others = true_place(self, shape, end_s, least_bytes) or (None,)
         return first and (replace(first, devices=first.devices[:-1] or first.devices), *others)
 
-    patch.setattr(Pool, "place", short)
+    patch.setattr(AvailabilityProfile, "place", short)
 
 
 def everything_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(menu, "_least_bytes", lambda *_: 0)
+    patch.setattr(job_options, "_least_bytes", lambda *_: 0)
 
 
 def refused_after_running(patch: pytest.MonkeyPatch) -> None:
@@ -212,13 +212,15 @@ def the_tail_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "entered", lambda job, *_: job)
+    patch.setattr(core, "with_pending_dependencies", lambda job, *_: job)
 
 
-def broken_promises_unheard(patch: pytest.MonkeyPatch) -> None:
+def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
     """A job starts however the job that it depends on ended."""
-    true_heard = core.heard
-    patch.setattr(core, "heard", lambda job, ended: true_heard(job, replace(ended, status=JobStatus.SUCCEEDED)))
+    true_answer = core.on_dependency_ended
+    patch.setattr(
+        core, "on_dependency_ended", lambda job, ended: true_answer(job, replace(ended, status=JobStatus.SUCCEEDED))
+    )
 
 
 def the_clock_is_utc(patch: pytest.MonkeyPatch) -> None:
@@ -240,31 +242,33 @@ def windows_never_close(patch: pytest.MonkeyPatch) -> None:
 def nights_promised_twice(patch: pytest.MonkeyPatch) -> None:
     """What is promised for later is open to all who come after it."""
     patch.setattr(
-        Pool, "_begins_s", lambda self, number, device, start_s, _: max(start_s, self._free_from(number)[device])
+        AvailabilityProfile,
+        "_begins_s",
+        lambda self, number, device, start_s, _: max(start_s, self._free_from(number)[device]),
     )
 
 
 def ends_unforeseen(patch: pytest.MonkeyPatch) -> None:
     """What starts within its hours may end whenever it likes."""
-    patch.setattr(decide, "hours_of", lambda spec, *_: windows.Hours(spec.between))
+    patch.setattr(decide, "hours_of", lambda spec, *_: windows.Hours(spec.start_window))
 
 
 def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dispatch, "crowded", lambda *_: None)
+    patch.setattr(dispatch, "array_limit_reason", lambda *_: None)
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Desk, "_places", lambda _: nobodys)
+    patch.setattr(SchedulerIndex, "_places", lambda _: nobodys)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
-    true_places = Desk._places
+    true_places = SchedulerIndex._places
 
-    def turned(self: Desk) -> Any:
+    def turned(self: SchedulerIndex) -> Any:
         place = true_places(self)
         return lambda user: tuple(-used for used in place(user))
 
-    patch.setattr(Desk, "_places", turned)
+    patch.setattr(SchedulerIndex, "_places", turned)
 
 
 def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -303,11 +307,11 @@ def drained_nodes_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def maintenance_forgotten_at_launch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pool, "close", lambda *_: None)
+    patch.setattr(AvailabilityProfile, "close", lambda *_: None)
 
 
 def nobody_leaves_for_a_maintenance(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(desk, "maintained", lambda _state: frozenset())
+    patch.setattr(index, "maintained", lambda _state: frozenset())
 
 
 def moves_cost_a_retry(patch: pytest.MonkeyPatch) -> None:
@@ -324,12 +328,12 @@ def moved_without_rest(patch: pytest.MonkeyPatch) -> None:
 
 
 def everybody_moved(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(desk, "is_elastic", lambda _job: True)
+    patch.setattr(index, "is_elastic", lambda _job: True)
 
 
 def growth_unforeseen(patch: pytest.MonkeyPatch) -> None:
-    place = Pool.place_again
-    patch.setattr(Pool, "place_again", lambda *where: place(*where[:3], 0.0, where[4]))
+    place = AvailabilityProfile.place_again
+    patch.setattr(AvailabilityProfile, "place_again", lambda *where: place(*where[:3], 0.0, where[4]))
 
 
 def slack_of(seconds: float) -> Plant:
@@ -344,7 +348,7 @@ def slack_of(seconds: float) -> Plant:
 
 def claims_forgotten(patch: pytest.MonkeyPatch) -> None:
     """What is kept for a job that moves is promised to nobody."""
-    patch.setattr(Desk, "keep", lambda *_: None)
+    patch.setattr(SchedulerIndex, "keep", lambda *_: None)
 
 
 BUGS: dict[str, tuple[Plant, str]] = {
@@ -377,7 +381,7 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "launched twice": (patched_step(launch_twice), "was launched 2 times"),
     "launch not remembered": (patched_step(launch_untold), "is launched but is not its job's newest attempt"),
     "dependants begin at once": (dependants_begin_at_once, "after which it comes"),
-    "broken promises unheard": (broken_promises_unheard, "after which it comes"),
+    "failed dependencies ignored": (failed_dependencies_ignored, "after which it comes"),
     "arrays run all at once": (arrays_run_all_at_once, "run at once"),
     "the clock is UTC": (the_clock_is_utc, "outside of"),
     "clocks never change": (clocks_never_change, "outside of"),
@@ -406,7 +410,7 @@ MOVING_BUGS: dict[str, tuple[Plant, str]] = {
 
 
 def the_due_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(line.Line, "_due", lambda *_: 0)
+    patch.setattr(line.WaitQueue, "_due", lambda *_: 0)
 
 
 RUSHING_BUGS: dict[str, tuple[Plant, str]] = {

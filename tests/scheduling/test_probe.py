@@ -246,7 +246,7 @@ def test_a_desk_made_anew_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     for fresh in (False, True):
         night = Night()
         if fresh:
-            monkeypatch.setattr(core, "_keep_desk", lambda *_: None)
+            monkeypatch.setattr(core, "_keep_index", lambda *_: None)
         night.submit(unknown())
         night.submit(unknown("other"))
         for _ in range(6):

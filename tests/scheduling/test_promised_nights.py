@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from benchmarks.scheduler import cluster_of
-from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, told, trace_of
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace, misjudged, trace_of
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
@@ -99,7 +99,7 @@ def random_night(draw: random.Random) -> tuple[Trace, ClusterSpec]:
         width = draw.choice([count for count in (1, 1, 2, 4, 8) if count <= devices])
         seconds = draw.choice((100.0, 1000.0, 5000.0)) * draw.uniform(0.5, 1.5)
         counts = [count for count in (1, 2, 4, 8) if count <= devices]
-        spec = told("job", {count: seconds / 10 * (width / count) ** 0.7 for count in counts}, 10)
+        spec = job_spec_from_trace("job", {count: seconds / 10 * (width / count) ** 0.7 for count in counts}, 10)
         said: dict[str, object] = {"priority": draw.choice((0, 0, 0, 5))}
         if draw.random() < 0.5:
             said["guarantee"] = Guarantee(gpus=width)
@@ -154,15 +154,15 @@ def test_promises_are_given_and_refused_in_these_nights() -> None:
 def test_a_stream_of_promises_starves_nobody() -> None:
     """One job of all four devices, against guaranteed ones that ask for 1.5 times as many, for half a day."""
     draw = random.Random(1)
-    wide = Arrival(at_s=HOUR_S, spec=told("wide", {4: 60.0}, 10))
+    wide = Arrival(at_s=HOUR_S, spec=job_spec_from_trace("wide", {4: 60.0}, 10))
     stream, at_s = [wide], 0.0
     while at_s < 12 * HOUR_S:
-        spec = told("short", {1: draw.uniform(30.0, 90.0)}, 10)
+        spec = job_spec_from_trace("short", {1: draw.uniform(30.0, 90.0)}, 10)
         stream.append(Arrival(at_s=at_s, spec=spec.model_copy(update={"guarantee": Guarantee()})))
         at_s += draw.expovariate(1.5 * 4 / (LAUNCH_S + 600.0))
     outcomes = simulate(trace_of("stream", stream), cluster_of(1, LAUNCH_S, 4), seed=1).outcomes
     (its,) = [one for one in outcomes if one.name == "wide"]
     assert its.started_at_s is not None
-    limit_s = its.submitted_at_s + tuning.TUNING.aging * (LAUNCH_S + 600.0)
+    limit_s = its.submitted_at_s + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)
     ahead = [one for one in outcomes if one.name == "short" and one.submitted_at_s <= limit_s and one.ended_at_s]
     assert its.started_at_s <= max(one.ended_at_s for one in ahead if one.ended_at_s), "only who came before that"

@@ -86,7 +86,7 @@ def test_several_make_way_for_it_together_once_each_has_run_for_long_enough() ->
     wide = guaranteed({2: 300.0})
     state = told([seen(node(devices=2)), *both, submitted(3, wide, 100.0)])
     assert moving(state) == {}
-    assert state.look_at_s == RESTED_S
+    assert state.reevaluate_at_s == RESTED_S
     events = [seen(node(devices=2)), *both, submitted(3, wide, 500.0)]
     state = told(events)
     assert moving(state) == dict.fromkeys(("job-1", "job-2"), "stopped to make way for job-3")
@@ -105,15 +105,19 @@ def test_nobody_is_stopped_who_is_guaranteed_a_speed_or_was_due_before() -> None
     one = node(devices=1)
     held = submitted(1, guaranteed(LONG, knobs={"resume_from": {"flag": "-r"}}, resume={"on_sigterm": True}))
     assert moving(told([seen(one), held, submitted(2, guaranteed({1: 10.0}), 5000.0)])) == {}
-    due_s = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 600.0)
-    overdue = [submitted(1, script({1: due_s})), submitted(2, elastic({1: 600.0}), 1.0), *gone(1, due_s)]
-    assert moving(told([seen(one), *overdue, submitted(3, guaranteed({1: 10.0}), due_s + 200.0)])) == {}
+    aging_limit_s = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 600.0)
+    overdue = [
+        submitted(1, script({1: aging_limit_s})),
+        submitted(2, elastic({1: 600.0}), 1.0),
+        *gone(1, aging_limit_s),
+    ]
+    assert moving(told([seen(one), *overdue, submitted(3, guaranteed({1: 10.0}), aging_limit_s + 200.0)])) == {}
 
 
 def test_who_was_due_before_it_came_goes_first_whatever_the_priority() -> None:
-    due_s = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 100.0)
+    aging_limit_s = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 100.0)
     events = [seen(node(devices=1)), submitted(1, script({1: 5000.0})), submitted(2, script({1: 100.0}, priority=-5))]
-    for comes_s, first in ((due_s - 10.0, "job-3"), (due_s + 10.0, "job-2")):
+    for comes_s, first in ((aging_limit_s - 10.0, "job-3"), (aging_limit_s + 10.0, "job-2")):
         late = submitted(3, guaranteed({1: 50.0}, priority=5), comes_s)
         assert [*played(*events, late, *gone(1, 5031.0))[1]] == ["job-1", first]
 
@@ -162,8 +166,8 @@ def test_a_team_is_promised_no_more_than_its_quota() -> None:
     [
         ("guarantee: asked", "`requested`"),
         ("guarantee: {gpus: 8}", "`guarantee.gpus` is 8: `gpus` allows 1 to 4"),
-        ("guarantee: requested\nbetween: 22:00-08:00 UTC", "neither `after` nor `between`"),
-        ("guarantee: requested\nafter: [other-1]", "neither `after` nor `between`"),
+        ("guarantee: requested\nstart_window: 22:00-08:00 UTC", "neither `depends_on` nor `start_window`"),
+        ("guarantee: requested\ndepends_on: [other-1]", "neither `depends_on` nor `start_window`"),
         ("guarantee: {step: 0s}", "greater than 0"),
     ],
 )

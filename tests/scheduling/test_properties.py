@@ -34,7 +34,7 @@ from orchestrator.specs.state import (
     Started,
     State,
     Submitted,
-    Woke,
+    TimerFired,
 )
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import Transition, history
@@ -241,7 +241,18 @@ def random_event(draw: random.Random, state: State) -> Event:
     else:
         job_id, number = f"job-{draw.randint(1, 6)}", draw.randint(0, 3)
     kind = draw.choice(
-        (Submitted, CancelRequested, DrainRequested, NodesSeen, Started, Finished, Finished, Released, Released, Woke)
+        (
+            Submitted,
+            CancelRequested,
+            DrainRequested,
+            NodesSeen,
+            Started,
+            Finished,
+            Finished,
+            Released,
+            Released,
+            TimerFired,
+        )
     )
     if kind is Submitted:
         order = draw.randint(1, state.submitted + 1)  # one that was told before, or the next
@@ -258,8 +269,8 @@ def random_event(draw: random.Random, state: State) -> Event:
         return NodesSeen(nodes=seen, policy=draw.choice((UNSHARED, SHARED, OWNED)), at_s=at_s)
     if kind is Finished:
         return Finished(job_id=job_id, number=number, evidence=random_evidence(draw, state, job_id, number), at_s=at_s)
-    if kind is Woke:
-        return Woke(at_s=at_s)
+    if kind is TimerFired:
+        return TimerFired(at_s=at_s)
     if kind is DrainRequested:
         return DrainRequested(
             node=draw.choice(("big", "node0", "node1", "nowhere")), undo=draw.random() < 0.5, at_s=at_s
@@ -296,7 +307,7 @@ def test_an_event_told_twice_changes_nothing_the_second_time(seed: int) -> None:
 
 def without_waits(state: State) -> State:
     jobs = {job.id: replace(job, reason="") for job in state.jobs.values()}
-    return replace(state, jobs=jobs, reservations=(), look_at_s=None)
+    return replace(state, jobs=jobs, reservations=(), reevaluate_at_s=None)
 
 
 @pytest.mark.parametrize("ran_before", [True, False])
@@ -314,7 +325,7 @@ def test_a_job_waits_for_the_only_node_that_can_hold_it(ran_before: bool) -> Non
             NodesSeen(nodes=without_big, declared=nodes, at_s=2.0),
             Finished(job_id="wide-1", number=1, evidence=lost, at_s=2.0),
             Released(job_id="wide-1", number=1, at_s=3.0),
-            Woke(at_s=500.0),
+            TimerFired(at_s=500.0),
         ]
     else:
         events += [NodesSeen(nodes=without_big, declared=nodes, at_s=0.5), submitted]

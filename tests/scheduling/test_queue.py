@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from orchestrator.scheduling import step as core
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduling_pass import quotas
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
@@ -78,15 +78,15 @@ def played(*events: Event) -> tuple[State, dict[str, Attempt]]:
 def test_a_desk_says_what_its_state_says(seed: int) -> None:
     """Carried along or made anew for each event: the same states and the same actions."""
     draw = random.Random(seed)
-    state, desks = State(), list[Desk]()
+    state, desks = State(), list[SchedulerIndex]()
     for _ in range(draw.randint(1, 60)):
         event = random_event(draw, state)
-        core._DESKS.clear()
+        core._INDICES.clear()
         anew = step(state, event)
-        core._DESKS[:] = desks
+        core._INDICES[:] = desks
         carried = step(state, event)
         assert carried == anew
-        state, desks = carried[0], core._DESKS[:]
+        state, desks = carried[0], core._INDICES[:]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -107,7 +107,7 @@ def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed:
 
 def decided_in_order(state: State, event: Event) -> Sequence[Action]:
     """What `step` does where nobody is put off."""
-    core._DESKS.clear()
+    core._INDICES.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quotas, "must_wait", lambda *_: False)
         return step(state, event)[1]
@@ -120,7 +120,7 @@ def launches_in(actions: Sequence[Action]) -> list[Launch]:
 def test_nothing_is_promised_while_no_node_is_there() -> None:
     """Nor to a job that is cancelled meanwhile; who still waits is promised devices again when the node is back."""
     here = node(devices=1)
-    nightly = script({1: 1000.0}, between="22:00-08:00 UTC")
+    nightly = script({1: 1000.0}, start_window="22:00-08:00 UTC")
     events = [
         seen(here),
         submitted(1, nightly, 43_200.0),  # at noon
@@ -144,7 +144,7 @@ def test_a_long_job_does_not_keep_the_short_ones_waiting_that_come_with_it() -> 
 def test_nobody_who_comes_after_a_job_was_due_goes_before_it() -> None:
     """However short: so many come that the device is never idle, and still the long job runs."""
     long, short = script({1: 1000.0}), script({1: 10.0})
-    due_s = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 1000.0)
+    aging_limit_s = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 1000.0)
     events: list[Event] = [seen(node(devices=1)), submitted(1, short), submitted(2, long)]
     state = State()
     number, started = 2, []
@@ -159,10 +159,10 @@ def test_nobody_who_comes_after_a_job_was_due_goes_before_it() -> None:
         for event in (submitted(number, short, now_s), *gone(running, now_s)):
             state, actions = step(state, event)
             started += [action.job.id for action in actions if isinstance(action, Launch)]
-    assert state.at_s <= due_s + 2 * 40.0
+    assert state.at_s <= aging_limit_s + 2 * 40.0
 
 
-DUE_S = 1.0 + tuning.TUNING.aging * (LAUNCH_S + 1000.0)
+DUE_S = 1.0 + tuning.TUNING.aging_factor * (LAUNCH_S + 1000.0)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_running_service_takes_another_objective_at_once() -> None:
 
 def test_a_gang_is_promised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: promises that keep nobody out are seen by the law of reservations."""
-    monkeypatch.setattr(Pool, "promise", lambda *_, **__: None)
+    monkeypatch.setattr(AvailabilityProfile, "reserve", lambda *_, **__: None)
     events = [
         seen(node(devices=2)),
         submitted(1, script({1: 100.0})),

@@ -66,7 +66,7 @@ def test_where_every_device_is_somebodys_own_a_team_without_one_gets_a_device_on
     for event in events:
         state, actions = step(state, event)
         started_s |= {one.job.id: one.attempt.launched_at_s for one in actions if isinstance(one, Launch)}
-    due_s = 2.0 + tuning.TUNING.aging * 0.5 * 230.0  # one of four devices: the root of a quarter
+    aging_limit_s = 2.0 + tuning.TUNING.aging_factor * 0.5 * 230.0  # one of four devices: the root of a quarter
     while not {"job-61", "job-62"} <= set(started_s):
         running = [job for job in state.jobs.values() if job.attempts]
         first = min(running, key=lambda job: started_s[job.id] + (230.0 if job.user == "cyd" else 130.0))
@@ -76,7 +76,7 @@ def test_where_every_device_is_somebodys_own_a_team_without_one_gets_a_device_on
             state, actions = step(state, event)
             started_s |= {one.job.id: one.attempt.launched_at_s for one in actions if isinstance(one, Launch)}
     assert violations(history(events)) == []
-    assert due_s <= started_s["job-61"] <= due_s + 130.0
+    assert aging_limit_s <= started_s["job-61"] <= aging_limit_s + 130.0
     assert started_s["job-62"] == started_s["job-61"] + 230.0
     assert len(state.jobs) > 5, "the others still wait"
 

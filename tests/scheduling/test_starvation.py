@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.backends.simulated.traces import Arrival, Trace, told
+from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.queue.wait_queue import Line
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.queue.wait_queue import WaitQueue
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -32,11 +32,11 @@ def cluster_of(nodes: int, devices: int) -> ClusterSpec:
 def stream(nodes: int, length_s: int, until_s: float, *, with_deadlines: bool) -> Outcome:
     """What becomes of one job of all devices, from 1 h on, while short ones of one device keep 90 % busy."""
     draw = random.Random("stream")
-    wide = Arrival(at_s=HOUR_S, spec=told("wide", {8 * nodes: 1.0}, length_s))
+    wide = Arrival(at_s=HOUR_S, spec=job_spec_from_trace("wide", {8 * nodes: 1.0}, length_s))
     arrivals, at_s = [wide], 0.0
     while at_s < until_s:
         deadline_s = at_s + MONTH_S if with_deadlines else None
-        arrivals.append(Arrival(at_s=at_s, spec=told("short", {1: 1.0}, SHORT_S), deadline_s=deadline_s))
+        arrivals.append(Arrival(at_s=at_s, spec=job_spec_from_trace("short", {1: 1.0}, SHORT_S), deadline_s=deadline_s))
         at_s += draw.expovariate(0.9 * 8 * nodes / SHORT_S)
     arrivals.sort(key=lambda one: one.at_s)
     outcomes = simulate(Trace(name="stream", arrivals=tuple(arrivals)), cluster_of(nodes, 8), seed=0).outcomes
@@ -63,7 +63,7 @@ def waits_of_the_wide(nodes: int, length_s: int, until_s: float) -> list[float]:
 )
 def test_deadlines_a_month_away_let_a_wide_job_wait_no_longer(nodes: int, length_s: int, until_s: float) -> None:
     waits_s = waits_of_the_wide(nodes, length_s, until_s)
-    limit_s = tuning.TUNING.aging * (LAUNCH_S + length_s)
+    limit_s = tuning.TUNING.aging_factor * (LAUNCH_S + length_s)
     assert limit_s < until_s - HOUR_S - 2 * SHORT_S, "the stream lasts for longer"
     assert all(wait_s <= limit_s + LAUNCH_S + SHORT_S for wait_s in waits_s)
     assert abs(waits_s[0] - waits_s[1]) <= LAUNCH_S + SHORT_S
@@ -77,13 +77,13 @@ def random_stream(draw: random.Random) -> Trace:
         alone_s = draw.choice((30, 300, 3000)) * draw.uniform(0.5, 1.5)
         least = draw.choice((1, 1, 2, 4))
         speeds = {count: alone_s / 100 / count**0.7 for count in (1, 2, 4) if count >= least}
-        spec = told("job", speeds, 100)
+        spec = job_spec_from_trace("job", speeds, 100)
         spec = spec.model_copy(update={"priority": draw.choice((0, 0, 0, 3))})
         if draw.random() < 0.3:
             spec = still(spec)
         if draw.random() < 0.1:
             opens, closes = draw.choice((("00:00", "12:00"), ("02:00", "04:00")))
-            spec = JobSpec.model_validate(spec.model_dump() | {"between": f"{opens}-{closes} UTC"})
+            spec = JobSpec.model_validate(spec.model_dump() | {"start_window": f"{opens}-{closes} UTC"})
         slack = draw.choice((None, 1.2, 4.0, 1e4))
         deadline_s = None if slack is None else at_s + LAUNCH_S + slack * alone_s
         arrivals.append(Arrival(at_s=at_s, spec=spec, deadline_s=deadline_s))
@@ -101,24 +101,26 @@ def delayed(trace: Trace, outcomes: tuple[Outcome, ...], objective: Objective = 
         assert one.started_at_s is not None
         assert one.ended_at_s is not None
         spec = given_.spec
-        if spec.between is not None:
+        if spec.start_window is not None:
             continue
         longest_s = LAUNCH_S + 100 * max(step_s for _, step_s in spec.speeds)
-        due_s = one.submitted_at_s + numbers.aging * longest_s
+        aging_limit_s = one.submitted_at_s + numbers.aging_factor * longest_s
         if one.deadline_s is not None and one.deadline_s - one.submitted_at_s <= (1 + numbers.slack) * longest_s:
-            due_s = one.deadline_s + numbers.aging_late * numbers.aging * longest_s
+            aging_limit_s = one.deadline_s + numbers.aging_late * numbers.aging_factor * longest_s
         before = [
             (process, its.spec)
             for other, (its, outcome) in enumerate(zip(trace.arrivals, outcomes, strict=True))
             for process in outcome.attempts
-            if other != number and (process.ended_at_s or 0.0) > due_s
-            if other < number or its.spec.priority > spec.priority or process.launched_at_s <= due_s
+            if other != number and (process.ended_at_s or 0.0) > aging_limit_s
+            if other < number or its.spec.priority > spec.priority or process.launched_at_s <= aging_limit_s
         ]
-        others_s = sum((process.ended_at_s or 0.0) - max(due_s, process.launched_at_s) for process, _ in before)
-        opening_s = [process.launched_at_s - due_s for process, its in before if its.between is not None]
+        others_s = sum((process.ended_at_s or 0.0) - max(aging_limit_s, process.launched_at_s) for process, _ in before)
+        opening_s = [process.launched_at_s - aging_limit_s for process, its in before if its.start_window is not None]
         others_s += sum(min(longest_s, max(0.0, kept_s)) for kept_s in opening_s)
-        if one.started_at_s > due_s + others_s + 1.0:
-            found.append(f"job {number} starts {one.started_at_s - due_s - others_s:.0f} s after all who may go before")
+        if one.started_at_s > aging_limit_s + others_s + 1.0:
+            found.append(
+                f"job {number} starts {one.started_at_s - aging_limit_s - others_s:.0f} s after all who may go before"
+            )
     return found
 
 
@@ -136,9 +138,9 @@ def test_a_deadline_that_leaves_time_goes_first_only_once_it_presses() -> None:
     for lengths, first in ((100.0, 1), (1.5, 2)):
         length_s = LAUNCH_S + 100.0
         jobs = (
-            Arrival(at_s=0.0, spec=told("runs", {1: 1.0}, 50)),
-            Arrival(at_s=1.0, spec=told("short", {1: 1.0}, 60)),
-            Arrival(at_s=2.0, spec=told("due", {1: 1.0}, 100), deadline_s=60.0 + lengths * length_s),
+            Arrival(at_s=0.0, spec=job_spec_from_trace("runs", {1: 1.0}, 50)),
+            Arrival(at_s=1.0, spec=job_spec_from_trace("short", {1: 1.0}, 60)),
+            Arrival(at_s=2.0, spec=job_spec_from_trace("due", {1: 1.0}, 100), deadline_s=60.0 + lengths * length_s),
         )
         outcomes = simulate(Trace(name="two", arrivals=jobs), cluster_of(1, 1), seed=0).outcomes
         starts_s = [one.started_at_s or 0.0 for one in outcomes]
@@ -150,11 +152,11 @@ def test_a_deadline_presses_when_nothing_else_happens() -> None:
     presses_s, length_s = 5000.0, LAUNCH_S + 25_000.0
     deadline_s = presses_s + (1 + tuning.TUNING.slack) * length_s
     jobs = (
-        Arrival(at_s=0.0, spec=still(told("runs", {1: 1.0}, 20_000))),
-        Arrival(at_s=1.0, spec=still(told("wide", {2: 1.0}, 1000))),
+        Arrival(at_s=0.0, spec=still(job_spec_from_trace("runs", {1: 1.0}, 20_000))),
+        Arrival(at_s=1.0, spec=still(job_spec_from_trace("wide", {2: 1.0}, 1000))),
         Arrival(
             at_s=2.0,
-            spec=still(told("late", {1: 1.0}, 25_000)),
+            spec=still(job_spec_from_trace("late", {1: 1.0}, 25_000)),
             deadline_s=deadline_s,
         ),
     )
@@ -170,8 +172,8 @@ def still(spec: JobSpec) -> JobSpec:
 @pytest.mark.parametrize("found_by", ["a stream with deadlines", "random streams"])
 def test_without_aging_the_wide_would_starve(found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug."""
-    monkeypatch.setattr(Line, "_due", lambda *_: 0)
-    monkeypatch.setattr(Desk, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0)
+    monkeypatch.setattr(WaitQueue, "_due", lambda *_: 0)
+    monkeypatch.setattr(SchedulerIndex, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0)
     if found_by == "random streams":
         traces = (random_stream(random.Random(seed)) for seed in range(30))
         assert any(delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) for trace in traces)

@@ -33,7 +33,7 @@ from orchestrator.specs.state import (
     State,
     Stop,
     Submitted,
-    Woke,
+    TimerFired,
 )
 from tests.scheduling.factories import DEVICE, MIB, decoder_spec, node, observation, script_spec
 from tests.scheduling.world import whole
@@ -220,13 +220,13 @@ def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
     at_s = wake_at_s(state)
     assert at_s is not None
     assert at_s > 10.0
-    state, actions = run(Woke(at_s=at_s), state=state)
+    state, actions = run(TimerFired(at_s=at_s), state=state)
     assert launches(actions)[0].plan == first.plan
 
 
 def test_a_lost_node_does_not_use_up_the_budget_for_memory() -> None:
     spec = decoder_spec(retries={"oom": 1, "node": 1})
-    state, _ = run(NODES, submitted(spec), finished(LOST, at_s=1.0), released(at_s=1.0), Woke(at_s=500.0))
+    state, _ = run(NODES, submitted(spec), finished(LOST, at_s=1.0), released(at_s=1.0), TimerFired(at_s=500.0))
     state, actions = run(finished(oom(), number=2, at_s=600.0), released(number=2, at_s=600.0), state=state)
     assert len(launches(actions)) == 1
 

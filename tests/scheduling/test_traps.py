@@ -120,7 +120,7 @@ def crowded() -> OomReport:
 def test_trap_3_memory_that_others_hold_is_no_fault_of_the_plan() -> None:
     finding = replace(read(OOM).findings[0], oom=crowded())
     end = RankEnd(rank=0, exit_code=1, findings=(finding,))
-    assert judged(end, attempt_=attempt(allocated_bytes=100 * MIB)).kind is FailureKind.CROWDED
+    assert judged(end, attempt_=attempt(allocated_bytes=100 * MIB)).kind is FailureKind.MEMORY_CONTENTION
     assert judged(end, attempt_=attempt(allocated_bytes=MIB)).kind is FailureKind.DEVICE_OOM
 
 

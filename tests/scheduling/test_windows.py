@@ -1,4 +1,4 @@
-"""What says `between` starts within its hours, and ends within them if it can; nobody else is kept waiting by it."""
+"""A job with a `start_window` starts within it, and ends within it if it can; no other job waits for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from orchestrator.scheduling.reports.forecast import forecast, foreseen
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Event, State, Woke
+from orchestrator.specs.state import Event, State, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 
@@ -19,7 +19,7 @@ NIGHT = "22:00-08:00 UTC"  # the world begins at midnight
 
 
 def nightly(seconds: dict[int, float], between: str = NIGHT) -> JobSpec:
-    return script(seconds, between=between)
+    return script(seconds, start_window=between)
 
 
 def folded(*events: Event) -> State:
@@ -34,8 +34,8 @@ def test_a_job_waits_for_its_hours_and_is_woken_when_they_begin() -> None:
     state, launches = played(*events)
     assert launches == {}
     assert wake_at_s(state) == 22 * HOUR_S
-    assert state.jobs["job-1"].reason == "waits for Thu 22:00 UTC (between 22:00-08:00 UTC)"
-    _, launches = played(*events, Woke(at_s=22 * HOUR_S))
+    assert state.jobs["job-1"].reason == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
+    _, launches = played(*events, TimerFired(at_s=22 * HOUR_S))
     assert launches["job-1"].launched_at_s == 22 * HOUR_S
 
 
@@ -53,7 +53,9 @@ def test_any_event_after_the_opening_starts_it() -> None:
 @pytest.mark.parametrize(("hours", "begins"), [(1.0, 6.0), (3.0, 22.0), (12.0, 6.0)], ids=["fits", "next", "longer"])
 def test_it_ends_within_its_hours_if_it_can(hours: float, begins: float) -> None:
     """At six: one hour fits, three wait for the evening, and twelve, which no night holds, start at once."""
-    _, launches = played(seen(node()), submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S), Woke(at_s=22 * HOUR_S))
+    _, launches = played(
+        seen(node()), submitted(1, nightly({1: hours * HOUR_S}), 6 * HOUR_S), TimerFired(at_s=22 * HOUR_S)
+    )
     assert launches["job-1"].launched_at_s == begins * HOUR_S
 
 
@@ -64,7 +66,7 @@ def test_what_is_promised_for_tonight_leaves_the_day_to_others() -> None:
     """
     events = [
         seen(node(devices=2)),
-        submitted(1, script({2: HOUR_S}, between=NIGHT, priority=1), 12 * HOUR_S),
+        submitted(1, script({2: HOUR_S}, start_window=NIGHT, priority=1), 12 * HOUR_S),
         submitted(2, script({1: 2 * HOUR_S - LAUNCH_S}), 12 * HOUR_S),
         submitted(3, script({2: 3 * HOUR_S}), 12.1 * HOUR_S),
         submitted(4, script({2: 5.5 * HOUR_S}), 12.2 * HOUR_S),
@@ -97,7 +99,7 @@ def test_it_starts_now_where_no_later_hours_are_as_long_as_these_were() -> None:
     """On the day whose clocks leave out the closed hour, two days are one span: what is left of it holds no 24.5 h."""
     at_s = datetime(2026, 3, 8, 1, 1, tzinfo=ZoneInfo("America/New_York")).timestamp()
     spec = nightly({1: 24.5 * HOUR_S}, "02:50-02:10 America/New_York")
-    _, launches = played(seen(node()), submitted(1, spec, at_s), Woke(at_s=at_s + 2 * HOUR_S))
+    _, launches = played(seen(node()), submitted(1, spec, at_s), TimerFired(at_s=at_s + 2 * HOUR_S))
     assert launches["job-1"].launched_at_s == at_s
 
 
@@ -110,8 +112,8 @@ def test_more_devices_are_taken_where_only_they_end_it_in_time() -> None:
 
 
 def test_what_is_of_unknown_length_starts_within_its_hours_only() -> None:
-    spec = JobSpec(name="job", command="python train.py", global_batch_size=8, between=NIGHT)
-    _, launches = played(seen(node()), submitted(1, spec, 9 * HOUR_S), Woke(at_s=31 * HOUR_S))
+    spec = JobSpec(name="job", command="python train.py", global_batch_size=8, start_window=NIGHT)
+    _, launches = played(seen(node()), submitted(1, spec, 9 * HOUR_S), TimerFired(at_s=31 * HOUR_S))
     assert launches["job-1"].launched_at_s == 31 * HOUR_S
 
 

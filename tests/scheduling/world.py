@@ -216,7 +216,7 @@ class Scenario:
 CALM: Mapping[FailureKind, float] = {}
 STORM = {
     FailureKind.HOST_OOM: 0.1,
-    FailureKind.CROWDED: 0.1,
+    FailureKind.MEMORY_CONTENTION: 0.1,
     FailureKind.NODE_LOST: 0.1,
     FailureKind.PREEMPTED: 0.15,
     FailureKind.HUNG: 0.1,
@@ -279,20 +279,20 @@ def timed(scenario: Scenario, draw: random.Random) -> Scenario:
         said: dict[str, object] = {}
         if jobs and draw.random() < 0.25:
             number = draw.randint(1, len(jobs))
-            said["after"] = (
+            said["depends_on"] = (
                 {"job": f"{jobs[number - 1][1].name}-{number}", "when": draw.choice(("success", "always"))},
             )
         if draw.random() < 0.25:
-            said["between"] = f"{draw.choice(HOURS)} {zone}"
+            said["start_window"] = f"{draw.choice(HOURS)} {zone}"
         if draw.random() < 0.25:
-            said["by"] = f"{draw.choice(DEADLINES)} {zone}"
+            said["deadline"] = f"{draw.choice(DEADLINES)} {zone}"
         jobs.append((at_s, JobSpec.model_validate(spec.model_dump() | said), fault))
     if len(jobs) > 1 and draw.random() < 0.3:  # some that follow each other are an array
         first, at_most = draw.randrange(len(jobs) - 1), draw.randint(1, 2)
         of = draw.randint(2, min(4, len(jobs) - first))
         at_s, spec, _ = jobs[first]
         for number in range(of):
-            member = Member(number=number, of=of, at_most=at_most)
+            member = Member(number=number, of=of, max_concurrent=at_most)
             jobs[first + number] = (at_s, spec.model_copy(update={"member": member}), jobs[first + number][2])
     return replace(scenario, jobs=tuple(jobs), begin_s=draw.choice(NIGHTS[zone]))
 
@@ -397,7 +397,7 @@ def random_rush(draw: random.Random) -> Scenario:
         if draw.random() < 0.2:
             return spec
         alone_s = (spec.steps or 0) * min(step_s for _, step_s in spec.speeds)
-        return spec.model_copy(update={"by": deadline_at(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)})
+        return spec.model_copy(update={"deadline": deadline_at(at_s + 100.0 + draw.uniform(1.0, 4.0) * alone_s)})
 
     return replace(tide, jobs=tuple((at_s, hurried(at_s, spec), fault) for at_s, spec, fault in tide.jobs))
 
@@ -461,7 +461,7 @@ def run_errand(controller: Controller, scenario: Scenario, kind: int, index: int
         try:
             assert controller.submit_all(asked)[0] == job_id
         except SpecError:  # what it comes after has failed by now
-            alone = [(one.model_copy(update={"after": ()}), fault) for one, fault in asked]
+            alone = [(one.model_copy(update={"depends_on": ()}), fault) for one, fault in asked]
             assert controller.submit_all(alone)[0] == job_id
     elif kind == 1 and index < controller.state.submitted and not controller.job(job_id).status.ended:
         controller.cancel([job_id])

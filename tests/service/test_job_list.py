@@ -19,8 +19,8 @@ JOB = "name: {name}\ncommand: python x.py\nworkdir: .\ngpus: 1\nglobal_batch_siz
 @pytest.fixture
 def night(tmp_path: Path) -> Path:
     (tmp_path / "x.py").write_text("")
-    sweep = JOB.replace("x.py", "x.py --seed {{seed}}") + "array: {{seed: [0, 1]}}\nafter: [prepare]\n"
-    late, due = JOB + "between: 22:00-06:00 Europe/Berlin\n", JOB + "by: 21:30 Europe/Berlin\n"
+    sweep = JOB.replace("x.py", "x.py --seed {{seed}}") + "array: {{seed: [0, 1]}}\ndepends_on: [prepare]\n"
+    late, due = JOB + "start_window: 22:00-06:00 Europe/Berlin\n", JOB + "deadline: 21:30 Europe/Berlin\n"
     for name, text in {"prepare": JOB, "sweep": sweep, "late": late, "due": due}.items():
         (tmp_path / f"{name}.yaml").write_text(text.format(name=name))
     return tmp_path

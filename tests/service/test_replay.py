@@ -17,7 +17,7 @@ from orchestrator.service.commands.replay import kept_events, replay
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import CancelRequested, Woke
+from orchestrator.specs.state import CancelRequested, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_drain import maintained
 from tests.scheduling.test_queue import script, seen, submitted
@@ -71,7 +71,7 @@ def test_a_decision_that_this_version_makes_otherwise_is_told(
 
 
 def test_whoever_is_asked_to_leave_is_told_why() -> None:
-    events = (seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), Woke(at_s=900.0))
+    events = (seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), TimerFired(at_s=900.0))
     *_, asked = replay((event, None) for event in events)
     assert asked["now"].startswith("stop job-1"), asked
     assert asked["why"] == "job-1: stopped for the maintenance of a"

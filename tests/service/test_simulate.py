@@ -298,13 +298,13 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
     noon_s = 1782907200.0  # Wednesday, 1 July 2026, 12:00 UTC
     asked = [
         job("first", 3600, {1: 1.0}),
-        job("second", 60, {1: 1.0}, after="first"),
-        job("evening", 60, {1: 1.0}, between="22:00-23:00 Europe/Berlin wed"),
-        job("due", 60, {1: 1.0}, by="14:30 Europe/Berlin"),
+        job("second", 60, {1: 1.0}, depends_on="first"),
+        job("evening", 60, {1: 1.0}, start_window="22:00-23:00 Europe/Berlin wed"),
+        job("due", 60, {1: 1.0}, deadline="14:30 Europe/Berlin"),
     ]
     state, _ = step(State(), NodesSeen(nodes=idle_nodes(CLUSTER), at_s=noon_s))
     for order, spec in enumerate(asked, 1):
-        spec = JobSpec.model_validate(spec.model_dump() | ({"after": "first-1"} if spec.after else {}))
+        spec = JobSpec.model_validate(spec.model_dump() | ({"depends_on": "first-1"} if spec.depends_on else {}))
         event = Submitted(job_id=f"{spec.name}-{order}", order=order, spec=spec, at_s=noon_s)
         state, _ = step(state, event)
     trace, _ = from_queue(state)

@@ -17,7 +17,7 @@ array:
   lr: [1e-3, 1e-4]
   seed: [0, 1, 2]
   steps: [100]
-at_most: 4
+max_concurrent: 4
 """
 
 
@@ -28,7 +28,7 @@ def test_an_array_is_every_combination_in_order() -> None:
     assert [spec.name for spec in specs] == ["sweep-0.001"] * 3 + ["sweep-0.0001"] * 3
     assert {spec.steps for spec in specs} == {100}
     assert {spec.family_name for spec in specs} == {"sweep"}
-    assert [(spec.member.number, spec.member.of, spec.member.at_most) for spec in specs] == [
+    assert [(spec.member.number, spec.member.of, spec.member.max_concurrent) for spec in specs] == [
         (n, 6, 4) for n in range(6)
     ]
 
@@ -56,9 +56,9 @@ def test_one_job_is_asked_for_where_an_array_has_many() -> None:
         ("seed: [0, 1, 2]", "index: [0, 1, 2]", "not the values of an array|no part of the job"),
         ("seed: [0, 1, 2]", "sed: [0, 1, 2]", r"(?s)no part of the job says this placeholder.*'sed'.*\{seed\}"),
         ("seed: [0, 1, 2]", f"seed: {list(range(JOBS_MAX))}", "too many jobs"),
-        ("at_most: 4", "at_most: 0", r"at_most: not a number of jobs"),
+        ("max_concurrent: 4", "max_concurrent: 0", r"max_concurrent: not a number of jobs"),
         ("1e-3", "A b", "name: the name has a form that is not allowed"),
-        ("at_most: 4", "member: {number: 0, of: 1, at_most: 1}", "is no setting"),
+        ("max_concurrent: 4", "member: {number: 0, of: 1, max_concurrent: 1}", "is no setting"),
     ],
 )
 def test_a_mistake_is_one_clear_error(old: str, new: str, said: str) -> None:

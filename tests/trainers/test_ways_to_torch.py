@@ -170,7 +170,7 @@ def attempt_of(tmp_path: Path, devices: str, command: str, **changes: object) ->
 
 
 @dataclass(frozen=True)
-class Told:
+class RenderedCommand:
     """What the guard told of an attempt."""
 
     unwatched: tuple[str, ...]
@@ -180,8 +180,8 @@ class Told:
     failure: FailureKind | None
 
 
-def told_by(only: Attempt, evidence: Evidence) -> Told:
-    return Told(
+def told_by(only: Attempt, evidence: Evidence) -> RenderedCommand:
+    return RenderedCommand(
         unwatched=evidence.unwatched,
         ranks=tuple((beat.rank, beat.steps_done, bool(beat.torch_version)) for beat in evidence.heartbeats),
         ooms=tuple((oom.rank, oom.step, oom.requested_bytes, oom.message.split()[0]) for oom in evidence.ooms),
@@ -190,10 +190,10 @@ def told_by(only: Attempt, evidence: Evidence) -> Told:
     )
 
 
-def as_watched(devices: str) -> Told:
+def as_watched(devices: str) -> RenderedCommand:
     """One rank, its three steps, and the error that it died of: that of the cap where the device is virtual."""
     is_virtual = devices == "virtual"
-    return Told(
+    return RenderedCommand(
         unwatched=(),
         ranks=((0, 3, True),),
         ooms=((0, 3, 256 * 2**20, "Virtual" if is_virtual else "CUDA"),),

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from orchestrator.backends.attempts.workdir import rewritten
-from orchestrator.planning.render import Told, accelerate_config, deepspeed_config, script_command
+from orchestrator.planning.render import RenderedCommand, accelerate_config, deepspeed_config, script_command
 from orchestrator.specs.attempt import Attempt, Placement
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -116,7 +116,7 @@ def launch_request(
     )
 
 
-def _before(spec: JobSpec, told: Told, resume_from: str | None, python: str) -> tuple[str, ...] | None:
+def _before(spec: JobSpec, told: RenderedCommand, resume_from: str | None, python: str) -> tuple[str, ...] | None:
     """What the job wants run before it goes on from a checkpoint; None where there is nothing to go on from."""
     if spec.resume.before is None or resume_from is None:
         return None
@@ -212,12 +212,12 @@ def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
     return _links(paths) / spec.config.file if spec.config.flag is None else paths.path / Path(spec.config.file).name
 
 
-def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> Told:
+def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> RenderedCommand:
     """The program of every rank of a model's engine is under the guard already; a script is as the user says it."""
     spec, paths = job.spec, folder.attempt(attempt.number)
     if spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
-        return Told((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
+        return RenderedCommand((python, str(GUARD), str(paths.guard), "--", *module), {}, {})
     return script_command(
         spec,
         attempt.plan,

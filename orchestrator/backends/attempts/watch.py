@@ -38,7 +38,7 @@ from orchestrator.backends.ray.nodes import NodeWatch
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.specs.state import Event, Finished, Job, Paced, Released, Started
+from orchestrator.specs.state import Event, Finished, Job, PaceReported, Released, Started
 
 LONG_POLL_S = 2.0
 TICK_S = 0.25
@@ -248,7 +248,9 @@ class AttemptWatch:
                 pace = progress.pace(known_step_s, self._world.clock())
                 if pace is not None:
                     known_step_s = pace.step_s
-                    self._emit(Paced(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s))
+                    self._emit(
+                        PaceReported(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
+                    )
             if grace_s is not None and not aborted:
                 aborted, give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
                 # a launcher whose own rank failed has set an end to it, with more time for a rank that said why

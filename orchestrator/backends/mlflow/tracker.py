@@ -22,7 +22,7 @@ from orchestrator.backends.mlflow.content import (
     run_key,
 )
 from orchestrator.backends.mlflow.frontier_png import figure
-from orchestrator.scheduling.reports.explain import lessons, observation_of, picture_of
+from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import Job, State
@@ -195,7 +195,7 @@ class MlflowTracker:
         ids = []
         for attempt in job.attempts:
             key = run_key(job, attempt.number)
-            said = lessons(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
+            said = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
             content = attempt_content(job, attempt, hide, said, observation_of(state, job, attempt))
             ids.append(self._open(contact, job, attempt.number, content, {"mlflow.parentRunId": parent}))
             self._known[job.id, attempt.number] = ids[-1], contact.experiment_id

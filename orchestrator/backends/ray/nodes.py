@@ -82,7 +82,7 @@ def device_of(cluster: ClusterSpec, node: NodeSpec | None, label: str | None) ->
     return next(iter(kinds.values())) if len(kinds) == 1 else None
 
 
-def settled(told_bytes: int | None, read_bytes: int) -> int:
+def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
     """What to tell of a device's free memory: the old figure until the new one differs by more than jitter."""
     if told_bytes is not None and abs(told_bytes - read_bytes) <= JITTER_BYTES and read_bytes >= ROUNDING_BYTES:
         return told_bytes
@@ -187,7 +187,7 @@ class NodeWatch:
                     self._idle_free[part] = device.free_bytes
             for index in range(node.launch.devices):
                 if self._busy.get((name, index), 0) <= 0:
-                    free = settled(self._free.get((name, index)), read.get(index, 0))
+                    free = debounced_bytes(self._free.get((name, index)), read.get(index, 0))
                     self._free[name, index] = min(free, node.launch.device.memory)
 
     def _node(self, node: LiveNode) -> Node:

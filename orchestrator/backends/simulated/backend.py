@@ -16,7 +16,7 @@ from orchestrator.backends.simulated.process import Process, evidence_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
 from orchestrator.specs.fault import FaultKind
-from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, Paced, Released, Started, Stop
+from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, PaceReported, Released, Started, Stop
 
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)
@@ -244,7 +244,7 @@ class SimulatedBackend:
             draw=self._stream("evidence", process.attempt.name),
             at_s=self._now_s,
         )
-        if ending is FailureKind.CROWDED:
+        if ending is FailureKind.MEMORY_CONTENTION:
             self._crowd(process, process.evidence.ooms[0].foreign_bytes)
         self._tell(process.finished())
         delay_s = self._uniform(self._nature.release_s, "release", process.attempt.name)
@@ -283,7 +283,7 @@ class SimulatedBackend:
         if process.released_at_s is not None:
             self._tell(process.released())
 
-    def _tell(self, event: Started | Paced | Finished | Released) -> None:
+    def _tell(self, event: Started | PaceReported | Finished | Released) -> None:
         if f"{event.job_id}-{event.number}" not in self._watched:
             return
         self._outbox.append(event)

@@ -18,7 +18,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.run import OOM_EXIT_CODE
-from orchestrator.specs.state import Finished, Job, Paced, Released, Started
+from orchestrator.specs.state import Finished, Job, PaceReported, Released, Started
 
 SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
 OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."
@@ -67,9 +67,9 @@ class Process:
         assert self.started_at_s is not None, self.attempt.name
         return Started(job_id=self.job.id, number=self.attempt.number, at_s=self.started_at_s)
 
-    def paced(self, steps_done: int, at_s: float) -> Paced:
+    def paced(self, steps_done: int, at_s: float) -> PaceReported:
         pace = Pace(steps_done=steps_done, step_s=self.step_s, at_s=at_s)
-        return Paced(job_id=self.job.id, number=self.attempt.number, pace=pace, at_s=at_s)
+        return PaceReported(job_id=self.job.id, number=self.attempt.number, pace=pace, at_s=at_s)
 
     def finished(self) -> Finished:
         assert self.evidence is not None, self.attempt.name
@@ -95,7 +95,7 @@ class Symptom:
 SYMPTOMS = {
     None: Symptom(exit_code=0, others=0),
     FailureKind.DEVICE_OOM: Symptom(exit_code=OOM_EXIT_CODE, last_words=OOM_WORDS),
-    FailureKind.CROWDED: Symptom(exit_code=OOM_EXIT_CODE, last_words=OOM_WORDS),
+    FailureKind.MEMORY_CONTENTION: Symptom(exit_code=OOM_EXIT_CODE, last_words=OOM_WORDS),
     FailureKind.HOST_OOM: Symptom(exit_code=SIGKILL),
     FailureKind.NODE_LOST: Symptom(exit_code=None),
     FailureKind.PREEMPTED: Symptom(exit_code=SIGTERM),
@@ -176,7 +176,7 @@ def _oom_report(process: Process, ending: FailureKind | None, rank: int, step: i
     attempt = process.attempt
     needed_bytes = max(process.peak_bytes, process.capacity_bytes + 1)
     foreign_bytes = 0
-    if ending is FailureKind.CROWDED:
+    if ending is FailureKind.MEMORY_CONTENTION:
         needed_bytes = min(process.peak_bytes, int(attempt.correction * attempt.estimate.allocated_bytes))
         foreign_bytes = max(1, process.capacity_bytes - needed_bytes + 1)
     requested_bytes = max(1, needed_bytes // 20)

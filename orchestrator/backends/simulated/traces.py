@@ -123,7 +123,7 @@ def _plans(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
             shapes[shape] = min(step_s, shapes.get(shape, step_s))
             best[sum(shape)] = min(step_s, best.get(sum(shape), step_s))
         submitted_step_s = _submitted_step_s(speeds, row.get("exec_plan") or "", asked)
-        spec = told(row["name"], best, _whole(where, row, "steps"), family=row["application"])
+        spec = job_spec_from_trace(row["name"], best, _whole(where, row, "steps"), family=row["application"])
         if _is_said(where, row, "is_sla"):
             spec = spec.model_copy(update={"guarantee": request_of(asked, submitted_step_s)})
         yield Arrival(
@@ -166,7 +166,7 @@ def _deadlines(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
         asked, steps = _whole(where, row, "num_gpu"), _whole(where, row, "num_iteration")
         yield Arrival(
             at_s=_number(where, row, "submission_time"),
-            spec=told(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
+            spec=job_spec_from_trace(row["model_name"], _scaled(asked, _number(where, row, "duration") / steps), steps),
             deadline_s=_number(where, row, "deadline"),
             rigid_devices=asked,
         )
@@ -178,7 +178,9 @@ def _elasticflow(path: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arriva
     for where, row in rows:
         yield Arrival(
             at_s=_number(where, row, "submit_time"),
-            spec=told(row["model_name"], speeds(row["model_name"], row["batch_size"]), _whole(where, row, "iteration")),
+            spec=job_spec_from_trace(
+                row["model_name"], speeds(row["model_name"], row["batch_size"]), _whole(where, row, "iteration")
+            ),
             deadline_s=_number(where, row, "ddl"),
             rigid_devices=_whole(where, row, "num_gpu"),
         )
@@ -213,7 +215,7 @@ def _philly(_: Path, rows: Iterator[tuple[str, Row]]) -> Iterator[Arrival]:
 
 @cache
 def _second_steps(devices: int) -> JobSpec:
-    return told("philly", {devices: 1.0}, 1)
+    return job_spec_from_trace("philly", {devices: 1.0}, 1)
 
 
 def _like(spec: JobSpec, steps: int) -> JobSpec:
@@ -255,7 +257,7 @@ def _cut(spec: JobSpec, steps: int) -> JobSpec:
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def told(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
+def job_spec_from_trace(name: str, step_s: Mapping[int, float], steps: int, family: str | None = None) -> JobSpec:
     """A script whose speeds are known; its global batch can be cut over every number of devices."""
     return JobSpec.model_validate(
         {

@@ -11,7 +11,7 @@ def with_job(state: State, job: Job) -> State:
     return replace(state, jobs=state.jobs.with_job(job))
 
 
-def settled(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
+def archive_if_done(state: State, job: Job) -> tuple[State, tuple[Archive, ...]]:
     """The state with the job; without it, and the job handed over, once it has ended and given back all devices."""
     if job.status.ended and all(attempt.released for attempt in job.attempts):
         return replace(state, jobs=state.jobs.without(job.id)), (Archive(job=job),)

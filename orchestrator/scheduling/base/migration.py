@@ -24,7 +24,7 @@ def is_elastic(job: Job) -> bool:
     """
     spec = job.spec
     saves = not spec.is_script or (spec.knobs.resume_from is not None and spec.resume.on_sigterm)
-    return saves and spec.optimizer_steps is not None and spec.between is None and spec.guarantee is None
+    return saves and spec.optimizer_steps is not None and spec.start_window is None and spec.guarantee is None
 
 
 def may_grow(job: Job) -> bool:
@@ -32,15 +32,15 @@ def may_grow(job: Job) -> bool:
     return job.last is not None and job.deadline_s is None and job.last.plan.world_size < job.spec.gpus.max
 
 
-def claims_of(job: Job) -> Placement:
+def held_placement_of(job: Job) -> Placement:
     """Devices that are kept for the job while it moves; none where it ended otherwise."""
     attempt = job.last
     if attempt is None or (attempt.failure is not None and attempt.failure.kind is not FailureKind.MOVED):
         return ()
-    return attempt.claims
+    return attempt.held_placement
 
 
-def moved(job: Job, why: str, at_s: float, claims: Placement = ()) -> tuple[Job, Stop]:
+def request_migration(job: Job, why: str, at_s: float, held_placement: Placement = ()) -> tuple[Job, Stop]:
     """The job with its attempt asked to end, which uses up no budget, and the asking.
 
     `claims` are devices for its next attempt, which nobody else gets meanwhile.
@@ -48,7 +48,11 @@ def moved(job: Job, why: str, at_s: float, claims: Placement = ()) -> tuple[Job,
     attempt = job.last
     assert attempt is not None, job.id
     leaving = replace(
-        attempt, status=AttemptStatus.STOPPING, moved_for=why, leaves_by_s=at_s + MOVE_GRACE_S, claims=claims
+        attempt,
+        status=AttemptStatus.STOPPING,
+        moved_for=why,
+        leaves_by_s=at_s + MOVE_GRACE_S,
+        held_placement=held_placement,
     )
     job = replace(job, attempts=(*job.attempts[:-1], leaving), reason=why)
     return job, Stop(job_id=job.id, number=attempt.number, grace_s=MOVE_GRACE_S)

@@ -16,7 +16,7 @@ SPANS = 8  # that are looked at: those of a week and one more, as some are short
 class Hours:
     """When an attempt of a job may start.
 
-    Whoever says `between: 22:00-08:00` wants the devices to be somebody else's by day. So an attempt that can end
+    Whoever says `start_window: 22:00-08:00` wants the devices to be somebody else's by day. So an attempt that can end
     before the window closes starts only where it does, and no plan is taken that could not while another can. What is
     longer than its window on every plan, or of unknown length, starts within it and goes on beyond: nothing is stopped
     when it closes. A restart is a start.
@@ -48,22 +48,22 @@ ALWAYS = Hours(None)
 
 def hours_of(spec: JobSpec, lengths_s: Iterable[float], now_s: float, by_s: float = inf) -> Hours:
     """When an attempt may start that takes one of these lengths, and has to have ended by `by_s`."""
-    if spec.between is None:
+    if spec.start_window is None:
         return ALWAYS if by_s == inf else Hours(None, by_s=by_s)
-    within = Hours(spec.between, must_end=True)
+    within = Hours(spec.start_window, must_end=True)
     ends = spec.optimizer_steps is not None and any(within.start_s(now_s, length_s) < inf for length_s in lengths_s)
-    return Hours(spec.between, must_end=ends, by_s=by_s)
+    return Hours(spec.start_window, must_end=ends, by_s=by_s)
 
 
 def opening_s(spec: JobSpec, after_s: float) -> float:
     """When the job's window opens the next time; infinity where it has none."""
-    if spec.between is None:
+    if spec.start_window is None:
         return inf
-    opens_s, closes_s = spec.between.span(after_s)
-    return opens_s if opens_s > after_s else spec.between.span(closes_s)[0]
+    opens_s, closes_s = spec.start_window.span(after_s)
+    return opens_s if opens_s > after_s else spec.start_window.span(closes_s)[0]
 
 
 def why_closed(spec: JobSpec, start_s: float) -> str:
     """Why a job that says hours waits until then."""
-    assert spec.between is not None, spec.name
-    return f"waits for {local_text(start_s, spec.between.zone)} (between {spec.between})"
+    assert spec.start_window is not None, spec.name
+    return f"waits for {local_text(start_s, spec.start_window.zone)} (start_window {spec.start_window})"

@@ -21,7 +21,7 @@ class Tuning:
     # early) and its device-seconds (too late) stands their geometric mean: 1,564 s on average over six inputs, against
     # 1,743 s by device-seconds and 1,834 s by time. 3, 12, 16, 20, 24, 48: 1,757, 1,094, 1,098, 1,089, 1,089, 1,095 s;
     # the longest wait grows with it.
-    aging: float = 12.0
+    aging_factor: float = 12.0
     # The same of a job that its deadline put first from the start, counted from its deadline on. 1, 2, 4 on cluster05:
     # 0.755, 0.757, 0.760 of the deadlines met, mean completion 9,652, 9,670, 9,690 s (slack of 12).
     aging_late: float = 2.0
@@ -72,4 +72,4 @@ def tuned_for(objective: Objective) -> Tuning:
     Where no job can be moved both are worse: 66,266 and 2,154 s (TUNING: 62,563 and 1,424 s). The price does it:
     who starts narrow cannot grow. It is 59,344 and 2,060 s with aging 3 alone, 66,362 and 1,521 s with price 8 alone.
     """
-    return TUNING if objective is Objective.COMPLETION else replace(TUNING, aging=3.0, price=8.0)
+    return TUNING if objective is Objective.COMPLETION else replace(TUNING, aging_factor=3.0, price=8.0)

@@ -133,7 +133,7 @@ def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) ->
     kind = FailureKind.DEVICE_OOM
     if report.foreign_bytes and needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes:
         kind, facts = (
-            FailureKind.CROWDED,
+            FailureKind.MEMORY_CONTENTION,
             f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes",
         )
     return Failure(kind=kind, rank=report.rank, phase=phase, reason=facts, excerpt=_tail(report.message))

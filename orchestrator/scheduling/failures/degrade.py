@@ -15,7 +15,7 @@ from orchestrator.specs.plan import Offload, Optimizer, Plan, ZeroStage
 STATE_BYTES = {Optimizer.ADAMW: 8.0, Optimizer.ADAMW_8BIT: 2.0, Optimizer.ADAFACTOR: 0.0, Optimizer.SGD: 4.0}
 
 
-def answering(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
+def candidates_for_oom(spec: JobSpec, attempts: Sequence[Attempt], candidates: Iterable[Candidate]) -> list[Candidate]:
     """The candidates that answer to where `attempts` ran out of device memory.
 
     In the optimizer step: only plans that hold less there, since no batch is small enough to shrink weights, gradients

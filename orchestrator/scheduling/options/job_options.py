@@ -15,7 +15,7 @@ from orchestrator.planning.frontier import Candidate, fit_probability, likeliest
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.base.shape import Shape, shape_of
-from orchestrator.scheduling.failures.degrade import answered_by_phase, answering
+from orchestrator.scheduling.failures.degrade import answered_by_phase, candidates_for_oom
 from orchestrator.scheduling.failures.observation import is_truncated
 from orchestrator.scheduling.options.hedge import restart_s, soonest
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
@@ -37,7 +37,7 @@ AS_FAST = 1 + 1e-9  # times the seconds of a request: equal but for rounding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class SizeOption:
     """One way to run the job."""
 
     candidate: Candidate
@@ -56,36 +56,36 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Menu:
+class JobOptions:
     """What fits the empty devices of one group: all of it, and the best of each number of devices."""
 
-    fitting: tuple[Entry, ...]  # in the order of the frontier
-    entries: tuple[Entry, ...]  # fewest devices first, each faster than those before it
+    fitting: tuple[SizeOption, ...]  # in the order of the frontier
+    entries: tuple[SizeOption, ...]  # fewest devices first, each faster than those before it
     most_bytes: int  # that any of the entries needs free on a device
 
-    def among(self, holds: Callable[[Entry], bool]) -> tuple[Entry, ...]:
+    def among(self, holds: Callable[[SizeOption], bool]) -> tuple[SizeOption, ...]:
         """The best of each number of devices among what `holds` says can be had."""
         return best_of_each(entry for entry in self.fitting if holds(entry))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeverFits:
+class Infeasible:
     """No plan fits the group even when it is whole and empty."""
 
     why: Callable[[], str]  # asked only where no other group holds the job: what would fit is planned for it
-    likeliest: Menu | None = None  # of the plan that may run all the same
+    likeliest: JobOptions | None = None  # of the plan that may run all the same
 
 
-def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> Menu | NeverFits:
+def job_options(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) -> JobOptions | Infeasible:
     """The job's untried plans that fit the group's devices when they are empty, or why there are none."""
     device, job = group.hardware.device, replace(job, spec=measured_spec(job.spec, calibrated))
     if job.spec.gpus.min > group.devices:
         too_few = f"wants {job.spec.gpus.min} devices of one kind: there are {group.devices} {device.name}"
-        return NeverFits(why=lambda: too_few)
+        return Infeasible(why=lambda: too_few)
     try:
         candidates = list(_untried(job, group, calibrated))
     except SpecError as error:  # the global batch cannot be cut over so many devices
-        return NeverFits(why=partial(str, error))
+        return Infeasible(why=partial(str, error))
     probe = probe_of(job, device, calibrated, candidates)
     candidates = candidates if probe is None else [probe]
     measured = measured_peaks(job, device.name)
@@ -93,18 +93,18 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
 
     def of(
         fitting: Sequence[tuple[Candidate, Shape, int]],
-    ) -> Menu | NeverFits:  # and the free bytes that a device must have
+    ) -> JobOptions | Infeasible:  # and the free bytes that a device must have
         seconds = _lengths(job, [one for one, _, _ in fitting], group, calibrated)
-        entries: Sequence[Entry] = [
-            Entry(one, shape, least, launch_cost_s + length_s, probe=probe is not None)
+        entries: Sequence[SizeOption] = [
+            SizeOption(one, shape, least, launch_cost_s + length_s, probe=probe is not None)
             for (one, shape, least), length_s in zip(fitting, seconds, strict=True)
         ]
         if job.spec.guarantee is not None and probe is None:
             entries = as_guaranteed(job, entries, group.devices)
             if not entries:
-                return NeverFits(why=lambda: _why_not_guaranteed(job.spec, device.name))
+                return Infeasible(why=lambda: _why_not_guaranteed(job.spec, device.name))
         best = best_of_each(entries)
-        return Menu(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
+        return JobOptions(fitting=tuple(entries), entries=best, most_bytes=max(one.least_bytes for one in best))
 
     needs = [(one, _least_bytes(one, calibrated, measured)) for one in candidates]
     fitting = [(one, shape, least) for one, least in needs if least <= device.memory and (shape := shapes(one.plan))]
@@ -113,14 +113,14 @@ def menu(job: Job, group: Group, calibrated: Calibration, launch_cost_s: float) 
     why = partial(why_nothing_fits, job.spec, group.hardware, device.memory, calibrated, job.refuted)
     one = likeliest(((one, device.memory) for one in candidates if shapes(one.plan)), calibrated)
     if one is None or (shape := shapes(one.plan)) is None:
-        return NeverFits(why=why)
+        return Infeasible(why=why)
     correction = calibrated.correction_of(one.plan, one.estimate)
     least = corrected_bytes(one.estimate, min(correction, calibrated.belief.least) if calibrated.belief else correction)
     likely = of([(one, shape, least)])
-    return NeverFits(why=why, likeliest=likely) if isinstance(likely, Menu) else likely
+    return Infeasible(why=why, likeliest=likely) if isinstance(likely, JobOptions) else likely
 
 
-def as_guaranteed(job: Job, entries: Sequence[Entry], devices: int) -> Sequence[Entry]:
+def as_guaranteed(job: Job, entries: Sequence[SizeOption], devices: int) -> Sequence[SizeOption]:
     """Those of the entries that are as fast as the job's request, each on the fewest nodes; none: its request is not.
 
     `devices` are those of the group. Where they are fewer than were promised, nodes are away: the job waits for them.
@@ -175,13 +175,13 @@ def _hedged(
     return [one for one, chance in zip(mildest, chances, strict=True) if chance >= chances[first]]
 
 
-def best_of_each(fitting: Iterable[Entry]) -> tuple[Entry, ...]:
+def best_of_each(fitting: Iterable[SizeOption]) -> tuple[SizeOption, ...]:
     """Of the mildest class of degradation, the fastest of each number of devices that gains by its devices."""
     ordered = list(fitting)
-    fastest: dict[int, Entry] = {}
+    fastest: dict[int, SizeOption] = {}
     for entry in takewhile(lambda one: one.candidate.degradation == ordered[0].candidate.degradation, ordered):
         fastest.setdefault(entry.devices, entry)
-    found: list[Entry] = []
+    found: list[SizeOption] = []
     for devices in sorted(fastest):
         if not found or fastest[devices].seconds < found[-1].seconds:
             found.append(fastest[devices])
@@ -293,7 +293,7 @@ def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candid
     host_bytes_max = _smallest_refuted(job, group, FailureKind.HOST_OOM, partial(_host_bytes, group))
     return (
         candidate
-        for candidate in answering(job.spec, here, candidates)
+        for candidate in candidates_for_oom(job.spec, here, candidates)
         if candidate.plan not in job.refuted
         and corrected_bytes(candidate.estimate, calibrated.correction_of(candidate.plan, candidate.estimate))
         < device_bytes_max

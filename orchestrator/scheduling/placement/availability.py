@@ -56,7 +56,7 @@ class Slot(NamedTuple):
     nodes: tuple[int, ...]  # numbers in the pool
 
 
-class Pool:
+class AvailabilityProfile:
     """The future of a group of equal nodes.
 
     Beyond what runs and what is reserved every device is free for good, so that a device's future is the end of what
@@ -87,7 +87,7 @@ class Pool:
         self._changed_since: set[int] = set()  # nodes on which it is otherwise by now
         self._open_until_s: dict[Shape, float] = {}
         self._room_bytes: int | None = None  # once asked
-        self.see(group.nodes)
+        self.update_nodes(group.nodes)
 
     # what is
 
@@ -115,7 +115,7 @@ class Pool:
 
     # what changes
 
-    def see(self, nodes: Sequence[Node]) -> None:
+    def update_nodes(self, nodes: Sequence[Node]) -> None:
         """The same nodes, with other bytes free."""
         self._free_bytes = [node.free_bytes for node in nodes]
         self._least_free_bytes = min(min(free_bytes) for free_bytes in self._free_bytes)
@@ -141,7 +141,7 @@ class Pool:
         """When the last of these devices is left by what holds it now."""
         return max([self._until_s[self.numbers[name]][device] for device in devices])
 
-    def promise(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
+    def reserve(self, name: str, devices: tuple[int, ...], start_s: float, end_s: float, *, is_later: bool) -> None:
         """Nothing may run on these devices from `start_s` to `end_s` but what they are promised to.
 
         Before a promise for later, others may be promised the same devices.
@@ -164,7 +164,7 @@ class Pool:
                 next_s[device] = start_s
         self._changed(number)
 
-    def forget_promises(self) -> None:
+    def clear_reservations(self) -> None:
         """All that is reserved is open again."""
         if not self._promised:
             return

@@ -7,14 +7,14 @@ from itertools import accumulate
 from math import exp, frexp
 
 from orchestrator.scheduling.base import tuning
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.specs.state import Demand
 
 LENGTHS = 24  # powers of two: the longest begins at 97 days
 NOBODY = (0.0,) * (LENGTHS + 1)
 
 
-def asked(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
+def record_demand(demand: Demand | None, at_s: float, length_s: float, device_s: float) -> Demand:
     """What is remembered once a job of this length and so many device-seconds was submitted."""
     if demand is None:
         demand = Demand(since_s=at_s, at_s=at_s, device_s=(0.0,) * LENGTHS)
@@ -35,7 +35,9 @@ def devices_wanted(demand: Demand | None, at_s: float) -> tuple[float, ...]:
     return tuple(accumulate((kept * one for one in demand.device_s), initial=0.0))
 
 
-def room_from_s(wanted: Sequence[float], pool: Pool, devices: int, seconds: float) -> float:
+def headroom_available_from_s(
+    wanted: Sequence[float], pool: AvailabilityProfile, devices: int, seconds: float
+) -> float:
     """From when on so many devices can be held for so long with room left for what is much shorter.
 
     What is held for as long as such jobs matter leaves as many whole devices as they wanted lately, or is nothing but

@@ -25,40 +25,42 @@ def resolved(
     `together` are the ids of each name that stands before it in its submission, `known` all jobs before. Raises
     SpecError where there is no such job, or where it has ended otherwise.
     """
-    after = tuple(
-        one.model_copy(update={"job": job_id}) for one in spec.after for job_id in together.get(one.job, (one.job,))
+    depends_on = tuple(
+        one.model_copy(update={"job": job_id})
+        for one in spec.depends_on
+        for job_id in together.get(one.job, (one.job,))
     )
     given = {job_id for ids in together.values() for job_id in ids}
-    met = []
-    for one in after:
+    satisfied = []
+    for one in depends_on:
         if one.job in given:
             continue
         job = known(one.job)
         if job is None:
             hint = "`orc queue` lists the ids; what is submitted together may be named, and stands before"
-            raise SpecError("there is no such job", source=spec.name, path="after", got=one.job, hint=hint)
+            raise SpecError("there is no such job", source=spec.name, path="depends_on", got=one.job, hint=hint)
         if job.status.ended and not _is_met(one, job.status):
             what = f"{one.job} {ENDED[job.status]}: a job that runs after its success never would"
             hint = f"say {{job: {one.job}, when: always}}, or submit that job again"
-            raise SpecError(what, source=spec.name, path="after", got=one.job, hint=hint)
+            raise SpecError(what, source=spec.name, path="depends_on", got=one.job, hint=hint)
         if job.status.ended:
-            met.append(one.job)
-    return spec.model_copy(update={"after": after}), tuple(met)
+            satisfied.append(one.job)
+    return spec.model_copy(update={"depends_on": depends_on}), tuple(satisfied)
 
 
-def entered(job: Job, jobs: Mapping[str, Job], met: Collection[str]) -> Job:
-    """The job as it is submitted: it waits for those of `jobs` that have not ended; `met` have, as it wants."""
-    for one in job.spec.after:
+def with_pending_dependencies(job: Job, jobs: Mapping[str, Job], satisfied: Collection[str]) -> Job:
+    """The job as it is submitted: it waits for those of `jobs` that have not ended; `satisfied` have, as it wants."""
+    for one in job.spec.depends_on:
         other = jobs.get(one.job)
-        if other is None and one.job not in met and one.when == "success":
+        if other is None and one.job not in satisfied and one.when == "success":
             return _in_vain(job, one.job, "was refused")  # in the same submission: it never ran
         if other is not None and other.status.ended and not _is_met(one, other.status):
             return _in_vain(job, one.job, ENDED[other.status])
-    waits_for = tuple(one for one in job.spec.after if one.job in jobs and not jobs[one.job].status.ended)
+    waits_for = tuple(one for one in job.spec.depends_on if one.job in jobs and not jobs[one.job].status.ended)
     return replace(job, waits_for=waits_for, reason=_reason(waits_for) or job.reason)
 
 
-def heard(job: Job, ended: Job) -> Job:
+def on_dependency_ended(job: Job, ended: Job) -> Job:
     """The job, now that one for which it waited has ended."""
     wanted = [one for one in job.waits_for if one.job == ended.id]
     if not all(_is_met(one, ended.status) for one in wanted):

@@ -9,12 +9,12 @@ from heapq import merge
 from math import inf
 
 from orchestrator.scheduling.base.tuning import Tuning
-from orchestrator.scheduling.options.job_options import Menu, NeverFits
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.specs.state import Job
 
-Standing = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
-Menus = Sequence[tuple[Pool, Menu | NeverFits]]
+SortKey = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
+OptionsByProfile = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]
 
 LAST = 2**63  # behind every job's number
 LARGEST_MAX = 10  # that change places with each other
@@ -25,40 +25,40 @@ class Waiting:
     """A queued job, and what it could run as on each pool, as far as that was asked."""
 
     job: Job
-    due_s: float
+    aging_limit_s: float
     device_s: float  # as it was before any measurement
     presses_s: float = inf  # from when on its deadline puts it first
-    menus: Menus = ()
+    menus: OptionsByProfile = ()
     version: int = -1  # of what is known of its family, when the menus were made
 
     @property
-    def standing(self) -> Standing:
+    def sort_key(self) -> SortKey:
         """Where it stands among jobs of its priority."""
-        return (self.due_s, self.job.order, self.job.id)
+        return (self.aging_limit_s, self.job.order, self.job.id)
 
 
-class Line:
+class WaitQueue:
     """The same jobs by when they are due, by their deadlines, and by their size."""
 
     def __init__(self) -> None:
-        self._standing: list[Standing] = []
-        self._deadlines: list[Standing] = []  # of those that have one: that, instead of when it is due
-        self._presses: list[Standing] = []  # of the same: from when on it presses
-        self._sizes: list[tuple[float, Standing, int]] = []  # device-seconds, itself, fewest devices
+        self._standing: list[SortKey] = []
+        self._deadlines: list[SortKey] = []  # of those that have one: that, instead of when it is due
+        self._presses: list[SortKey] = []  # of the same: from when on it presses
+        self._sizes: list[tuple[float, SortKey, int]] = []  # device-seconds, itself, fewest devices
         self._total_device_ms = 0  # of all: a sum of whole numbers is the same in any order
 
     def __len__(self) -> int:
         return len(self._standing)
 
     def __contains__(self, waiting: Waiting) -> bool:
-        at = bisect_left(self._standing, waiting.standing)
-        return at < len(self._standing) and self._standing[at] == waiting.standing
+        at = bisect_left(self._standing, waiting.sort_key)
+        return at < len(self._standing) and self._standing[at] == waiting.sort_key
 
     def add(self, waiting: Waiting) -> None:
         """It waits from now on."""
         job = waiting.job
-        insort(self._standing, waiting.standing)
-        insort(self._sizes, (waiting.device_s, waiting.standing, job.spec.gpus.min))
+        insort(self._standing, waiting.sort_key)
+        insort(self._sizes, (waiting.device_s, waiting.sort_key, job.spec.gpus.min))
         self._total_device_ms += round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             insort(self._deadlines, (job.deadline_s, job.order, job.id))
@@ -67,14 +67,14 @@ class Line:
     def remove(self, waiting: Waiting) -> None:
         """It waits no more."""
         job = waiting.job
-        del self._standing[bisect_left(self._standing, waiting.standing)]
-        del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.standing, 0))]
+        del self._standing[bisect_left(self._standing, waiting.sort_key)]
+        del self._sizes[bisect_left(self._sizes, (waiting.device_s, waiting.sort_key, 0))]
         self._total_device_ms -= round(1e3 * waiting.device_s)
         if job.deadline_s is not None:
             del self._deadlines[bisect_left(self._deadlines, (job.deadline_s, job.order, job.id))]
             del self._presses[bisect_left(self._presses, (waiting.presses_s, job.order, job.id))]
 
-    def by_deadline(self, at_s: float) -> Sequence[Standing]:
+    def by_deadline(self, at_s: float) -> Sequence[SortKey]:
         """Those whose deadlines are still to come, the earliest first."""
         return self._deadlines[bisect_right(self._deadlines, (at_s, 0, "")) :]
 
@@ -83,20 +83,20 @@ class Line:
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
-    def by_due(self) -> Sequence[Standing]:
+    def by_due(self) -> Sequence[SortKey]:
         """All, who is due first."""
         return tuple(self._standing)
 
-    def due(self, at_s: float) -> Sequence[Standing]:
+    def due(self, at_s: float) -> Sequence[SortKey]:
         """Those past their aging limits, first come first; whom devices are kept for before all."""
         due = self._standing[: self._due(at_s)]
-        return sorted([(-inf if due_s == -inf else 0.0, order, job_id) for due_s, order, job_id in due])
+        return sorted([(-inf if aging_limit_s == -inf else 0.0, order, job_id) for aging_limit_s, order, job_id in due])
 
-    def in_order(self, at_s: float) -> Sequence[Standing]:
+    def in_order(self, at_s: float) -> Sequence[SortKey]:
         """The others, who is due first."""
         return self._standing[self._due(at_s) :]
 
-    def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[Standing]:
+    def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:
         """The same, but the largest have changed places where they could end together as the last.
 
         On so many devices.
@@ -105,10 +105,10 @@ class Line:
             return self.in_order(at_s)
         least_device_s = tuning.as_large * self._sizes[-1][0]
         largest = [one for one in self._sizes[-LARGEST_MAX:] if one[0] >= least_device_s and one[1][0] > at_s]
-        by_size = [standing for _, standing, _ in sorted(largest, key=lambda one: (-one[0], one[1]))]
+        by_size = [sort_key for _, sort_key, _ in sorted(largest, key=lambda one: (-one[0], one[1]))]
         changed = self._standing[:]
-        for standing, other in zip(sorted(by_size), by_size, strict=True):
-            changed[bisect_left(self._standing, standing)] = other
+        for sort_key, other in zip(sorted(by_size), by_size, strict=True):
+            changed[bisect_left(self._standing, sort_key)] = other
         return changed[self._due(at_s) :]
 
     def _due(self, at_s: float) -> int:
@@ -122,6 +122,6 @@ class Line:
         return tuning.large * self._total_device_ms <= round(1e3 * device_s)
 
 
-def merged(lines: Sequence[Sequence[Standing]]) -> Iterable[Standing]:
+def merged(lines: Sequence[Sequence[SortKey]]) -> Iterable[SortKey]:
     """Several as one."""
     return lines[0] if len(lines) == 1 else merge(*lines)

@@ -10,9 +10,9 @@ from math import inf
 
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, foreseen
-from orchestrator.scheduling.scheduling_pass.decide import crowded
-from orchestrator.scheduling.scheduling_pass.index import Desk
-from orchestrator.scheduling.scheduling_pass.preemption import in_time
+from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline
 from orchestrator.specs.clock import local_text
 from orchestrator.specs.state import Job, State
 
@@ -30,15 +30,15 @@ def late(state: State, ids: Iterable[str]) -> dict[str, str]:
     wanted = [job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None]
     told = foreseen(state) if wanted else {}
     missed = [job for job in wanted if not _is_met(job, told.get(job.id))]
-    helped = _helped(Desk(state), told) if missed else set[str]()
+    helped = _helped(SchedulerIndex(state), told) if missed else set[str]()
     return {job.id: _in_words(state, job) for job in missed if job.id not in helped}
 
 
 def _in_words(state: State, job: Job) -> str:
     """What is possible for a job that will be late: alone in its hurry, and before all others."""
     assert job.deadline_s is not None, job.id
-    assert job.spec.by is not None, job.id
-    zone = job.spec.by.zone
+    assert job.spec.deadline is not None, job.id
+    zone = job.spec.deadline.zone
 
     def at(one: Expected) -> str:
         return f"{local_text(one.end_s, zone)} with {one.devices} GPU{'s' if one.devices > 1 else ''}"
@@ -62,16 +62,16 @@ def _supposed(ids: list[str]) -> str:
     return f"a day is taken for what does not say `steps`: {', '.join(ids[:NAMED_MAX])}{more}"
 
 
-def _helped(desk: Desk, told: Mapping[str, Expected]) -> set[str]:
+def _helped(index: SchedulerIndex, told: Mapping[str, Expected]) -> set[str]:
     """Ids of jobs for which others are stopped that would else miss their deadlines: each time another one."""
     helped = set[str]()
-    late = (one for one in desk.in_order() if one[1] < inf and not _is_met(one[0].job, told.get(one[0].job.id)))
+    late = (one for one in index.in_order() if one[1] < inf and not _is_met(one[0].job, told.get(one[0].job.id)))
     for waiting, by_s in islice(late, HELPED_MAX):
-        may_start = crowded(desk, waiting.job, Counter()) is None
-        move = in_time(desk, [(waiting, by_s)], desk.state.at_s) if may_start else None
+        may_start = array_limit_reason(index, waiting.job, Counter()) is None
+        move = preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else None
         if move is not None:
             helped.add(waiting.job.id)
-            del desk.elastic[move.job.id]
+            del index.elastic[move.job.id]
     return helped
 
 

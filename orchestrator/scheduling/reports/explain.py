@@ -19,7 +19,7 @@ from orchestrator.planning.frontier import Candidate, fits, needed_bytes
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group, groups_of
-from orchestrator.scheduling.failures.degrade import answering
+from orchestrator.scheduling.failures.degrade import candidates_for_oom
 from orchestrator.scheduling.failures.observation import ran_out, warnings
 from orchestrator.scheduling.options.job_options import learned, measured_peaks
 from orchestrator.scheduling.options.probe import measured_spec
@@ -32,7 +32,7 @@ from orchestrator.specs.units import format_bytes, format_probability
 ANY_DIFFERENCE = 1.005  # of activations: what is less is shown as x1.00
 
 
-def lessons(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
+def explain_attempt(state: State, job: Job, attempt: Attempt) -> tuple[str, ...]:
     """Prediction, measurement, which term was wrong by more than the margin, and what followed, a sentence each."""
     seen = observation_of(state, job, attempt)
     said = [_predicted(state, attempt)]
@@ -203,7 +203,7 @@ def _next(state: State, job: Job, failed: Attempt, following: Attempt) -> str:
     faster: Counter[str] = Counter()
     candidates = _frontier(state, job, _group(state, following.device))
     here = [attempt for attempt in job.attempts[: failed.number] if attempt.device == following.device]
-    answers = {replace(one.plan, phase_batch_sizes=()) for one in answering(job.spec, here, candidates)}
+    answers = {replace(one.plan, phase_batch_sizes=()) for one in candidates_for_oom(job.spec, here, candidates)}
     for candidate in candidates:
         if candidate.plan == following.plan:
             break

@@ -13,7 +13,7 @@ from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
 from orchestrator.specs.state import (
@@ -26,7 +26,7 @@ from orchestrator.specs.state import (
     Released,
     State,
     Stop,
-    Woke,
+    TimerFired,
 )
 
 FORECAST_MAX = 2000  # queued jobs, first come first: what comes after them nobody can tell
@@ -83,7 +83,7 @@ def foreseen(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expect
 
     Those that are `hurried` take what ends them first, whatever it costs.
     """
-    return _placed(Desk(state), hurried)
+    return _placed(SchedulerIndex(state), hurried)
 
 
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
@@ -98,43 +98,43 @@ def spread_of(observations: Sequence[Observation], job: Job) -> float:
     return sqrt((SUPPOSED_OUTCOMES * SUPPOSED_SPREAD**2 + squares) / (SUPPOSED_OUTCOMES + len(ratios)))
 
 
-def _placed(desk: Desk, hurried: Collection[str]) -> dict[str, Expected]:
+def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expected]:
     """What becomes of the jobs where each takes as long as expected."""
-    state = desk.state
+    state = index.state
     found: dict[str, Expected] = {}
     arrays = _Arrays()
-    desk.forget_promises()
-    for job in desk.running.values():
+    index.clear_reservations()
+    for job in index.running.values():
         attempt = job.last
         end_s = state.at_s
         if attempt is not None and attempt.ended_at_s is None:
-            end_s, launched_s = desk.end_of(job, attempt), attempt.launched_at_s
+            end_s, launched_s = index.end_of(job, attempt), attempt.launched_at_s
             end_s = end_s if end_s > state.at_s else state.at_s + OVERDUE_S
-            desk.expect(attempt, end_s)
+            index.expect(attempt, end_s)
             found[job.id] = Expected(start_s=launched_s, end_s=end_s, devices=attempt.plan.world_size)
         arrays.take(job, end_s)
-    price, queued_max = price_of(desk), FORECAST_MAX + len(found)
+    price, queued_max = price_of(index), FORECAST_MAX + len(found)
     later: list[tuple[float, int, str]] = []  # from when on they can start; their order and ids
 
     def place(waiting: Waiting, from_s: float, by_s: float) -> None:
         job = waiting.job
         wanted = 0.0 if job.id in hurried else price
-        reservation = expected(desk, waiting, wanted, from_s=from_s, by_s=by_s)
+        reservation = expected(index, waiting, wanted, from_s=from_s, by_s=by_s)
         if reservation is None:
             return
-        desk.promise((reservation,), closely=True)
+        index.reserve((reservation,), backfill=True)
         devices = sum(len(part.devices) for part in reservation.placement)
         found[job.id] = Expected(start_s=reservation.start_s, end_s=reservation.end_s, devices=devices)
         arrays.take(job, reservation.end_s)
 
     def follow(job_id: str) -> None:
-        for one in desk.followers_of(job_id):
+        for one in index.followers_of(job_id):
             job = state.jobs[one]
             if all(other.job in found for other in job.waits_for):
                 ready_s = max(found[other.job].end_s for other in job.waits_for)
                 heappush(later, (ready_s, job.order, job.id))
 
-    for waiting, by_s in desk.in_order():
+    for waiting, by_s in index.in_order():
         if len(found) >= queued_max:
             break
         if waiting.job.id not in found:
@@ -144,7 +144,7 @@ def _placed(desk: Desk, hurried: Collection[str]) -> dict[str, Expected]:
                 place(waiting, state.at_s, by_s)
     for job_id in [*found]:
         follow(job_id)
-    for waiting in desk.waiting.values():
+    for waiting in index.waiting.values():
         if waiting.job.not_before_s > state.at_s:
             heappush(later, (waiting.job.not_before_s, waiting.job.order, waiting.job.id))
     while later and len(found) < queued_max:
@@ -152,7 +152,7 @@ def _placed(desk: Desk, hurried: Collection[str]) -> dict[str, Expected]:
         job = state.jobs[job_id]
         for by_s in (inf,) if job.deadline_s is None else (job.deadline_s, inf):
             if job_id not in found:
-                place(desk.waiting.get(job_id) or desk.seated(job), max(ready_s, arrays.room_s(job)), by_s)
+                place(index.waiting.get(job_id) or index.queue_entry(job), max(ready_s, arrays.room_s(job)), by_s)
         if job_id in found:
             follow(job_id)
     return found
@@ -163,7 +163,7 @@ class _Play:
 
     def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
         self._state, self._spreads, self._sample = state, spreads, sample
-        self._desk = Desk(state)  # what is known of lengths: nothing is measured meanwhile
+        self._desk = SchedulerIndex(state)  # what is known of lengths: nothing is measured meanwhile
         self._found: dict[str, Expected] = {}
         self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
         self._ends: list[tuple[float, int, str]] = []
@@ -194,7 +194,7 @@ class _Play:
                     self._found[job_id] = replace(self._found[job_id], end_s=end_s)
                     self._end(runs, DONE, end_s)
             elif wake_s is not None:
-                self._tell(Woke(at_s=wake_s))
+                self._tell(TimerFired(at_s=wake_s))
         return {job_id: one for job_id in near if (one := self._found.get(job_id)) and one.end_s < inf}
 
     def _tell(self, event: Event) -> None:
@@ -246,14 +246,14 @@ class _Arrays:
         if job.array is None or job.spec.member is None:
             return -inf
         ends_s = self._ends_s.get(job.array, [])
-        return -inf if len(ends_s) < job.spec.member.at_most else ends_s[0]
+        return -inf if len(ends_s) < job.spec.member.max_concurrent else ends_s[0]
 
     def take(self, job: Job, end_s: float) -> None:
         """The job runs until then, from when there is room on."""
         if job.array is None or job.spec.member is None:
             return
         ends_s = self._ends_s.setdefault(job.array, [])
-        if len(ends_s) >= job.spec.member.at_most:
+        if len(ends_s) >= job.spec.member.max_concurrent:
             heappop(ends_s)
         heappush(ends_s, end_s)
 

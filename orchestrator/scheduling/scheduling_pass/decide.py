@@ -13,11 +13,18 @@ from orchestrator.planning.frontier import Candidate, fit_probability, needed_by
 from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
-from orchestrator.scheduling.options.job_options import Entry, Menu, NeverFits, learned, measured_peaks, menu
-from orchestrator.scheduling.placement.availability import Pool, Slot
-from orchestrator.scheduling.queue.demand import room_from_s
-from orchestrator.scheduling.queue.wait_queue import Menus, Waiting
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.options.job_options import (
+    Infeasible,
+    JobOptions,
+    SizeOption,
+    job_options,
+    learned,
+    measured_peaks,
+)
+from orchestrator.scheduling.placement.availability import AvailabilityProfile, Slot
+from orchestrator.scheduling.queue.demand import headroom_available_from_s
+from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import Job, Reservation, State
@@ -28,7 +35,7 @@ SOON = 1e-6  # of its seconds and its price, against its start: a job with a pro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class StartDecision:
     """Start this plan there, now."""
 
     candidate: Candidate
@@ -45,21 +52,21 @@ class Wait(NamedTuple):
 
     reason: str
     reservation: Reservation | None = None
-    look_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
+    reevaluate_at_s: float | None = None  # it has its devices, and leaves room for shorter jobs until then
 
 
 class _Offer(NamedTuple):
     """One way to run, and what it costs to begin with it now."""
 
     cost_s: float
-    pool: Pool
-    entry: Entry
+    pool: AvailabilityProfile
+    entry: SizeOption
 
 
 Opening = Callable[[_Offer, float], float]  # when it may start, from a time on
 
 
-class _Later(NamedTuple):
+class _FutureSlot(NamedTuple):
     """An offer that can be had later, from `slot` on, though its devices are free since `free_s`."""
 
     cost_s: float
@@ -68,31 +75,35 @@ class _Later(NamedTuple):
     free_s: float
 
 
-def price_of(desk: Desk) -> float:
+def price_of(index: SchedulerIndex) -> float:
     """What a device-second costs in seconds of completion: the more jobs there are for each device, the more."""
-    others = max(0, len(desk.waiting) + len(desk.running) - 1)
-    return desk.tuning.price_alone + desk.tuning.price * others / max(1, desk.devices)
+    others = max(0, len(index.waiting) + len(index.running) - 1)
+    return index.tuning.price_alone + index.tuning.price * others / max(1, index.devices)
 
 
-def price_of_idle(desk: Desk) -> float:
+def price_of_idle(index: SchedulerIndex) -> float:
     """The same of devices that nobody can use now: only who waits counts."""
-    return desk.tuning.price_idle + desk.tuning.price * len(desk.waiting) / max(1, desk.devices)
+    return index.tuning.price_idle + index.tuning.price * len(index.waiting) / max(1, index.devices)
 
 
-def crowded(desk: Desk, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
+def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
     """Why a job of an array waits of which as many run, or have devices promised, as may at once; None: it need not."""
     member = job.spec.member
-    if job.array is None or member is None or desk.running_of_array[job.array] + promised[job.array] < member.at_most:
+    if (
+        job.array is None
+        or member is None
+        or index.running_of_array[job.array] + promised[job.array] < member.max_concurrent
+    ):
         return None
-    return Wait(reason=f"waits for others of the array {job.array}: at most {member.at_most} run at once")
+    return Wait(reason=f"waits for others of the array {job.array}: at most {member.max_concurrent} run at once")
 
 
-def must_wait(desk: Desk, waiting: Waiting) -> bool:
+def must_wait(index: SchedulerIndex, waiting: Waiting) -> bool:
     """Whether nothing of what fits the job can be had now, whoever else starts or is promised something."""
     fits = False
-    for pool, one in desk.prospects.menus_of(waiting):
-        for entry in _entries(pool, one) if isinstance(one, Menu) else ():
-            if _can_start(pool, entry, desk.state.at_s):
+    for pool, one in index.options.options_of(waiting):
+        for entry in _entries(pool, one) if isinstance(one, JobOptions) else ():
+            if _can_start(pool, entry, index.state.at_s):
                 return False
             fits = True
     return fits
@@ -100,20 +111,20 @@ def must_wait(desk: Desk, waiting: Waiting) -> bool:
 
 def decide(
     state: State,
-    desk: Desk,
+    index: SchedulerIndex,
     waiting: Waiting,
     price: float,
     *,
     may_reserve: bool,
     by_s: float = inf,
     devices_max: int | None = None,
-) -> Chosen | Wait | NeverFits | None:
+) -> StartDecision | Wait | Infeasible | None:
     """What the job shall do now to end by `by_s`; None: wait as before, or it cannot.
 
     Of all numbers of devices, up to `devices_max`, the one that is best by its end and its price, now or when so many
     come free.
     """
-    menus = desk.prospects.menus_of(waiting)
+    menus = index.options.options_of(waiting)
     offers = [
         one
         for one in _offers(menus, price, waiting.job.spec)
@@ -123,20 +134,22 @@ def decide(
         return None
     if not offers:
         return _without_offers(state, waiting.job, menus)
-    opening = _opening(desk, waiting, offers, state.at_s, by_s)
+    opening = _opening(index, waiting, offers, state.at_s, by_s)
     now, later = _best(offers, opening, state.at_s, may_reserve=may_reserve)
     if later is not None and (now is None or later.cost_s < now.cost_s):
         return _reserved(waiting.job, later, state.at_s) if may_reserve else None
-    return None if now is None else _chosen(desk, waiting.job, now, state.at_s)
+    return None if now is None else _chosen(index, waiting.job, now, state.at_s)
 
 
-def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s: float) -> Reservation | None:
+def expected(
+    index: SchedulerIndex, waiting: Waiting, price: float, *, from_s: float, by_s: float
+) -> Reservation | None:
     """What the job would run as to end by `by_s`, and from when to when, where it could start from `from_s` on.
 
     None where it cannot be told, or cannot be.
     """
-    offers, now_s = _offers(desk.prospects.menus_of(waiting), price, waiting.job.spec), desk.state.at_s
-    opening = _opening(desk, waiting, offers, from_s, by_s)
+    offers, now_s = _offers(index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
+    opening = _opening(index, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _soonest(offers, opening, from_s)
         return None if later is None else _reserved(waiting.job, later, now_s).reservation
@@ -149,10 +162,10 @@ def expected(desk: Desk, waiting: Waiting, price: float, *, from_s: float, by_s:
     return None if later is None else _reserved(waiting.job, later, now_s).reservation
 
 
-def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
+def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible:
     """Why a job that cannot start now waits, or that it can never start."""
-    menus = desk.prospects.menus_of(waiting)
-    offers = [(pool, entry) for pool, one in menus if isinstance(one, Menu) for entry in _entries(pool, one)]
+    menus = index.options.options_of(waiting)
+    offers = [(pool, entry) for pool, one in menus if isinstance(one, JobOptions) for entry in _entries(pool, one)]
     if not offers:
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
@@ -161,13 +174,13 @@ def admitted(state: State, desk: Desk, waiting: Waiting) -> Wait | NeverFits:
     return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
-def _offers(menus: Menus, price: float, spec: JobSpec) -> list[_Offer]:
+def _offers(menus: OptionsByProfile, price: float, spec: JobSpec) -> list[_Offer]:
     """All that the job could run as, the best first, were it free."""
     weight = 1.0 if spec.guarantee is None else SOON
     offers = [
         _Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
         for pool, one in menus
-        if isinstance(one, Menu)
+        if isinstance(one, JobOptions)
         for entry in _entries(pool, one)
     ]
     if len(offers) > 1:
@@ -175,20 +188,22 @@ def _offers(menus: Menus, price: float, spec: JobSpec) -> list[_Offer]:
     return offers
 
 
-def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
+def _opening(index: SchedulerIndex, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
     """When the job may start: within its hours, and with room left for shorter ones.
 
     No room is left by a job that is due, that is put before others, that can make way for them, or that says itself
     when it may start; nor where the cluster is shared: whose turn it is counts there, not whose jobs are short.
     """
-    spec, wanted = waiting.job.spec, desk.wanted(now_s)
+    spec, wanted = waiting.job.spec, index.wanted(now_s)
     hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
-    goes_first = min(waiting.due_s, waiting.presses_s) <= now_s or spec.priority > 0 or desk.state.policy.is_shared
-    if spec.between is not None or goes_first or is_elastic(waiting.job):
+    goes_first = (
+        min(waiting.aging_limit_s, waiting.presses_s) <= now_s or spec.priority > 0 or index.state.policy.is_shared
+    )
+    if spec.start_window is not None or goes_first or is_elastic(waiting.job):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
     def with_room(offer: _Offer, from_s: float) -> float:
-        room_s = room_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds)
+        room_s = headroom_available_from_s(wanted, offer.pool, offer.entry.devices, offer.entry.seconds)
         return hours.start_s(max(from_s, room_s), offer.entry.seconds)
 
     return with_room
@@ -196,7 +211,7 @@ def _opening(desk: Desk, waiting: Waiting, offers: Sequence[_Offer], now_s: floa
 
 def _best(
     offers: Sequence[_Offer], opening: Opening, now_s: float, *, may_reserve: bool
-) -> tuple[_Offer | None, _Later | None]:
+) -> tuple[_Offer | None, _FutureSlot | None]:
     """The best of what can be had now, and, unless that is the best of all, of what can be had later."""
     now = None
     for one in offers:
@@ -208,14 +223,14 @@ def _best(
     return now, _soonest(offers, opening, now_s)
 
 
-def _entries(pool: Pool, one: Menu) -> Sequence[Entry]:
+def _entries(pool: AvailabilityProfile, one: JobOptions) -> Sequence[SizeOption]:
     """The menu; where others hold memory, what could be had of it."""
     if pool.has_room(one.most_bytes):
         return one.entries
     return one.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))
 
 
-def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
+def _can_start(pool: AvailabilityProfile, entry: SizeOption, now_s: float) -> bool:
     if pool.idle < entry.devices:
         return False
     end_s = now_s + entry.seconds
@@ -224,9 +239,9 @@ def _can_start(pool: Pool, entry: Entry, now_s: float) -> bool:
     return pool.has_room(entry.least_bytes) or pool.place(entry.shape, end_s, entry.least_bytes) is not None
 
 
-def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _Later | None:
+def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _FutureSlot | None:
     """The best of what can be had from then on."""
-    found: _Later | None = None
+    found: _FutureSlot | None = None
     for offer in offers:
         if found is not None and offer.cost_s >= found.cost_s:
             continue
@@ -237,11 +252,11 @@ def _soonest(offers: Sequence[_Offer], opening: Opening, from_s: float) -> _Late
         if slot is not None and first is not None:
             cost_s = slot.start_s - from_s + offer.cost_s
             if cost_s < (inf if found is None else found.cost_s):
-                found = _Later(cost_s, offer, slot, first.start_s)
+                found = _FutureSlot(cost_s, offer, slot, first.start_s)
     return found
 
 
-def _reserved(job: Job, later: _Later, now_s: float) -> Wait:
+def _reserved(job: Job, later: _FutureSlot, now_s: float) -> Wait:
     pool, entry = later.offer.pool, later.offer.entry
     reservation = Reservation(
         job_id=job.id,
@@ -251,13 +266,13 @@ def _reserved(job: Job, later: _Later, now_s: float) -> Wait:
     )
     if later.slot.start_s == later.free_s:
         return Wait(reason=_waits_for(pool, entry, job.spec, now_s), reservation=reservation)
-    if job.spec.between is not None:
+    if job.spec.start_window is not None:
         return Wait(reason=why_closed(job.spec, later.slot.start_s), reservation=reservation)
     reason = f"leaves room for shorter jobs before it takes {_wanted(pool, entry)}"
-    return Wait(reason=reason, reservation=reservation, look_at_s=later.slot.start_s)
+    return Wait(reason=reason, reservation=reservation, reevaluate_at_s=later.slot.start_s)
 
 
-def _waits_for(pool: Pool, entry: Entry, spec: JobSpec, now_s: float) -> str:
+def _waits_for(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_s: float) -> str:
     """With that, if all would be there but for nodes that are closed, or will be before the job could end."""
     waits = f"waits for {_wanted(pool, entry)}"
     closed = pool.closed_before(now_s + entry.seconds)
@@ -270,22 +285,22 @@ def _waits_for(pool: Pool, entry: Entry, spec: JobSpec, now_s: float) -> str:
     return f"{waits}: it would not end before the maintenance of {names}{supposed}"
 
 
-def _wanted(pool: Pool, entry: Entry) -> str:
+def _wanted(pool: AvailabilityProfile, entry: SizeOption) -> str:
     return f"{entry.devices} free {pool.group.hardware.device.name}"
 
 
-def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
+def _chosen(index: SchedulerIndex, job: Job, offer: _Offer, now_s: float) -> StartDecision:
     """The plan with what is expected of it on the fullest of its devices."""
     pool, entry = offer.pool, offer.entry
     placement = pool.place(entry.shape, now_s + entry.seconds, entry.least_bytes)
     assert placement is not None, (job.id, entry)
     device, candidate = pool.group.hardware.device.name, entry.candidate
-    calibrated = desk.prospects.calibrated(job, device)
+    calibrated = index.options.calibrated(job, device)
     judged = candidate.plan not in measured_peaks(job, device)
-    capacity_bytes = min(pool.free_bytes(part.node, index) for part in placement for index in part.devices)
+    capacity_bytes = min(pool.free_bytes(part.node, device_id) for part in placement for device_id in part.devices)
     correction = calibrated.correction_of(candidate.plan, candidate.estimate)
     known = judged and is_known(candidate.estimate, correction)
-    return Chosen(
+    return StartDecision(
         candidate=candidate,
         placement=placement,
         device=device,
@@ -296,16 +311,16 @@ def _chosen(desk: Desk, job: Job, offer: _Offer, now_s: float) -> Chosen:
     )
 
 
-def _without_offers(state: State, job: Job, menus: Menus) -> Wait | NeverFits:
+def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | Infeasible:
     """Others hold its memory, its nodes are away, or nothing could ever hold it."""
     for pool, one in menus:
-        if isinstance(one, Menu):
+        if isinstance(one, JobOptions):
             device = pool.group.hardware.device.name
             return Wait(reason=f"waits for memory that other processes hold on {device}")
     never = []
     for group in groups_of(state.declared or state.nodes):
-        found = menu(job, group, learned(state, job, group.hardware.device.name), 0.0)
-        if isinstance(found, Menu) or found.likeliest is not None:
+        found = job_options(job, group, learned(state, job, group.hardware.device.name), 0.0)
+        if isinstance(found, JobOptions) or found.likeliest is not None:
             return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
         never.append(found)
-    return NeverFits(why=lambda: "\n".join(one.why() for one in never))
+    return Infeasible(why=lambda: "\n".join(one.why() for one in never))

@@ -8,24 +8,24 @@ from math import inf
 
 from orchestrator.planning.explain import why_taken
 from orchestrator.planning.search import own_settings
-from orchestrator.scheduling.base.job_updates import settled, with_job
-from orchestrator.scheduling.base.migration import can_move, claims_of, moved
-from orchestrator.scheduling.options.job_options import Menu, NeverFits
+from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
+from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
+from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
     RESERVATIONS_MAX,
-    Chosen,
+    StartDecision,
     Wait,
-    admitted,
-    crowded,
+    array_limit_reason,
     decide,
     price_of,
+    wait_reason,
 )
 from orchestrator.scheduling.scheduling_pass.guarantees import answered, kept_slots, may_start_sooner, room_for_promises
-from orchestrator.scheduling.scheduling_pass.index import Desk
-from orchestrator.scheduling.scheduling_pass.preemption import Move, growth, in_time, making_way
-from orchestrator.scheduling.scheduling_pass.quotas import Turns
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.scheduling.scheduling_pass.preemption import Move, preempt_for_deadline, preempt_for_waiting, scale_up
+from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.plan import changes
 from orchestrator.specs.profile import UNTIMED, OwnSettings
@@ -33,102 +33,105 @@ from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Reservation, State, Stop
 
 
-def empty_nodes(state: State, desk: Desk) -> tuple[State, tuple[Stop, ...]]:
+def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
     """Ask jobs to end that run on nodes whose maintenance begins: they go on elsewhere or later."""
     stops = []
-    for job in [*desk.running.values()] if desk.maintained else ():
-        left = [part.node for part in job.attempts[-1].placement if part.node in desk.maintained]
+    for job in [*index.running.values()] if index.maintained else ():
+        left = [part.node for part in job.attempts[-1].placement if part.node in index.maintained]
         if left and can_move(job):
-            gone, stop = moved(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
-            desk.learn(job, gone)
+            gone, stop = request_migration(job, f"stopped for the maintenance of {', '.join(left)}", state.at_s)
+            index.update_job(job, gone)
             state = with_job(state, gone)
             stops.append(stop)
     return state, tuple(stops)
 
 
-def schedule(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+def schedule(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
     """Start jobs on the idle devices, with devices reserved for the first that wait: later jobs delay none of them.
 
     All reservations are made anew whenever devices are idle and a job came, devices came free, or more is known.
     """
     if not state.nodes:  # what was promised is not there any more
-        return replace(state, reservations=(), look_at_s=None), ()
-    if not (desk.is_stale or desk.arrived):
+        return replace(state, reservations=(), reevaluate_at_s=None), ()
+    if not (index.is_stale or index.arrived):
         return state, ()
-    state, refused = _refuse(state, desk)
+    state, refused = _refuse(state, index)
     if refused:  # for which others may have waited: who they are is asked before anybody starts
         return state, refused
     actions: list[Action] = []
-    unheard = {waiting.job.id: waiting for waiting in desk.arrived}
+    undecided = {waiting.job.id: waiting for waiting in index.arrived}
     is_settled, waits, late = False, list[tuple[Waiting, Reservation]](), list[tuple[Waiting, float]]()
     while not is_settled:
-        waited = len(desk.waiting)
-        state, done, waits, late = _round(state, desk, unheard)
+        waited = len(index.waiting)
+        state, done, waits, late = _round(state, index, undecided)
         actions += done
-        if desk.guaranteed and not desk.running and state.reservations:  # for whose end could they wait?
-            state, done, waits, late = _round(replace(state, reservations=()), desk, unheard)
+        if index.guaranteed and not index.running and state.reservations:  # for whose end could they wait?
+            state, done, waits, late = _round(replace(state, reservations=()), index, undecided)
             actions += done
         # until deciding once more would change nothing: who starts changes what is left of its team's quota
         has_quotas = state.policy.has_quotas
-        is_settled = not has_quotas or not desk.idle or len(desk.waiting) == waited
+        is_settled = not has_quotas or not index.idle or len(index.waiting) == waited
     of_array = Counter[str | None]()
-    if any(waiting.job.array is not None for waiting in unheard.values()):
+    if any(waiting.job.array is not None for waiting in undecided.values()):
         of_array.update(state.jobs[one.job_id].array for one in state.reservations)
-    for waiting in unheard.values():
-        outcome = crowded(desk, waiting.job, of_array) or admitted(state, desk, waiting)
-        state, done = _answered(state, desk, waiting, outcome)
+    for waiting in undecided.values():
+        outcome = array_limit_reason(index, waiting.job, of_array) or wait_reason(state, index, waiting)
+        state, done = _answered(state, index, waiting, outcome)
         actions += done
-    desk.is_stale, desk.arrived = False, []
-    state, stops = _move(state, desk, waits, late)
+    index.is_stale, index.arrived = False, []
+    state, stops = _move(state, index, waits, late)
     return state, (*actions, *stops)
 
 
-def _refuse(state: State, desk: Desk) -> tuple[State, tuple[Action, ...]]:
+def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, ...]]:
     """Tell those that came, or came back, and can never start."""
     actions: list[Action] = []
-    for waiting in desk.arrived:
-        if not any(isinstance(one, Menu) for _, one in desk.prospects.menus_of(waiting)):
-            outcome = admitted(state, desk, waiting)
-            if isinstance(outcome, NeverFits):
-                state, done = _answered(state, desk, waiting, outcome)
+    for waiting in index.arrived:
+        if not any(isinstance(one, JobOptions) for _, one in index.options.options_of(waiting)):
+            outcome = wait_reason(state, index, waiting)
+            if isinstance(outcome, Infeasible):
+                state, done = _answered(state, index, waiting, outcome)
                 actions += done
     if actions:
-        desk.arrived = [waiting for waiting in desk.arrived if waiting.job.id in desk.waiting]
+        index.arrived = [waiting for waiting in index.arrived if waiting.job.id in index.waiting]
     return state, tuple(actions)
 
 
 def _move(
-    state: State, desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
+    state: State,
+    index: SchedulerIndex,
+    waits: Sequence[tuple[Waiting, Reservation]],
+    late: Sequence[tuple[Waiting, float]],
 ) -> tuple[State, tuple[Stop, ...]]:
     """Stop one for a deadline, or that others gain more by than it loses, or else one that gains by what is idle."""
-    if (room := room_for_promises(state, desk)) is not None:
+    if (room := room_for_promises(state, index)) is not None:
         sooner = [room.slot if one.job_id == room.slot.job_id else one for one in state.reservations]
-        stopped, stops = _stopped(state, desk, room.moves)
+        stopped, stops = _stopped(state, index, room.moves)
         return (replace(stopped, reservations=tuple(sooner)) if stops else stopped), stops
-    move = in_time(desk, late, state.at_s) or making_way(desk, waits, state.at_s)
-    move = move or (growth(desk, state.at_s) if desk.idle else None)
-    return (state, ()) if move is None else _stopped(state, desk, [move])
+    move = preempt_for_deadline(index, late, state.at_s) or preempt_for_waiting(index, waits, state.at_s)
+    move = move or (scale_up(index, state.at_s) if index.idle else None)
+    return (state, ()) if move is None else _stopped(state, index, [move])
 
 
-def _stopped(state: State, desk: Desk, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
+def _stopped(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
     """All of them stopped together, or looked at again once all have run for long enough."""
     from_s = max(move.from_s for move in moves)
     if from_s > state.at_s:
-        look_at_s = from_s if state.look_at_s is None else min(state.look_at_s, from_s)
-        return replace(state, look_at_s=look_at_s), ()
+        reevaluate_at_s = from_s if state.reevaluate_at_s is None else min(state.reevaluate_at_s, from_s)
+        return replace(state, reevaluate_at_s=reevaluate_at_s), ()
     stops = []
     for move in moves:
-        gone, stop = moved(move.job, move.why, state.at_s, move.claims)
-        desk.learn(move.job, gone)
-        if move.claims:
-            desk.keep(gone)
+        gone, stop = request_migration(move.job, move.why, state.at_s, move.held_placement)
+        index.update_job(move.job, gone)
+        if move.held_placement:
+            index.keep(gone)
         state = with_job(state, gone)
         stops.append(stop)
     return state, tuple(stops)
 
 
 def _round(
-    state: State, desk: Desk, unheard: dict[str, Waiting]
+    state: State, index: SchedulerIndex, undecided: dict[str, Waiting]
 ) -> tuple[State, tuple[Action, ...], list[tuple[Waiting, Reservation]], list[tuple[Waiting, float]]]:
     """One look at all who wait; `unheard` loses those who get an answer.
 
@@ -137,78 +140,78 @@ def _round(
     actions: list[Action] = []
     waits: list[tuple[Waiting, Reservation]] = []
     late: list[tuple[Waiting, float]] = []
-    if not (desk.idle or desk.is_stale or desk.elastic or desk.guaranteed):
+    if not (index.idle or index.is_stale or index.elastic or index.guaranteed):
         return state, (), waits, late
     promised: list[Reservation] = []
     looks_s: list[float] = []
-    slots = kept_slots(state, desk)
-    desk.forget_promises()
-    desk.promise(slots.values())
-    price = price_of(desk)
+    slots = kept_slots(state, index)
+    index.clear_reservations()
+    index.reserve(slots.values())
+    price = price_of(index)
     of_array = Counter[str | None]()
-    turns = Turns(desk)
-    for waiting, by_s, devices_max in turns:
+    quota_pass = QuotaPass(index)
+    for waiting, by_s, devices_max in quota_pass:
         may_reserve = len(promised) < RESERVATIONS_MAX
         own = slots.pop(waiting.job.id, None)
-        if own is not None and not may_start_sooner(desk, waiting):
+        if own is not None and not may_start_sooner(index, waiting):
             promised.append(own)
-            turns.heard(waiting, Wait(reason=waiting.job.reason, reservation=own))
+            quota_pass.decided(waiting, Wait(reason=waiting.job.reason, reservation=own))
             continue
         if own is not None:
-            desk.forget_promises()
-            desk.promise((*slots.values(), *promised))
-        if claims := claims_of(waiting.job):
-            devices_max, its_price = sum(len(part.devices) for part in claims), desk.tuning.price_idle
+            index.clear_reservations()
+            index.reserve((*slots.values(), *promised))
+        if held_placement := held_placement_of(waiting.job):
+            devices_max, its_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
         else:
             its_price = price
-        outcome = crowded(desk, waiting.job, of_array) or decide(
-            state, desk, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
+        outcome = array_limit_reason(index, waiting.job, of_array) or decide(
+            state, index, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
         outcome = answered(state, waiting, outcome, own)
         if outcome is None:
             late += [(waiting, by_s)] if by_s < inf and waiting.presses_s <= state.at_s else []
             continue
         if isinstance(outcome, Wait) and outcome.reservation is not None:
-            desk.promise((outcome.reservation,))
+            index.reserve((outcome.reservation,))
             promised.append(outcome.reservation)
             of_array[waiting.job.array] += 1
-            looks_s += [] if outcome.look_at_s is None else [outcome.look_at_s]
-            if outcome.look_at_s is None and waiting.job.spec.between is None:
+            looks_s += [] if outcome.reevaluate_at_s is None else [outcome.reevaluate_at_s]
+            if outcome.reevaluate_at_s is None and waiting.job.spec.start_window is None:
                 waits.append((waiting, outcome.reservation))
-        turns.heard(waiting, outcome)
-        unheard.pop(waiting.job.id, None)
-        state, done = _answered(state, desk, waiting, outcome)
+        quota_pass.decided(waiting, outcome)
+        undecided.pop(waiting.job.id, None)
+        state, done = _answered(state, index, waiting, outcome)
         actions += done
-    presses_s = desk.presses_at_s()
+    presses_s = index.presses_at_s()
     looks_s += [] if presses_s is None else [presses_s]
-    state = replace(state, reservations=tuple(promised), look_at_s=min(looks_s, default=None))
-    return state, tuple(actions), waits, [one for one in late if one[0].job.id in desk.waiting]
+    state = replace(state, reservations=tuple(promised), reevaluate_at_s=min(looks_s, default=None))
+    return state, tuple(actions), waits, [one for one in late if one[0].job.id in index.waiting]
 
 
 def _answered(
-    state: State, desk: Desk, waiting: Waiting, outcome: Chosen | Wait | NeverFits
+    state: State, index: SchedulerIndex, waiting: Waiting, outcome: StartDecision | Wait | Infeasible
 ) -> tuple[State, tuple[Action, ...]]:
     """The state after what was decided of a waiting job."""
     job = waiting.job
     actions: tuple[Action, ...] = ()
     match outcome:
-        case Chosen() as chosen:
-            job, attempt = _begin(state, desk, job, chosen)
+        case StartDecision() as chosen:
+            job, attempt = _begin(state, index, job, chosen)
             actions = (Record(job=job, attempt=attempt), Launch(job=job, attempt=attempt))
         case Wait() as wait:
             if wait.reason == job.reason and job is state.jobs.get(job.id):
                 return state, ()
             job = replace(job, reason=wait.reason)
-        case NeverFits() as never:
+        case Infeasible() as never:
             status = JobStatus.FAILED if job.attempts else JobStatus.REFUSED
             job = replace(job, status=status, reason=never.why())
             actions = (Record(job=job),)
-    desk.learn(waiting.job, job)
-    state, archived = settled(state, job)
+    index.update_job(waiting.job, job)
+    state, archived = archive_if_done(state, job)
     return state, (*actions, *archived)
 
 
-def _begin(state: State, desk: Desk, job: Job, chosen: Chosen) -> tuple[Job, Attempt]:
+def _begin(state: State, index: SchedulerIndex, job: Job, chosen: StartDecision) -> tuple[Job, Attempt]:
     before = next((one for one in reversed(job.attempts) if not one.probe), None)
     attempt = Attempt(
         job_id=job.id,
@@ -224,21 +227,21 @@ def _begin(state: State, desk: Desk, job: Job, chosen: Chosen) -> tuple[Job, Att
         change=changes(before.plan, chosen.candidate.plan) if before else (),
         change_reason=before.failure.reason if before and before.failure else "",
         launched_at_s=state.at_s,
-        relative_to=_relative_to(desk, job, chosen),
+        relative_to=_relative_to(index, job, chosen),
         probe=chosen.probe,
     )
     job = replace(job, status=JobStatus.RUNNING, attempts=(*job.attempts, attempt), reason=_why(chosen, before))
     return job, attempt
 
 
-def _relative_to(desk: Desk, job: Job, chosen: Chosen) -> OwnSettings | None:
+def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnSettings | None:
     """The settings of its script by which the estimate was made; None where the model is known."""
     if chosen.candidate.estimate.source not in UNTIMED:
         return None
-    return own_settings(measured_spec(job.spec, desk.prospects.calibrated(job, chosen.device)))
+    return own_settings(measured_spec(job.spec, index.options.calibrated(job, chosen.device)))
 
 
-def _why(chosen: Chosen, before: Attempt | None) -> str:
+def _why(chosen: StartDecision, before: Attempt | None) -> str:
     candidate = chosen.candidate
     if chosen.probe:
         return f"is measured at micro-batch {candidate.plan.micro_batch_size}: nobody knows what it needs"

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
-from orchestrator.scheduling.options.job_options import Entry, Menu, NeverFits
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, SizeOption
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import Chosen, Wait
-from orchestrator.scheduling.scheduling_pass.index import OVERDUE, Desk
+from orchestrator.scheduling.scheduling_pass.decide import StartDecision, Wait
+from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import Move, Moving, movable
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.replace import replace
@@ -39,19 +39,19 @@ class Room(NamedTuple):
 
 
 def answered(
-    state: State, waiting: Waiting, outcome: Chosen | Wait | NeverFits | None, slot: Reservation | None
-) -> Chosen | Wait | NeverFits | None:
+    state: State, waiting: Waiting, outcome: StartDecision | Wait | Infeasible | None, slot: Reservation | None
+) -> StartDecision | Wait | Infeasible | None:
     """The outcome; a guaranteed job keeps its slot until it can start sooner, and is promised its first, or refused."""
     job = waiting.job
-    if slot is not None and not isinstance(outcome, Chosen | NeverFits):
+    if slot is not None and not isinstance(outcome, StartDecision | Infeasible):
         later = outcome is None or outcome.reservation is None or outcome.reservation.start_s > slot.start_s
         return Wait(reason=job.reason if outcome is None else outcome.reason, reservation=slot) if later else outcome
-    if not job.spec.guaranteed_gpus or job.starts_by_s is not None or isinstance(outcome, NeverFits):
+    if not job.spec.guaranteed_gpus or job.starts_by_s is not None or isinstance(outcome, Infeasible):
         return outcome
     reason = _beyond_quota(state, waiting)
     if reason is None:
         match outcome:
-            case Chosen():
+            case StartDecision():
                 starts_by_s = state.at_s
             case Wait(reservation=Reservation(start_s=start_s)) if start_s <= job.submitted_at_s + START_WITHIN_S:
                 starts_by_s = state.at_s + OVERDUE * (start_s - state.at_s)
@@ -64,7 +64,7 @@ def answered(
         return outcome
     gpus = job.spec.guaranteed_gpus
     refused = f"cannot be promised the speed of {gpus} device{'s' if gpus > 1 else ''}: {reason}"
-    return NeverFits(why=lambda: f"{refused}; without `guarantee` it gets what is left")
+    return Infeasible(why=lambda: f"{refused}; without `guarantee` it gets what is left")
 
 
 def _beyond_quota(state: State, waiting: Waiting) -> str | None:
@@ -82,51 +82,51 @@ def _beyond_quota(state: State, waiting: Waiting) -> str | None:
     return f"{promised} of the {team.quota} devices of team {team.name}'s quota are promised to its other jobs"
 
 
-def kept_slots(state: State, desk: Desk) -> dict[str, Reservation]:
+def kept_slots(state: State, index: SchedulerIndex) -> dict[str, Reservation]:
     """By job, what guaranteed jobs were promised at earlier decisions, as far as it can still be had.
 
     A slot that was given stays: were all looked for anew, who starts sooner elsewhere could delay who comes next. Only
     a job whose devices are not left in time gets another one, around those of all others.
     """
-    slots = [one for one in state.reservations if one.job_id in desk.guaranteed]
-    return {one.job_id: one for one in slots if one.start_s + LATE_S >= state.at_s and desk.can_have(one, LATE_S)}
+    slots = [one for one in state.reservations if one.job_id in index.guaranteed]
+    return {one.job_id: one for one in slots if one.start_s + LATE_S >= state.at_s and index.can_have(one, LATE_S)}
 
 
-def may_start_sooner(desk: Desk, waiting: Waiting) -> bool:
+def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
     """Whether devices enough for what keeps its promise are idle, wherever they are."""
     return any(
         pool.idle >= menu.entries[0].devices
-        for pool, menu in desk.prospects.menus_of(waiting)
-        if isinstance(menu, Menu)
+        for pool, menu in index.options.options_of(waiting)
+        if isinstance(menu, JobOptions)
     )
 
 
-def room_for_promises(state: State, desk: Desk) -> Room | None:
+def room_for_promises(state: State, index: SchedulerIndex) -> Room | None:
     """Who shall be stopped for the first guaranteed job that waits for long and could start then; None: nobody."""
     found: Room | None = None
-    for one in [one for one in state.reservations if one.job_id in desk.guaranteed][:TRIED_MAX]:
-        desk.forget_promises()
-        desk.promise([other for other in state.reservations if other is not one])
-        found = found or _room_for(desk, desk.guaranteed[one.job_id], one.start_s - state.at_s, state.at_s)
-    if desk.guaranteed:
-        desk.forget_promises()
-        desk.promise(state.reservations)
+    for one in [one for one in state.reservations if one.job_id in index.guaranteed][:TRIED_MAX]:
+        index.clear_reservations()
+        index.reserve([other for other in state.reservations if other is not one])
+        found = found or _room_for(index, index.guaranteed[one.job_id], one.start_s - state.at_s, state.at_s)
+    if index.guaranteed:
+        index.clear_reservations()
+        index.reserve(state.reservations)
     return found
 
 
-def _room_for(desk: Desk, waiting: Waiting, waits_s: float, at_s: float) -> Room | None:
+def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float) -> Room | None:
     """Jobs that came later, as few as will do: those first that have run for long enough and would end last.
 
     Nobody is stopped for what comes free within the time that a stop and another launch may take.
     """
-    for pool, menu in desk.prospects.menus_of(waiting):
-        if not isinstance(menu, Menu) or waits_s <= MOVE_GRACE_S + pool.launch_cost_s:
+    for pool, menu in index.options.options_of(waiting):
+        if not isinstance(menu, JobOptions) or waits_s <= MOVE_GRACE_S + pool.launch_cost_s:
             continue
         entry = menu.entries[0]
         able = [
             one
-            for one in movable(desk, desk.last_elastic(), at_s)
-            if one.pool is pool and desk.due_s(one.job) > waiting.due_s
+            for one in movable(index, index.last_elastic(), at_s)
+            if one.pool is pool and index.aging_limit_s(one.job) > waiting.aging_limit_s
         ]
         able.sort(key=lambda one: max(at_s, one.from_s))
         count = next((n for n in range(1, len(able) + 1) if _placed(pool, able[:n], entry, at_s)), 0)
@@ -147,7 +147,7 @@ def _room_for(desk: Desk, waiting: Waiting, waits_s: float, at_s: float) -> Room
     return None
 
 
-def _placed(pool: Pool, stopped: Sequence[Moving], entry: Entry, at_s: float) -> Placement | None:
+def _placed(pool: AvailabilityProfile, stopped: Sequence[Moving], entry: SizeOption, at_s: float) -> Placement | None:
     """Devices for a start once these have left."""
     held = _together([one.attempt.placement for one in stopped])
     return pool.place_again(held, entry.shape, at_s + MOVE_GRACE_S + entry.seconds, entry.least_bytes)

@@ -14,30 +14,30 @@ from itertools import groupby, takewhile
 from math import inf
 
 from orchestrator.scheduling.base.drain import closures, maintained, next_change_s
-from orchestrator.scheduling.base.migration import claims_of, is_elastic, may_grow
+from orchestrator.scheduling.base.migration import held_placement_of, is_elastic, may_grow
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
 from orchestrator.scheduling.base.tuning import tuned_for
-from orchestrator.scheduling.options.job_options import Menu, attempt_seconds
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.options.job_options import JobOptions, attempt_seconds
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.demand import devices_wanted
 from orchestrator.scheduling.queue.fair_share import Place, fair_tree, nobodys, used_s
-from orchestrator.scheduling.queue.wait_queue import Line, Standing, Waiting, merged
-from orchestrator.scheduling.scheduling_pass.option_cache import Prospects
+from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merged
+from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.spec import Dependency
 from orchestrator.specs.state import Job, JobStatus, Reservation, State
 
 
-class Desk:
+class SchedulerIndex:
     """Indices of one state. Whoever changes the state tells the desk."""
 
     def __init__(self, state: State) -> None:
         self.state = state  # whose indices these are
-        self.pools = [Pool(group) for group in groups_of(state.nodes)]
+        self.pools = [AvailabilityProfile(group) for group in groups_of(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
-        self.prospects = Prospects(self.pools, state.observations)
+        self.options = OptionCache(self.pools, state.observations)
         self.waiting: dict[str, Waiting] = {}
         self.running: dict[str, Job] = {}  # those that hold devices
         self.elastic: dict[str, Job] = {}  # those of them that could be moved
@@ -52,7 +52,7 @@ class Desk:
         self._policy = state.policy
         self.tuning = tuned_for(state.policy.objective)
         # by priority and, where it counts, user
-        self._lines: dict[tuple[int, str], Line] = {}
+        self._lines: dict[tuple[int, str], WaitQueue] = {}
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
@@ -62,13 +62,13 @@ class Desk:
         self.closed: dict[str, tuple[Window, ...]] = {}  # by node
         self.close(state)
         for job in state.jobs.values():
-            self.learn(None, job)
+            self.update_job(None, job)
         self.arrived.clear()
         self.is_stale = False
 
     # what changes
 
-    def learn(self, before: Job | None, after: Job | None) -> None:
+    def update_job(self, before: Job | None, after: Job | None) -> None:
         """A job is no longer what it was (None: it was not, or is not, here)."""
         held_before, held_after = _held(before), _held(after)
         if held_before != held_after:
@@ -94,14 +94,14 @@ class Desk:
             (self.running, runs),
             (self.elastic, could_move),
             (self.growing, could_move and may_grow(job)),
-            (self._claiming, runs and bool(claims_of(job))),
+            (self._claiming, runs and bool(held_placement_of(job))),
         ):
             if belongs:
                 index[job.id] = job
             else:
                 index.pop(job.id, None)
         if after is None or after.status.ended:
-            self.prospects.forget(job.id)
+            self.options.forget(job.id)
         if not held_after:
             self._forget_end(job.id)
         waited, waits = before is not None and _waits(before), after is not None and _waits(after)
@@ -111,18 +111,18 @@ class Desk:
             assert after is not None
             self._enter(after, is_new=not waited)
 
-    def see(self, state: State) -> Desk:
+    def update_nodes(self, state: State) -> SchedulerIndex:
         """The nodes are others, or others of their bytes are free."""
         groups = groups_of(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
         ] or self._policy != state.policy:
-            desk = Desk(state)
-            desk.arrived = [desk.waiting[one.job.id] for one in self.waiting.values()]
-            desk.is_stale = True
-            return desk
+            index = SchedulerIndex(state)
+            index.arrived = [index.waiting[one.job.id] for one in self.waiting.values()]
+            index.is_stale = True
+            return index
         for pool, group in zip(self.pools, groups, strict=True):
-            pool.see(group.nodes)
+            pool.update_nodes(group.nodes)
         self.close(state)
         self.is_stale = True
         return self
@@ -141,7 +141,7 @@ class Desk:
     def observe(self, state: State) -> None:
         """Reality has said more of some families: when their jobs end is asked anew."""
         self.state = state
-        families = self.prospects.observe(state.observations)
+        families = self.options.observe(state.observations)
         for job in self.running.values():
             if job.spec.family_name in families:
                 for attempt in _held(job).values():
@@ -154,17 +154,17 @@ class Desk:
             if pool is not None:
                 pool.occupy(part.node, part.devices, end_s)
 
-    def promise(self, reservations: Iterable[Reservation], *, closely: bool = False) -> None:
+    def reserve(self, reservations: Iterable[Reservation], *, backfill: bool = False) -> None:
         """Nothing may stand in the way of these.
 
         Others may be promised devices that all are idle before; `closely` also those that are while others of them are
         not: decisions find these when they come free, and have no time to look for them.
         """
         for one in reservations:
-            is_later = one.start_s > self.state.at_s and self._is_idle_before(one, closely=closely)
+            is_later = one.start_s > self.state.at_s and self._is_idle_before(one, backfill=backfill)
             for part in one.placement:
                 if (pool := self._pool_of.get(part.node)) is not None:
-                    pool.promise(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
+                    pool.reserve(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 
     def can_have(self, reservation: Reservation, late_s: float) -> bool:
         """Whether its devices are there, open and left by whoever holds them now, at most so late."""
@@ -177,10 +177,10 @@ class Desk:
                     return False
         return True
 
-    def forget_promises(self) -> None:
+    def clear_reservations(self) -> None:
         """All that is reserved is open again, but for what is kept for those that move."""
         for pool in self.pools:
-            pool.forget_promises()
+            pool.clear_reservations()
         for job in self._claiming.values():
             self.keep(job)
 
@@ -189,9 +189,9 @@ class Desk:
         attempt = job.last
         assert attempt is not None, job.id
         until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
-        self.promise([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.claims)])
+        self.reserve([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.held_placement)])
 
-    def wake(self, at_s: float) -> None:
+    def advance_to(self, at_s: float) -> None:
         """Those whose time has come wait for devices again, nodes close and open, and who is late ends later."""
         if at_s >= self._next_change_s:
             self.close(self.state)
@@ -241,7 +241,7 @@ class Desk:
                 yield from self._in_time_first(job_id)
             for by_s, _, job_id in merged([line.by_deadline(at_s) for line in self._lines_of(keys)]):
                 waiting = self.waiting[job_id]
-                if waiting.presses_s <= at_s < waiting.due_s and self._could_end_by(waiting, by_s):
+                if waiting.presses_s <= at_s < waiting.aging_limit_s and self._could_end_by(waiting, by_s):
                     yield waiting, by_s
             for _, _, job_id in merged([self._ordered(line) for line in self._lines_of(keys)]):
                 yield from self._in_time_first(job_id)
@@ -249,7 +249,7 @@ class Desk:
     def _in_time_first(self, job_id: str) -> Iterator[tuple[Waiting, float]]:
         waiting = self.waiting[job_id]
         by_s, at_s = waiting.job.deadline_s, self.state.at_s
-        if by_s is not None and at_s < by_s and not waiting.presses_s <= at_s < waiting.due_s:
+        if by_s is not None and at_s < by_s and not waiting.presses_s <= at_s < waiting.aging_limit_s:
             if self._could_end_by(waiting, by_s):
                 yield waiting, by_s
             if job_id not in self.waiting:
@@ -263,7 +263,7 @@ class Desk:
 
     def promised_first(self) -> list[Waiting]:
         """Those that wait with a promised speed, as they came, and who was due before the last of them came."""
-        last_s = max((waiting.due_s for waiting in self.guaranteed.values()), default=-inf)
+        last_s = max((waiting.aging_limit_s for waiting in self.guaranteed.values()), default=-inf)
         standings = merged([line.by_due() for line in self._lines.values()]) if self.guaranteed else ()
         return [self.waiting[job_id] for _, _, job_id in takewhile(lambda one: one[0] <= last_s, standings)]
 
@@ -287,17 +287,17 @@ class Desk:
             self._wanted = (key, devices_wanted(*key))
         return self._wanted[1]
 
-    def seated(self, job: Job) -> Waiting:
+    def queue_entry(self, job: Job) -> Waiting:
         """The job as it waits for devices, or would; first of all where devices are kept for it."""
-        due_s = -inf if claims_of(job) else self.due_s(job)
-        return Waiting(job, due_s, self.prospects.size_of(job)[2], self.presses_s(job))
+        aging_limit_s = -inf if held_placement_of(job) else self.aging_limit_s(job)
+        return Waiting(job, aging_limit_s, self.options.size_of(job)[2], self.presses_s(job))
 
-    def pool_of(self, attempt: Attempt) -> Pool | None:
+    def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
         """Where it runs; None where one of its nodes is gone."""
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
 
-    def due_s(self, job: Job) -> float:
+    def aging_limit_s(self, job: Job) -> float:
         """Its aging limit: from when on nobody who came later goes before it.
 
         A job whose deadline presses from the start goes by that first, and ages from its deadline on; one that is
@@ -305,7 +305,7 @@ class Desk:
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
-        limit_s = self.tuning.aging * self.prospects.size_of(job)[0]
+        limit_s = self.tuning.aging_factor * self.options.size_of(job)[0]
         if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
         return job.deadline_s + self.tuning.aging_late * limit_s
@@ -313,7 +313,7 @@ class Desk:
     def presses_s(self, job: Job) -> float:
         """From when on its deadline leaves it little slack, so that it goes first; infinity: it has none."""
         return (
-            inf if job.deadline_s is None else job.deadline_s - (1 + self.tuning.slack) * self.prospects.size_of(job)[1]
+            inf if job.deadline_s is None else job.deadline_s - (1 + self.tuning.slack) * self.options.size_of(job)[1]
         )
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
@@ -321,7 +321,7 @@ class Desk:
         pool = self.pool_of(attempt)
         if pool is None:
             return inf
-        calibrated = self.prospects.calibrated(job, attempt.device)
+        calibrated = self.options.calibrated(job, attempt.device)
         length_s = attempt_seconds(job, attempt, pool.group, calibrated, pool.launch_cost_s)
         if attempt.leaves_by_s is not None:
             length_s = min(length_s, attempt.leaves_by_s - attempt.launched_at_s)
@@ -329,21 +329,23 @@ class Desk:
 
     # how it is kept
 
-    def _is_idle_before(self, reservation: Reservation, *, closely: bool) -> bool:
+    def _is_idle_before(self, reservation: Reservation, *, backfill: bool) -> bool:
         """Whether all of its devices are, or, asked closely, any."""
         for part in reservation.placement:
             if (pool := self._pool_of.get(part.node)) is not None:
                 count = pool.free_before(part.node, part.devices, reservation.start_s)
-                if closely and count:
+                if backfill and count:
                     return True
-                if not closely and count < len(part.devices):
+                if not backfill and count < len(part.devices):
                     return False
-        return not closely
+        return not backfill
 
     def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
         within_s = by_s - self.state.at_s
         return any(
-            one.entries[-1].seconds <= within_s for _, one in self.prospects.menus_of(waiting) if isinstance(one, Menu)
+            one.entries[-1].seconds <= within_s
+            for _, one in self.options.options_of(waiting)
+            if isinstance(one, JobOptions)
         )
 
     def _enter(self, job: Job, *, is_new: bool) -> None:
@@ -351,7 +353,7 @@ class Desk:
         if known is not None and not is_new:
             known.job = job
             return
-        waiting = self.waiting[job.id] = self.seated(job)
+        waiting = self.waiting[job.id] = self.queue_entry(job)
         self._expect_opening(job, self.state.at_s)
         if job.not_before_s > self.state.at_s:
             heappush(self._asleep, (job.not_before_s, job.id))
@@ -359,11 +361,11 @@ class Desk:
             self._line_up(waiting)
 
     def _expect_opening(self, job: Job, after_s: float) -> None:
-        if job.spec.between is not None:
+        if job.spec.start_window is not None:
             heappush(self._openings, (opening_s(job.spec, after_s), job.id))
 
     def _line_up(self, waiting: Waiting) -> None:
-        self._lines.setdefault(self._line_of(waiting.job), Line()).add(waiting)
+        self._lines.setdefault(self._line_of(waiting.job), WaitQueue()).add(waiting)
         if waiting.job.spec.guarantee is not None:
             self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
@@ -381,11 +383,11 @@ class Desk:
         line = self._lines.get(self._line_of(waiting.job))
         return line is not None and waiting in line
 
-    def _lines_of(self, keys: Sequence[tuple[int, str]]) -> list[Line]:
+    def _lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
         """Those of them that are still there: who starts leaves."""
         return [self._lines[key] for key in keys if key in self._lines]
 
-    def _ordered(self, line: Line) -> Sequence[Standing]:
+    def _ordered(self, line: WaitQueue) -> Sequence[SortKey]:
         """Where the cluster is shared it counts whose turn it is, not who could end together."""
         at_s = self.state.at_s
         return line.in_order(at_s) if self._policy.is_shared else line.largest_first(at_s, self.devices, self.tuning)

@@ -11,9 +11,16 @@ from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import Group
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.scheduling.options.job_options import UNKNOWN_LENGTH_S, Entry, Menu, NeverFits, menu, steps_left
-from orchestrator.scheduling.placement.availability import Pool
-from orchestrator.scheduling.queue.wait_queue import Menus, Waiting
+from orchestrator.scheduling.options.job_options import (
+    UNKNOWN_LENGTH_S,
+    Infeasible,
+    JobOptions,
+    SizeOption,
+    job_options,
+    steps_left,
+)
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
+from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.state import Job, Observation
 
@@ -22,18 +29,20 @@ MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share 
 Size = tuple[float, float, float]
 
 
-class Prospects:
+class OptionCache:
     """Of the jobs of one state, on its pools."""
 
-    def __init__(self, pools: Sequence[Pool], observations: Sequence[Observation]) -> None:
+    def __init__(self, pools: Sequence[AvailabilityProfile], observations: Sequence[Observation]) -> None:
         self._pools, self._observations = pools, observations
         self._devices = sum(pool.group.devices for pool in pools)
         self._calibrated: dict[tuple[str, str], Calibration] = {}  # by family and device
         self._versions: dict[str, int] = {}  # of what is known, by family
         self._overheads = self._measured_overheads()
         self._overheads_version = 0
-        self._menus: dict[object, tuple[int, Menus]] = {}  # of jobs never tried
-        self._entries: dict[str, tuple[int, int, Sequence[Entry]]] = {}  # of running jobs: attempts, version, entries
+        self._menus: dict[object, tuple[int, OptionsByProfile]] = {}  # of jobs never tried
+        self._entries: dict[
+            str, tuple[int, int, Sequence[SizeOption]]
+        ] = {}  # of running jobs: attempts, version, entries
         self._sizes: dict[str, tuple[int | None, Size]] = {}  # of each job, with the steps that it had left
 
     def observe(self, observations: Sequence[Observation]) -> set[str]:
@@ -80,20 +89,20 @@ class Prospects:
             self._calibrated[key] = calibration(self._observations, device=device, family=family)
         return self._calibrated[key]
 
-    def menus_of(self, waiting: Waiting) -> Menus:
+    def options_of(self, waiting: Waiting) -> OptionsByProfile:
         """What the job could run as on each pool; where nothing surely fits any, what may."""
         version = self._version(waiting.job)
         if waiting.version != version:
             waiting.version, waiting.menus = version, self._menus_at(waiting.job, version)
         return waiting.menus
 
-    def entries_of(self, job: Job, pool: Pool) -> Sequence[Entry]:
+    def entries_of(self, job: Job, pool: AvailabilityProfile) -> Sequence[SizeOption]:
         """What a running job could run as, were it launched anew."""
         version = self._version(job)
         known = self._entries.get(job.id)
         if known is None or known[:2] != (len(job.attempts), version):
             found = self._menu(job, pool)
-            entries = found.entries if isinstance(found, Menu) else ()
+            entries = found.entries if isinstance(found, JobOptions) else ()
             known = self._entries[job.id] = (len(job.attempts), version, entries)
         return known[2]
 
@@ -105,7 +114,7 @@ class Prospects:
             known = self._sizes[job.id] = (left, self._size(job, left))
         return known[1]
 
-    def _menus_at(self, job: Job, version: int) -> Menus:
+    def _menus_at(self, job: Job, version: int) -> OptionsByProfile:
         if job.attempts:
             return self._menus_on_all(job)
         is_promised = job.starts_by_s is not None
@@ -117,14 +126,14 @@ class Prospects:
             known = self._menus[key] = (version, self._menus_on_all(job))
         return known[1]
 
-    def _menus_on_all(self, job: Job) -> Menus:
+    def _menus_on_all(self, job: Job) -> OptionsByProfile:
         menus = tuple((pool, self._menu(job, pool)) for pool in self._pools)
-        if any(isinstance(one, Menu) for _, one in menus):
+        if any(isinstance(one, JobOptions) for _, one in menus):
             return menus
-        return tuple((pool, one if isinstance(one, Menu) else one.likeliest or one) for pool, one in menus)
+        return tuple((pool, one if isinstance(one, JobOptions) else one.likeliest or one) for pool, one in menus)
 
-    def _menu(self, job: Job, pool: Pool) -> Menu | NeverFits:
-        return menu(job, pool.group, self.calibrated(job, pool.group.hardware.device.name), pool.launch_cost_s)
+    def _menu(self, job: Job, pool: AvailabilityProfile) -> JobOptions | Infeasible:
+        return job_options(job, pool.group, self.calibrated(job, pool.group.hardware.device.name), pool.launch_cost_s)
 
     def _size(self, job: Job, left: int | None) -> Size:
         found = [

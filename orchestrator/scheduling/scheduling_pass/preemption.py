@@ -13,11 +13,11 @@ from math import inf
 from typing import NamedTuple
 
 from orchestrator.scheduling.base.migration import can_move
-from orchestrator.scheduling.options.job_options import Entry, Menu
-from orchestrator.scheduling.placement.availability import Pool
+from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, Placement
 from orchestrator.specs.state import Job, Reservation
 from orchestrator.specs.units import format_seconds
@@ -33,7 +33,7 @@ class Move:
     job: Job
     from_s: float  # when it has run for long enough
     why: str
-    claims: Placement = ()
+    held_placement: Placement = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Moving:
 
     job: Job
     attempt: Attempt
-    pool: Pool
+    pool: AvailabilityProfile
     left_s: float
     from_s: float
     slack_s: float  # for how long it can be away and still meet its deadline; infinity: it has none that it meets
@@ -57,7 +57,7 @@ class Moving:
         return self.attempt.plan.world_size
 
 
-class _Way(NamedTuple):
+class _PreemptionGain(NamedTuple):
     """Who takes the place of a running job, and what that is worth."""
 
     first: str  # id
@@ -69,40 +69,40 @@ class _Way(NamedTuple):
         return self.gain_s > worth * self.cost_s
 
 
-def growth(desk: Desk, at_s: float) -> Move | None:
+def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
     """Who gains most by devices that are idle and promised to nobody: more than the restart costs once more."""
-    price = price_of_idle(desk)
-    found: list[tuple[float, Moving, Entry, float]] = []
-    for one in movable(desk, desk.growing, at_s):
+    price = price_of_idle(index)
+    found: list[tuple[float, Moving, SizeOption, float]] = []
+    for one in movable(index, index.growing, at_s):
         if not one.pool.idle or one.left_s <= 2 * one.paid_s:
             continue
         cost_s = one.left_s * (1 + price * one.devices)
-        for entry in desk.prospects.entries_of(one.job, one.pool):
+        for entry in index.options.entries_of(one.job, one.pool):
             if one.devices < entry.devices <= one.devices + one.pool.idle:
                 seconds = one.paid_s + one.left_s * entry.candidate.step_s / one.attempt.step_s
                 gain_s = cost_s - seconds * (1 + price * entry.devices)
                 if gain_s > one.paid_s:
                     found.append((gain_s, one, entry, seconds))
     for _, one, entry, seconds in nlargest(TRIED_MAX, found, key=lambda way: way[0]):
-        claims = one.pool.place_again(one.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes)
-        if claims is not None:
+        held_placement = one.pool.place_again(one.attempt.placement, entry.shape, at_s + seconds, entry.least_bytes)
+        if held_placement is not None:
             earlier = format_seconds(one.left_s - seconds)
             cost = format_seconds(one.paid_s)
             why = f"stopped to go on with {entry.devices} devices: ends {earlier} earlier, costs {cost}"
-            return Move(job=one.job, from_s=one.from_s, why=why, claims=claims)
+            return Move(job=one.job, from_s=one.from_s, why=why, held_placement=held_placement)
     return None
 
 
-def in_time(desk: Desk, late: Sequence[tuple[Waiting, float]], at_s: float) -> Move | None:
+def preempt_for_deadline(index: SchedulerIndex, late: Sequence[tuple[Waiting, float]], at_s: float) -> Move | None:
     """Who shall be stopped so that one of those that wait meets its deadline: who can be away for longest.
 
     Only an earlier deadline has one stopped that meets its own, and only if that is met all the same; the earliest
     deadline alone would lose both in an overload (Liu and Layland 1973, JACM 20:46; Haritsa, Livny and Carey 1991,
     Earliest Deadline Scheduling for Real-Time Database Systems, RTSS).
     """
-    able = sorted(movable(desk, desk.elastic, at_s), key=lambda one: -one.slack_s) if late else []
+    able = sorted(movable(index, index.elastic, at_s), key=lambda one: -one.slack_s) if late else []
     for waiting, by_s in late[:LATE_MAX]:
-        ways = ((one, entry) for one in able if (entry := _in_time(desk, one, waiting, by_s, at_s)) is not None)
+        ways = ((one, entry) for one in able if (entry := _in_time(index, one, waiting, by_s, at_s)) is not None)
         for one, entry in islice(ways, TRIED_MAX):
             if _could_start(one, entry, at_s):
                 why = f"stopped to make way for {waiting.job.id}: it would miss its deadline"
@@ -110,41 +110,43 @@ def in_time(desk: Desk, late: Sequence[tuple[Waiting, float]], at_s: float) -> M
     return None
 
 
-def _in_time(desk: Desk, one: Moving, waiting: Waiting, by_s: float, at_s: float) -> Entry | None:
+def _in_time(index: SchedulerIndex, one: Moving, waiting: Waiting, by_s: float, at_s: float) -> SizeOption | None:
     """The cheapest that the waiting job could run as in the place of the running one with both in time.
 
     Nothing where it says hours: it may wait for those, and whoever made way would start again, and be stopped again.
     """
-    if waiting.job.spec.between is not None:
+    if waiting.job.spec.start_window is not None:
         return None
     classes = one.job.spec.priority, waiting.job.spec.priority
-    if classes[0] > classes[1] or (classes[0] == classes[1] and desk.state.policy.is_shared):
+    if classes[0] > classes[1] or (classes[0] == classes[1] and index.state.policy.is_shared):
         return None
     if one.slack_s < inf and one.job.deadline_s is not None and one.job.deadline_s <= by_s:
         return None
-    if classes[0] == classes[1] and desk.due_s(one.job) <= at_s and one.job.order < waiting.job.order:
+    if classes[0] == classes[1] and index.aging_limit_s(one.job) <= at_s and one.job.order < waiting.job.order:
         return None
     room, from_s = one.devices + one.pool.idle, max(at_s, one.from_s)
     able = [
         entry
-        for where, menu in desk.prospects.menus_of(waiting)
-        if where is one.pool and isinstance(menu, Menu)
+        for where, menu in index.options.options_of(waiting)
+        if where is one.pool and isinstance(menu, JobOptions)
         for entry in menu.entries
         if entry.devices <= room and from_s + entry.seconds <= by_s and entry.seconds + one.paid_s <= one.slack_s
     ]
     return min(able, key=lambda entry: entry.device_seconds, default=None)
 
 
-def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: float) -> Move | None:
+def preempt_for_waiting(
+    index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
+) -> Move | None:
     """Who shall be stopped for those that wait: of who ends last, the first for whom they gain more than it loses."""
-    for one in movable(desk, islice(desk.last_elastic(), TRIED_MAX) if waits else (), at_s):
-        ahead = _ahead_of(desk, one, waits)
+    for one in movable(index, islice(index.last_elastic(), TRIED_MAX) if waits else (), at_s):
+        ahead = _ahead_of(index, one, waits)
         ways = [_way(one, ahead[first:], at_s) for first in range(len(ahead))]
-        if not any(way.is_worth(desk.tuning.worth) for way in ways):
+        if not any(way.is_worth(index.tuning.worth) for way in ways):
             continue  # whoever could start first: this is soon asked, and that is not
         starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(one, entry, at_s))
         way = next(starts, None)
-        if way is not None and way.is_worth(desk.tuning.worth):
+        if way is not None and way.is_worth(index.tuning.worth):
             others = f" and {way.jobs - 1} more" if way.jobs > 1 else ""
             gain, cost = format_seconds(way.gain_s), format_seconds(way.cost_s)
             why = f"stopped to make way for {way.first}{others}: saves them {gain} of waiting, costs {cost}"
@@ -153,8 +155,8 @@ def making_way(desk: Desk, waits: Sequence[tuple[Waiting, Reservation]], at_s: f
 
 
 def _ahead_of(
-    desk: Desk, one: Moving, waits: Iterable[tuple[Waiting, Reservation]]
-) -> list[tuple[Waiting, Reservation, Entry]]:
+    index: SchedulerIndex, one: Moving, waits: Iterable[tuple[Waiting, Reservation]]
+) -> list[tuple[Waiting, Reservation, SizeOption]]:
     """Of those that wait who would go before it, and as what on devices that it leaves or that are idle.
 
     Of its own class only who is much shorter, and nobody where the cluster is shared: whose turn it is counts there.
@@ -162,28 +164,28 @@ def _ahead_of(
     """
     if one.slack_s < inf:
         return []
-    room, place = one.devices + one.pool.idle, _place(one.job, desk.due_s(one.job), desk.state.at_s)
-    shorter_s = -inf if desk.state.policy.is_shared else desk.tuning.shorter * one.left_s
+    room, place = one.devices + one.pool.idle, _place(one.job, index.aging_limit_s(one.job), index.state.at_s)
+    shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * one.left_s
     found = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority
-        if _place(waiting.job, waiting.due_s, desk.state.at_s) >= place:
+        if _place(waiting.job, waiting.aging_limit_s, index.state.at_s) >= place:
             continue
         if priority > one.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
             wide = sum(len(part.devices) for part in promised.placement)
-            entry = _entry(desk, waiting, one.pool, wide) if wide <= room else None
+            entry = _entry(index, waiting, one.pool, wide) if wide <= room else None
             if entry is not None:
                 found.append((waiting, promised, entry))
     return found
 
 
-def _place(job: Job, due_s: float, at_s: float) -> tuple[int, bool, float]:
+def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
     """Where a job would stand in the queue: whoever is past its aging limit before all who came later."""
-    is_due = due_s <= at_s
-    return -job.spec.priority, not is_due, job.order if is_due else due_s
+    is_due = aging_limit_s <= at_s
+    return -job.spec.priority, not is_due, job.order if is_due else aging_limit_s
 
 
-def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s: float) -> _Way:
+def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
     """What becomes of it if the first of these takes its place, and after that whoever still finds room."""
     room, gain_s, away_s, jobs = one.devices + one.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
@@ -195,28 +197,28 @@ def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, Entry]], at_s:
             if waiting.job.spec.priority == one.job.spec.priority:
                 away_s = max(away_s, promised.end_s - promised.start_s)
             jobs += 1
-    return _Way(ahead[0][0].job.id, jobs, gain_s, one.paid_s + away_s)
+    return _PreemptionGain(ahead[0][0].job.id, jobs, gain_s, one.paid_s + away_s)
 
 
-def _entry(desk: Desk, waiting: Waiting, pool: Pool, devices: int) -> Entry | None:
-    for where, menu in desk.prospects.menus_of(waiting):
-        if where is pool and isinstance(menu, Menu):
+def _entry(index: SchedulerIndex, waiting: Waiting, pool: AvailabilityProfile, devices: int) -> SizeOption | None:
+    for where, menu in index.options.options_of(waiting):
+        if where is pool and isinstance(menu, JobOptions):
             return next((entry for entry in menu.entries if entry.devices == devices), None)
     return None
 
 
-def _could_start(one: Moving, entry: Entry, at_s: float) -> bool:
+def _could_start(one: Moving, entry: SizeOption, at_s: float) -> bool:
     end_s = at_s + entry.seconds
     return one.pool.place_again(one.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
 
 
-def movable(desk: Desk, job_ids: Iterable[str], at_s: float) -> Iterator[Moving]:
+def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float) -> Iterator[Moving]:
     """Of these running jobs the ones that could be stopped, each with what that takes."""
     for job_id in job_ids:
-        job = desk.running[job_id]
+        job = index.running[job_id]
         attempt = job.last
-        pool = desk.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
-        if attempt is not None and pool is not None and desk.ends_s[job_id] < inf:
-            from_s = attempt.launched_at_s + (1 + desk.tuning.rest) * pool.launch_cost_s
-            slack_s = inf if job.deadline_s is None else job.deadline_s - desk.ends_s[job_id]
-            yield Moving(job, attempt, pool, desk.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)
+        pool = index.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
+        if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
+            from_s = attempt.launched_at_s + (1 + index.tuning.rest) * pool.launch_cost_s
+            slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
+            yield Moving(job, attempt, pool, index.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from orchestrator.scheduling.options.job_options import NeverFits
+from orchestrator.scheduling.options.job_options import Infeasible
 from orchestrator.scheduling.queue.wait_queue import Waiting
-from orchestrator.scheduling.scheduling_pass.decide import Chosen, Wait, must_wait
-from orchestrator.scheduling.scheduling_pass.index import Desk
+from orchestrator.scheduling.scheduling_pass.decide import StartDecision, Wait, must_wait
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import Job
 
@@ -26,7 +26,7 @@ def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
 LOOKED_AT_MAX = 10  # who waits, first come first, that others may be stopped for
 
 
-class Turns:
+class QuotaPass:
     """One look at all who wait: whoever stays within its team's guarantee comes first, then everybody in order.
 
     Guarantees count only while several teams wait: a team alone takes what there is. A promise counts as what is held,
@@ -35,18 +35,18 @@ class Turns:
     of them come jobs that are promised a speed: their teams' quotas were counted when they were submitted.
     """
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._policy = desk.state.policy
+    def __init__(self, index: SchedulerIndex) -> None:
+        self._desk = index
+        self._policy = index.state.policy
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
         self._without: set[str] = set()  # teams that wait and hold nothing
         self._heard: set[str] = set()  # jobs that have their answer
-        self._promised = desk.promised_first()
+        self._promised = index.promised_first()
         if not self._policy.has_quotas:
             return
-        teams = set(map(self._team_of, desk.users))
+        teams = set(map(self._team_of, index.users))
         if len(teams) > 1:
-            held = held_by_teams(self._policy, desk.running.values())
+            held = held_by_teams(self._policy, index.running.values())
             self._without = {team for team in teams if not held[team]}
             self._left = {team.name: team.quota - held[team.name] for team in self._policy.teams}
 
@@ -77,7 +77,7 @@ class Turns:
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._unheard() if self._without else ():
-            if waiting.due_s <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
+            if waiting.aging_limit_s <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._unheard():
@@ -90,15 +90,15 @@ class Turns:
     def _unheard(self) -> Iterator[tuple[Waiting, float]]:
         return ((waiting, by_s) for waiting, by_s in self._desk.in_order() if waiting.job.id not in self._heard)
 
-    def heard(self, waiting: Waiting, outcome: Chosen | Wait | NeverFits) -> None:
+    def decided(self, waiting: Waiting, outcome: StartDecision | Wait | Infeasible) -> None:
         """The job has its answer."""
         self._heard.add(waiting.job.id)
         if not self._left:
             return
         match outcome:
-            case Chosen():
+            case StartDecision():
                 placement = outcome.placement
-            case Wait() if outcome.reservation is not None and waiting.job.spec.between is None:
+            case Wait() if outcome.reservation is not None and waiting.job.spec.start_window is None:
                 placement = outcome.reservation.placement
             case _:  # who waits for its hours keeps no device from others of its team
                 return

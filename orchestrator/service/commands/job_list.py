@@ -61,14 +61,16 @@ def _arrival(spec: JobSpec, at_s: float, first_s: float, begins_s: float | None,
     """A job of a list, whose hours count from the first that comes, and its deadline from the list's begin."""
     if spec.optimizer_steps is None:
         raise SpecError("nobody says how long the job runs", source=where, path="steps", hint="say `steps`")
-    if spec.between is None and spec.by is None:
+    if spec.start_window is None and spec.deadline is None:
         return Arrival(at_s=at_s, spec=spec)
     if begins_s is None:
         hint = "say in the list when it does, such as `begins: 2026-11-23T18:00`"
-        key = "between" if spec.between is not None else "by"
+        key = "start_window" if spec.start_window is not None else "deadline"
         raise SpecError("nobody says at which time of the day the list begins", source=where, path=key, hint=hint)
-    between = None if spec.between is None else spec.between.counted_from(begins_s + first_s)
-    deadline_s = None if spec.by is None else spec.by.due_s(begins_s + at_s) - begins_s
+    between = None if spec.start_window is None else spec.start_window.counted_from(begins_s + first_s)
+    deadline_s = None if spec.deadline is None else spec.deadline.due_s(begins_s + at_s) - begins_s
     if deadline_s is not None and deadline_s <= at_s:
-        raise SpecError("the deadline is over", source=where, path="by", got=str(spec.by))
-    return Arrival(at_s=at_s, spec=spec.model_copy(update={"between": between, "by": None}), deadline_s=deadline_s)
+        raise SpecError("the deadline is over", source=where, path="deadline", got=str(spec.deadline))
+    return Arrival(
+        at_s=at_s, spec=spec.model_copy(update={"start_window": between, "deadline": None}), deadline_s=deadline_s
+    )

@@ -223,11 +223,11 @@ def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:
 
 
 def _from_now(job: Job, arrival: Arrival, ids: Mapping[str, str], now_s: float) -> Arrival:
-    between = job.spec.between
+    between = job.spec.start_window
     said = {
-        "after": tuple(one.model_copy(update={"job": ids[one.job]}) for one in job.waits_for if one.job in ids),
-        "between": None if between is None else between.counted_from(now_s),
-        "by": None,
+        "depends_on": tuple(one.model_copy(update={"job": ids[one.job]}) for one in job.waits_for if one.job in ids),
+        "start_window": None if between is None else between.counted_from(now_s),
+        "deadline": None,
     }
     deadline_s = None if job.deadline_s is None or job.deadline_s <= now_s else job.deadline_s - now_s
     return replace(arrival, spec=arrival.spec.model_copy(update=said), deadline_s=deadline_s)
@@ -237,7 +237,7 @@ def _due(arrival: Arrival) -> JobSpec:
     """The job, which says its deadline."""
     if arrival.deadline_s is None:
         return arrival.spec
-    return arrival.spec.model_copy(update={"by": deadline_at(arrival.deadline_s)})
+    return arrival.spec.model_copy(update={"deadline": deadline_at(arrival.deadline_s)})
 
 
 def backend_for(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble) -> SimulatedBackend:

@@ -32,7 +32,7 @@ from orchestrator.specs.state import (
     State,
     Stop,
     Submitted,
-    Woke,
+    TimerFired,
 )
 
 POLL_S = 0.1  # at most this long until a submission or a cancellation is acted upon
@@ -229,7 +229,7 @@ class Controller:
             self._apply(events[first : first + GROUP])
         wake_s, now_s = wake_at_s(self._state), self._clock()
         if wake_s is not None and wake_s <= now_s:
-            self._apply([Woke(at_s=now_s)])
+            self._apply([TimerFired(at_s=now_s)])
         self._perform()
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
@@ -265,9 +265,9 @@ class Controller:
         together: dict[str, list[str]] = {}  # ids by name
         at_s, array = self._clock(), None
         for order, (asked, fault) in enumerate(request.jobs, start=submitted + 1):
-            if asked.by is not None and asked.by.due_s(at_s) <= at_s:
-                raise SpecError("the deadline is over", source=asked.name, path="by", got=str(asked.by))
-            spec, met = resolved(asked, together, self.job) if asked.after else (asked, ())
+            if asked.deadline is not None and asked.deadline.due_s(at_s) <= at_s:
+                raise SpecError("the deadline is over", source=asked.name, path="deadline", got=str(asked.deadline))
+            spec, satisfied = resolved(asked, together, self.job) if asked.depends_on else (asked, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
             if spec.member is None:
@@ -275,7 +275,9 @@ class Controller:
             elif spec.member.number == 0 or array is None:
                 array = job_id
             events.append(
-                Submitted(job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, array=array, met=met)
+                Submitted(
+                    job_id=job_id, order=order, spec=spec, at_s=at_s, fault=fault, array=array, satisfied=satisfied
+                )
             )
         request.ids = [event.job_id for event in events]
         return events
@@ -368,7 +370,7 @@ def _line(said: Event | Launch | Stop) -> str:
     match said:
         case NodesSeen():
             return f"nodes_seen nodes={len(said.nodes)}"
-        case Woke():
+        case TimerFired():
             return "woke"
         case DrainRequested():
             return f"drain_requested node={said.node}{' undo' if said.undo else ''}"

@@ -114,10 +114,10 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
     }
     tokenizer = _folder_or_name(folder, spec.data.tokenizer)
     changed: dict[str, object] = {"data": dataclasses.replace(spec.data, tokenizer=tokenizer, **files)}
-    if spec.between is not None and spec.between.zone is None:
-        changed["between"] = dataclasses.replace(spec.between, zone=local_zone())
-    if spec.by is not None and spec.by.zone is None:
-        changed["by"] = dataclasses.replace(spec.by, zone=local_zone())
+    if spec.start_window is not None and spec.start_window.zone is None:
+        changed["start_window"] = dataclasses.replace(spec.start_window, zone=local_zone())
+    if spec.deadline is not None and spec.deadline.zone is None:
+        changed["deadline"] = dataclasses.replace(spec.deadline, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
     if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`

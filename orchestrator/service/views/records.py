@@ -13,7 +13,7 @@ from orchestrator.memory.calibration.correction import corrected, predicted_peak
 from orchestrator.planning.explain import by_moment
 from orchestrator.planning.picture import Mark, Picture, Point
 from orchestrator.scheduling.failures.observation import warnings
-from orchestrator.scheduling.reports.explain import lessons, picture_of
+from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
@@ -251,7 +251,7 @@ def explanation_view(state: State, job: Job) -> ExplanationView:
     picture = picture_of(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
-        lessons=[list(lessons(state, job, attempt)) for attempt in job.attempts],
+        lessons=[list(explain_attempt(state, job, attempt)) for attempt in job.attempts],
         picture=None if picture is None else _picture_view(picture),
     )
 

@@ -21,7 +21,7 @@ def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
     A value that is nothing but a placeholder becomes what stands for it, a number say; elsewhere its text is put in.
     Jobs of one array are of one family, also where their names differ.
     """
-    rest = {key: value for key, value in data.items() if key not in ("array", "at_most")}
+    rest = {key: value for key, value in data.items() if key not in ("array", "max_concurrent")}
     rows = list(_rows(data["array"], source))
     used = set(_placeholders(rest))
     unused = [name for name in rows[0] if name not in used]
@@ -31,14 +31,17 @@ def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
         raise SpecError(
             "no part of the job says this placeholder", source=source, path="array", got=unused[0], hint=hint
         )
-    at_most = data.get("at_most", len(rows))
-    if not isinstance(at_most, int) or at_most < 1:
-        raise SpecError("not a number of jobs", source=source, path="at_most", got=at_most, allowed="1 or more")
+    max_concurrent = data.get("max_concurrent", len(rows))
+    if not isinstance(max_concurrent, int) or max_concurrent < 1:
+        raise SpecError(
+            "not a number of jobs", source=source, path="max_concurrent", got=max_concurrent, allowed="1 or more"
+        )
     if isinstance(rest.get("name"), str):
         family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", rest["name"])
         rest = {"family": family.strip("-_.") or "array"} | rest
     return [
-        _filled(rest, {INDEX: number, **row}) | {"member": {"number": number, "of": len(rows), "at_most": at_most}}
+        _filled(rest, {INDEX: number, **row})
+        | {"member": {"number": number, "of": len(rows), "max_concurrent": max_concurrent}}
         for number, row in enumerate(rows)
     ]
 

@@ -22,7 +22,7 @@ from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
-from orchestrator.specs.spec_model import Command, Counter, Noun, Words
+from orchestrator.specs.spec_model import Command, Counter, SpecModel, Words
 
 Bytes = Annotated[
     int,
@@ -74,7 +74,7 @@ Hours = Annotated[
     WithJsonSchema({"type": "string", "examples": ["22:00-08:00 Europe/Berlin mon-fri"]}),
 ]
 
-By = Annotated[
+DeadlineField = Annotated[
     Deadline,
     BeforeValidator(lambda said: said if isinstance(said, Deadline) else parse_deadline(said)),
     PlainSerializer(str, return_type=str),
@@ -102,7 +102,7 @@ Priority = Annotated[  # higher first
 UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$")]
 
 
-class GpuRange(Noun):
+class GpuRange(SpecModel):
     """How many devices the job may take."""
 
     min: int = Field(default=1, ge=1)
@@ -119,7 +119,7 @@ def _exact_count(gpus: object) -> object:
     return {"min": gpus, "max": gpus} if isinstance(gpus, int) else gpus
 
 
-class DeclaredProfile(Noun):
+class DeclaredProfile(SpecModel):
     """What the user says a model or a script costs; it stands against what a closed form or a trace would say."""
 
     parameters: int = Field(ge=0)
@@ -133,7 +133,7 @@ class DeclaredProfile(Noun):
     forward_flops_per_sample: float | None = Field(default=None, gt=0)  # None: 2 x parameters
 
 
-class Degrade(Noun):
+class Degrade(SpecModel):
     """What a restart may touch. `exact` is always allowed; `semantic` names its alternatives."""
 
     allow: Literal["exact", "numeric", "semantic"] = "exact"
@@ -144,7 +144,7 @@ class Degrade(Noun):
         return Degradation[self.allow.upper()]
 
 
-class Retries(Noun):
+class Retries(SpecModel):
     """Separate, bounded budgets. A bug in the user's code has none."""
 
     oom: int = Field(default=8, ge=0, le=64)
@@ -154,19 +154,19 @@ class Retries(Noun):
     preemption: int = Field(default=16, ge=0, le=64)
 
 
-class Dependency(Noun):
+class Dependency(SpecModel):
     """Another job, which has to end first: with success, or in whatever way."""
 
     job: str  # its id; in a submission of several also the name of one that stands before
     when: Literal["success", "always"] = "success"
 
 
-class Member(Noun):
+class Member(SpecModel):
     """Which job of an array this one is."""
 
     number: int = Field(ge=0)  # 0, 1, 2 ...
     of: int = Field(ge=1)
-    at_most: int = Field(ge=1)  # of them run at once
+    max_concurrent: int = Field(ge=1)  # of them run at once
 
 
 def _dependencies(said: object) -> object:
@@ -175,7 +175,7 @@ def _dependencies(said: object) -> object:
     return tuple({"job": one} if isinstance(one, str) else one for one in entries)
 
 
-class Guarantee(Noun):
+class Guarantee(SpecModel):
     """The speed that a job is promised from its start on: that of its request."""
 
     gpus: int | None = Field(
@@ -194,17 +194,17 @@ def _request(said: object) -> object:
     return {} if said == "requested" else said
 
 
-class JobSpec(Noun):
+class JobSpec(SpecModel):
     """One training job: a `command` with `knobs`, or a `model` with `data`."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     family: str | None = None  # jobs of one family share their calibration; None: the name
     priority: Priority = 0
     user: UserName | None = None  # whose turn it takes on a shared cluster; None: who submits it
-    after: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
+    depends_on: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
     member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
-    by: By | None = None  # when it should be done; without a zone: that of the machine that reads it
-    between: Hours | None = None  # starts within these hours only; without a zone: that of the machine that reads it
+    deadline: DeadlineField | None = None  # when it should be done; without a zone: that of the machine that reads it
+    start_window: Hours | None = None  # hours within which it starts; without a zone: that of the machine that reads it
     gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
     guarantee: Annotated[
         Guarantee | None,
@@ -335,10 +335,12 @@ class JobSpec(Noun):
             )
         if self.optimizer_steps is None:
             raise ValueError("`guarantee` needs `steps`: what comes next is promised devices from the end of this on")
-        if self.after or self.between is not None:
-            raise ValueError("`guarantee` is given at submission: it goes with neither `after` nor `between`")
-        if self.member is not None and self.member.at_most < self.member.of:
-            raise ValueError("`guarantee` promises each job of an array its start: it does not go with `at_most`")
+        if self.depends_on or self.start_window is not None:
+            raise ValueError("`guarantee` is given at submission: it goes with neither `depends_on` nor `start_window`")
+        if self.member is not None and self.member.max_concurrent < self.member.of:
+            raise ValueError(
+                "`guarantee` promises each job of an array its start: it does not go with `max_concurrent`"
+            )
 
 
 def job_json_schema() -> dict[str, Any]:
@@ -349,6 +351,6 @@ def job_json_schema() -> dict[str, Any]:
             "anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}],
             "examples": [{"lr": ["1e-3", "1e-4"], "seed": [0, 1]}],
         },
-        "at_most": {"type": "integer", "minimum": 1},
+        "max_concurrent": {"type": "integer", "minimum": 1},
     }
     return schema

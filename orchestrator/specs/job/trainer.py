@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, mo
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ZeroStage
-from orchestrator.specs.spec_model import Command, Counter, Noun, Pattern
+from orchestrator.specs.spec_model import Command, Counter, Pattern, SpecModel
 
 # Who starts one process per rank: we, the script's own launcher on each node, or the script itself (`dora run` and
 # scripts that spawn their ranks stay on one node: nothing tells them of another).
@@ -34,7 +34,7 @@ def _said(values: object) -> object:
     )
 
 
-Sayings = Annotated[
+ValueMap = Annotated[
     tuple[tuple[str, str | None], ...],
     BeforeValidator(_said),
     PlainSerializer(dict, return_type=dict[str, str | None]),
@@ -49,7 +49,7 @@ Globs = Annotated[
 ]
 
 
-class Knob(Noun):
+class Knob(SpecModel):
     """How a script takes one setting.
 
     `flag: --batch` is followed by the value, `switch: --ckpt` is there or not, `override: data.batch` makes the word
@@ -64,7 +64,7 @@ class Knob(Noun):
     env: str | None = None
     accelerate: Literal["fsdp", "deepspeed"] | None = None
     default: int | str | None = None  # what the script does when it is told nothing
-    values: Sayings = ()  # our word -> the script's word; null: nothing is said
+    values: ValueMap = ()  # our word -> the script's word; null: nothing is said
     per: Literal["rank", "node", "global"] = "rank"  # whose samples a batch size counts
     multiplied_by_ranks: bool = False  # the script multiplies it by its number of ranks once more
     separator: str = ","  # between devices
@@ -91,7 +91,7 @@ class Knob(Noun):
         return (self, *self.also)
 
 
-class Knobs(Noun):
+class Knobs(SpecModel):
     """The settings that the user's script really has; a plan that would turn a missing one is never made."""
 
     micro_batch_size: Knob | None = None
@@ -162,7 +162,7 @@ class Knobs(Noun):
         return tuple(stage for stage in known if not told or str(int(stage)) in told)
 
 
-class ConfigFile(Noun):
+class ConfigFile(SpecModel):
     """A YAML or JSON file of the script in which knobs are keys: each attempt gets a copy that says its plan.
 
     Where the script takes no flag for it, it finds the copy in its working directory, which is then a folder of the
@@ -173,14 +173,14 @@ class ConfigFile(Noun):
     flag: str | None = None  # or None: the script opens this very path
 
 
-class Success(Noun):
+class Success(SpecModel):
     """What a finished script has left behind, besides exit code 0."""
 
     artifacts: tuple[str, ...] = ()  # newer than the start of its last attempt; relative to its output folder
     log: Pattern | None = None  # a line that it prints when it has finished, and never before
 
 
-class Resume(Noun):
+class Resume(SpecModel):
     """The script's own checkpoints: which of them is whole, and what it takes to go on from one."""
 
     checkpoints: Globs = ("checkpoint*", "step-*")  # in the output folder; the newest whole one is taken
