@@ -62,6 +62,23 @@ class Aim(StrEnum):
     BOTH = "both"
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"orc {version('orchestrator')}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_a_command(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say the version, and end.")
+    ] = False,
+) -> None:
+    """What stands before the command."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; ends the process with its exit code."""
     try:
