@@ -1,0 +1,155 @@
+"""What the wheel gives who has only the wheel: every file of the package, its version, and a night of jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import httpx
+import pytest
+
+from jobs.demo.corpus import write_corpus
+from orchestrator.backends.journal.journal import SCHEMA
+from tests.backends.ray_jobs import until
+
+ROOT = Path(__file__).parents[1]
+BUILT_FROM = ("pyproject.toml", "README.md", "LICENSE")
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+NIGHT = {  # what of the demo ends in seconds: the rest is tests/test_demo.py's
+    "fits.yaml": ("succeeded", ["succeeded"]),
+    "foreign.yaml": ("succeeded", ["device_oom", "succeeded"]),
+    "bug.yaml": ("failed", ["user_error"]),
+    "never_fits.yaml": ("refused", []),
+}
+CACHE = "__pycache__"
+COMMAND_S = 240.0
+RECORDED_S = 60.0
+HTTP = httpx.Client(timeout=30.0, trust_env=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """An environment with the wheel, in a folder that no repository is above."""
+
+    folder: Path
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    def run(self, program: str, *arguments: str) -> str:
+        """What a program of the environment printed; it must end well."""
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "PYTHON", "VIRTUAL_"))}
+        ended = subprocess.run(
+            [str(self.folder / "env" / "bin" / program), *arguments],
+            cwd=self.folder,
+            env={**kept, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        assert ended.returncode == 0, (arguments, ended.stdout, ended.stderr)
+        return ended.stdout
+
+    def orc(self, *arguments: str) -> Any:
+        """What a command answered as JSON."""
+        return json.loads(self.run("orc", *arguments, "--json"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy: a build leaves folders beside its source, and takes what an earlier one left."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "orchestrator", source / "orchestrator", ignore=shutil.ignore_patterns(CACHE))
+    for name in BUILT_FROM:
+        shutil.copy(ROOT / name, source)
+    built = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run([sys.executable, "-m", "pip", *built], check=True, timeout=COMMAND_S)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    """An environment with the wheel and nothing else of ours; what the wheel depends on is this environment's."""
+    installed = Installed(folder=tmp_path_factory.mktemp("installed"))
+    environment = installed.folder / "env"
+    venv.create(environment)
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=COMMAND_S)
+    # After the installation, which would else find this environment's orchestrator. Python reads no .pth file of a
+    # folder that a .pth file names: what is installed here as editable is not seen there.
+    dependencies = [entry for entry in sys.path if Path(entry).name == "site-packages"]
+    (site_packages(environment) / "dependencies.pth").write_text("\n".join(dependencies))
+    yield installed
+    if (installed.home / "service.json").exists():
+        installed.run("orc", "down", "--force")
+
+
+def site_packages(environment: Path) -> Path:
+    return next(environment.glob("lib/python*/site-packages"))
+
+
+def test_every_file_of_the_package_is_in_the_wheel_and_no_other(wheel: Path) -> None:
+    files = {path for path in (ROOT / "orchestrator").rglob("*") if path.is_file() and path.parent.name != CACHE}
+    with ZipFile(wheel) as archive:
+        carried = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert carried == {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_what_is_installed_is_found_in_its_environment_and_the_repository_nowhere(installed: Installed) -> None:
+    asked = "import orchestrator; from importlib.util import find_spec; print(orchestrator.__file__, find_spec('jobs'))"
+    at = site_packages(installed.folder / "env") / "orchestrator" / "__init__.py"
+    assert installed.run("python", "-c", asked).split() == [str(at), "None"]
+    assert ROOT not in at.parents
+
+
+def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
+    assert installed.run("orc", "--version") == f"orc {VERSION}\n"
+
+
+@pytest.mark.timeout(600)
+def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed) -> None:
+    shutil.copytree(ROOT / "jobs" / "demo", installed.folder / "night", ignore=shutil.ignore_patterns("corpus", CACHE))
+    write_corpus(installed.folder / "night" / "corpus")
+
+    up = installed.orc("up")
+    assert (up["started"], [len(node["free_bytes"]) for node in up["nodes"]]) == (True, [2])
+    assert HTTP.get(f"http://127.0.0.1:{up['port']}/healthz").json() == {"status": "ok"}
+    ids = installed.orc("submit", *(f"night/{name}" for name in NIGHT))["ids"]
+    for job_id in ids:
+        installed.run("orc", "logs", job_id, "--follow")  # ends with the job
+    shown = [installed.orc("show", job_id) for job_id in ids]
+    ended = [(job["status"], [attempt["outcome"] for attempt in job["attempts"]]) for job in shown]
+    assert dict(zip(NIGHT, ended, strict=True)) == NIGHT
+
+    uri = up["tracking_uri"]
+    assert HTTP.get(uri).headers["content-type"].startswith("text/html")
+    records = {*ids, *(f"{job['id']}-{attempt['number']}" for job in shown for attempt in job["attempts"])}
+    until(lambda: recorded(uri) == records, f"MLflow's runs of {records}", RECORDED_S)
+    with closing(sqlite3.connect(installed.home / "journal.sqlite")) as journal:
+        assert journal.execute("SELECT version_num FROM alembic_version").fetchall() == [(SCHEMA,)]
+    assert installed.orc("down") == {"stopped": True}
+
+
+def recorded(uri: str) -> set[str]:
+    """The names of the runs that MLflow shows as ended."""
+    api = f"{uri}/api/2.0/mlflow"
+    experiment = HTTP.get(f"{api}/experiments/get-by-name", params={"experiment_name": "orchestrator"})
+    if experiment.is_error:
+        return set()
+    asked = {"experiment_ids": [experiment.json()["experiment"]["experiment_id"]], "max_results": 100}
+    runs = HTTP.post(f"{api}/runs/search", json=asked).json().get("runs", [])
+    return {run["info"]["run_name"] for run in runs if "end_time" in run["info"]}
