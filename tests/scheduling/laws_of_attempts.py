@@ -217,7 +217,8 @@ def _probes(t: Transition) -> Iterator[str]:
         if any(one.plan.micro_batch_size >= micro for one in before):
             yield f"{launch.attempt.name} probes micro-batch {micro} after one that was no smaller"
         known = [seen for seen in t.before.observations if seen.family == spec.family_name and not seen.probe]
-        if any(seen.device == launch.attempt.device for seen in known):
+        told = (None, launch.attempt.relative_to)  # outcomes relative to other settings of the script do not count
+        if any(seen.device == launch.attempt.device and seen.relative_to in told for seen in known):
             yield f"{launch.attempt.name} probes although its family has run here"
     for attempt in attempts(t.after):
         if attempt.probe and attempt.evidence is not None and attempt.evidence.checkpoint_step:

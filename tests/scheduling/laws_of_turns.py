@@ -153,6 +153,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         SchedulerIndex(replace(t.after, jobs=jobs, reservations=())),
     )  # `idle`: before they started
     promised = {one.job_id for one in t.after.reservations}
+    ahead = {waiting.job.id for waiting in idle.promised_first()}  # due before a guaranteed job came, or guaranteed
     of_array = Counter(t.after.jobs[job_id].array for job_id in promised)
     for waiting in index.waiting.values():
         job = waiting.job
@@ -168,11 +169,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         for launch in launches:
             alike = job.spec.priority == launch.job.spec.priority
             alike = alike and (not t.after.policy.is_shared or job.user == launch.job.user)
-            if (
-                alike
-                and job.order < launch.job.order
-                and not (held_placement_of(launch.job) or launch.job.spec.guarantee)
-            ):
+            if alike and job.order < launch.job.order and not (held_placement_of(launch.job) or launch.job.id in ahead):
                 yield f"{launch.job.id} starts before {job.id}, which came earlier, is due and has nothing promised"
 
 

@@ -94,6 +94,7 @@ def test_every_law_holds_where_users_share_too_few_devices(seed: int) -> None:
 @pytest.mark.long
 @settings(UNSHRUNK, max_examples=500)
 @given(SEEDS)
+@example(3538240263)  # a family ran under other settings of its script than those that it was probed by
 def test_every_law_holds_in_new_worlds(seed: int) -> None:
     """Other nights on every run, each with a service that dies now and then."""
     draw = random.Random(seed)
