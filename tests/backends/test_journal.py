@@ -82,9 +82,9 @@ SCRIPT = JobSpec(
     profile={"parameters": 10**9, "activations_per_sample": "1.5GiB", "forward_flops_per_sample": 1e12},
     degrade={"allow": "semantic", "sequence_lengths": (64, 32)},
     hang_timeout="16.1min",  # 966.0000000000001 seconds
-    after=["other-1", {"job": "other-2", "when": "always"}],
-    between="22:00-08:00 Europe/Berlin mon-fri",
-    by="08:00 Europe/Berlin",
+    depends_on=["other-1", {"job": "other-2", "when": "always"}],
+    start_window="22:00-08:00 Europe/Berlin mon-fri",
+    deadline="08:00 Europe/Berlin",
     priority="high",
     user="ada",
 )
