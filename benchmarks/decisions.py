@@ -10,13 +10,13 @@ from statistics import fmean
 
 from benchmarks.figure import Figure, at_most, informs, say
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
-from orchestrator.scheduling.step import step
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, quantile
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.state import Action, Event, JobStatus, Released, State, Submitted
+from orchestrator.specs.state import Action, Event, JobStatus, Released, Submitted
 
 LIMITS_MS = {1000: 50.0, 10_000: 250.0}  # of the p99, by jobs that wait
 RUNNING = 500
@@ -36,7 +36,7 @@ SHARED = PolicySpec(
 
 
 def decision_figures(cluster: ClusterSpec, depths: Sequence[int], decisions: int) -> list[Figure]:
-    """Of one `step` on a full cluster, with so many waiting, one in for each that ends; shared where a bar is."""
+    """Of one decision on a full cluster, with so many waiting, one in for each that ends; shared where a bar is."""
     found, means = [], {}
     for policy, pending in [(UNSHARED, each) for each in depths] + [
         (SHARED, each) for each in depths if each in LIMITS_MS
@@ -76,16 +76,17 @@ def decisions_at(cluster: ClusterSpec, pending: int, decisions: int) -> tuple[in
     taken_s: list[float] = []
     ended = 0
 
-    def decide(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
-        nonlocal ended
-        begin_s = time.thread_time()
-        decided = step(state, event)
-        if ended and isinstance(event, Submitted | Released):
-            taken_s.append(time.thread_time() - begin_s)
-        ended += isinstance(event, Released)
-        return decided
+    class Timed(Scheduler):
+        def step(self, event: Event) -> tuple[Action, ...]:
+            nonlocal ended
+            begin_s = time.thread_time()
+            actions = super().step(event)
+            if ended and isinstance(event, Submitted | Released):
+                taken_s.append(time.thread_time() - begin_s)
+            ended += isinstance(event, Released)
+            return actions
 
-    controller = Controller(Unkept(), backend, backend.now, decide=decide)
+    controller = Controller(Unkept(), backend, backend.now, Timed)
     controller.turn(0.0)
     for _ in range(pending + RUNNING):
         controller.submit(next(coming).spec)

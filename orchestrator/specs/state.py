@@ -245,7 +245,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired:
-    """The time that `scheduling.step.wake_at_s` named has come."""
+    """The time that `Scheduler.wake_at_s` named has come."""
 
     at_s: float
     type: Literal["woke"] = "woke"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.memory.calibration.correction import corrected_bytes
-from orchestrator.scheduling import step as core
 from orchestrator.scheduling.options.job_options import learned
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.state import Archive, CancelRequested, Job, JobStatus, Launch, Record, Stop, TimerFired
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
@@ -195,7 +195,7 @@ def _archived_for_good(t: Transition) -> Iterator[str]:
 
 
 def _waking_ends(t: Transition) -> Iterator[str]:
-    wake_s = core.wake_at_s(t.after)
+    wake_s = Scheduler(t.state).wake_at_s()
     if wake_s is not None and wake_s <= t.after.at_s:
         yield f"asks to be woken at {wake_s}, which is over at {t.after.at_s}"
     if isinstance(t.event, TimerFired) and t.after.at_s < t.before.at_s:

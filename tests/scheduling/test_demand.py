@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.queue.demand import devices_wanted, record_demand
-from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.step import step
 from orchestrator.specs.state import Event, State, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
@@ -82,7 +83,7 @@ def test_room_is_left_no_longer_than_it_matters() -> None:
     long = script({4: LONG_S})
     state, _ = played(NODES, *shorts(1, 10, 10.0), submitted(11, long, 10_020.0), submitted(12, long, 10_021.0))
     while "job-12" in {one.job_id for one in state.reservations}:
-        at_s = wake_at_s(state)
+        at_s = Scheduler(state).wake_at_s()
         assert at_s is not None
         assert at_s > state.at_s
         state, _ = step(state, TimerFired(at_s=at_s))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.reports.forecast import forecast
-from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.state import (
@@ -117,10 +118,11 @@ def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on
         submitted(1, late),
         TimerFired(at_s=begins_s - MOVE_GRACE_S),
     ]
-    state = State()
+    scheduler = Scheduler(State())
     for event in events:
-        assert wake_at_s(state) is None or event.at_s <= (wake_at_s(state) or 0.0)
-        state, actions = step(state, event)
+        assert event.at_s <= (scheduler.wake_at_s() or inf)
+        actions = scheduler.step(event)
+    state = scheduler.state
     assert actions == (Stop(job_id="job-1", number=1, grace_s=MOVE_GRACE_S),)
     assert state.jobs["job-1"].reason == "stopped for the maintenance of a"
     events += [
@@ -132,7 +134,7 @@ def test_what_still_runs_when_a_maintenance_begins_is_stopped_before_and_goes_on
     assert failure is not None
     assert (failure.kind, failure.reason) == (FailureKind.MOVED, "stopped for the maintenance of a")
     assert launches["job-1"].number == 1, "it waits"
-    assert wake_at_s(state) == 2000.0
+    assert Scheduler(state).wake_at_s() == 2000.0
     state, launches = played(*events, TimerFired(at_s=2000.0))
     assert (launches["job-1"].number, launches["job-1"].launched_at_s) == (2, 2000.0)
     assert state.jobs["job-1"].reason == "goes on with the same plan: stopped for the maintenance of a"

@@ -13,7 +13,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from orchestrator.scheduling import step as core
+from orchestrator.scheduling import scheduler
+from orchestrator.scheduling import transitions as core
 from orchestrator.scheduling.base import drain, tuning
 from orchestrator.scheduling.base import start_windows as windows
 from orchestrator.scheduling.base.job_updates import with_job
@@ -22,6 +23,7 @@ from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
 from orchestrator.scheduling.queue.fair_share import nobodys
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import decide, dispatch
 from orchestrator.scheduling.scheduling_pass import index as index
 from orchestrator.scheduling.scheduling_pass import preemption as elastic
@@ -32,8 +34,8 @@ from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureK
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job.spec import Retries
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import Finished, Job, JobStatus, Launch, Record
-from tests.scheduling import world
+from orchestrator.specs.state import Action, Event, Finished, Job, JobStatus, Launch, Record
+from tests.scheduling import transition, world
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import history
 from tests.scheduling.world import (
@@ -53,19 +55,18 @@ SEEDS = 60
 FOLDED_MAX = 60  # events: what a restart later in the night would cost to check is better spent on another night
 
 
-def patched_step(change: Callable[..., Any]) -> Plant:
-    """`change(state, event, after, actions)` returns what `step` shall return instead."""
+def wrong_scheduler(change: Callable[..., Any]) -> Plant:
+    """`change(before, after, actions)` returns the state and the actions that each step shall leave instead."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        true_step = core.step
+    class Wrong(Scheduler):
+        def step(self, event: Event) -> tuple[Action, ...]:
+            before, actions = self.state, super().step(event)
+            after, actions = change(before, self.state, actions)
+            if after is not self.state:
+                super().__init__(after)
+            return actions
 
-        def wrong_step(state: Any, event: Any) -> Any:
-            return change(state, event, *true_step(state, event))
-
-        patch.setattr(core, "step", wrong_step)
-        patch.setattr(service, "step", wrong_step)
-
-    return plant
+    return lambda patch: patch.setattr(transition, "Scheduler", Wrong)
 
 
 def devices_never_busy(patch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def nodes_lost_blamed_on_users(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_wakes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(service, "wake_at_s", lambda _state: None)
+    patch.setattr(Scheduler, "wake_at_s", lambda _: None)
     patch.setattr(world, "HOUR_S", 1e9)
 
 
@@ -217,9 +218,11 @@ def dependants_begin_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def failed_dependencies_ignored(patch: pytest.MonkeyPatch) -> None:
     """A job starts however the job that it depends on ended."""
-    true_answer = core.on_dependency_ended
+    true_answer = scheduler.on_dependency_ended
     patch.setattr(
-        core, "on_dependency_ended", lambda job, ended: true_answer(job, replace(ended, status=JobStatus.SUCCEEDED))
+        scheduler,
+        "on_dependency_ended",
+        lambda job, ended: true_answer(job, replace(ended, status=JobStatus.SUCCEEDED)),
     )
 
 
@@ -283,18 +286,18 @@ def nothing_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fair, "_left", lambda one, *_: one.device_s)
 
 
-def launch_twice(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
+def launch_twice(_before: Any, after: Any, actions: Any) -> Any:
     return after, (*actions, *(action for action in actions if isinstance(action, Launch)))
 
 
-def launch_untold(state: Any, _event: Any, after: Any, actions: Any) -> Any:
+def launch_untold(before: Any, after: Any, actions: Any) -> Any:
     """What was launched is not remembered, for one event."""
-    launched = {action.job.id: state.jobs.get(action.job.id) for action in actions if isinstance(action, Launch)}
+    launched = {action.job.id: before.jobs.get(action.job.id) for action in actions if isinstance(action, Launch)}
     kept = {job_id: job for job_id, job in launched.items() if job is not None}
     return replace(after, jobs={**after.jobs, **kept}), actions
 
 
-def untold(_state: Any, _event: Any, after: Any, actions: Any) -> Any:
+def untold(_before: Any, after: Any, actions: Any) -> Any:
     return after, tuple(action for action in actions if not isinstance(action, Record))
 
 
@@ -378,8 +381,8 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "maintenance forgotten at launch": (maintenance_forgotten_at_launch, "into its maintenance"),
     "nobody leaves for a maintenance": (nobody_leaves_for_a_maintenance, "runs on in the maintenance"),
     "moves cost a retry": (moves_cost_a_retry, "was moved and is taken for"),
-    "launched twice": (patched_step(launch_twice), "was launched 2 times"),
-    "launch not remembered": (patched_step(launch_untold), "is launched but is not its job's newest attempt"),
+    "launched twice": (wrong_scheduler(launch_twice), "was launched 2 times"),
+    "launch not remembered": (wrong_scheduler(launch_untold), "is launched but is not its job's newest attempt"),
     "dependants begin at once": (dependants_begin_at_once, "after which it comes"),
     "failed dependencies ignored": (failed_dependencies_ignored, "after which it comes"),
     "arrays run all at once": (arrays_run_all_at_once, "run at once"),
@@ -388,7 +391,7 @@ BUGS: dict[str, tuple[Plant, str]] = {
     "windows never close": (windows_never_close, "outside of"),
     "nights promised twice": (nights_promised_twice, "are promised the same devices"),
     "ends unforeseen": (ends_unforeseen, "could end within it"),
-    "nothing recorded": (patched_step(untold), "no record says so"),
+    "nothing recorded": (wrong_scheduler(untold), "no record says so"),
 }
 
 
@@ -463,7 +466,7 @@ class Watched(service.Controller):
     forgotten: ClassVar[list[str]] = []
 
     def __init__(self, journal: Any, *others: Any) -> None:
-        super().__init__(journal, *others)
+        super().__init__(journal, *others, scheduler=transition.Scheduler)
         if 0 < len(journal.kept) <= FOLDED_MAX and history(journal.kept)[-1].state != self.state:
             self.forgotten.append("the service shows what the journal does not hold")
 

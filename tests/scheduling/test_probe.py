@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.calibration.calibrate import calibration, remembered
-from orchestrator.scheduling import step as core
-from orchestrator.scheduling.step import step
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.attempt import (
     PROBE_STEPS,
     Attempt,
@@ -24,6 +23,7 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.profile import MeasuredLine, Source
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.specs.state import (
+    Event,
     Finished,
     Job,
     JobStatus,
@@ -60,15 +60,22 @@ def unknown(name: str = "unknown", **said: object) -> JobSpec:
 class Night:
     """One device of 512 MiB, on which a script needs `fixed` + `sample` MiB for each of its micro-batch."""
 
-    def __init__(self, fixed: int = 40, sample: int = 12) -> None:
-        self.fixed, self.sample = fixed, sample
-        self.state, self.launched, self.at_s = State(), list[Attempt](), 0.0
+    def __init__(self, fixed: int = 40, sample: int = 12, *, is_carried: bool = True) -> None:
+        """`is_carried`: one Scheduler decides all night, else one is made for each event."""
+        self.fixed, self.sample, self.is_carried = fixed, sample, is_carried
+        self.scheduler, self.launched, self.at_s = Scheduler(State()), list[Attempt](), 0.0
         nodes = idle_nodes(CLUSTERS[0])
         self.tell(NodesSeen(nodes=nodes, declared=nodes, at_s=0.0))
 
-    def tell(self, event: object) -> None:
-        self.state, actions = step(self.state, event)  # type: ignore[arg-type]
+    def tell(self, event: Event) -> None:
+        if not self.is_carried:
+            self.scheduler = Scheduler(self.state)
+        actions = self.scheduler.step(event)
         self.launched += [action.attempt for action in actions if isinstance(action, Launch)]
+
+    @property
+    def state(self) -> State:
+        return self.scheduler.state
 
     def submit(self, spec: JobSpec, fault: Fault | None = None) -> None:
         order = self.state.submitted + 1
@@ -241,12 +248,10 @@ def test_a_telling_repeated_begins_no_probe() -> None:
     assert len(night.launched) == launched
 
 
-def test_a_desk_made_anew_decides_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_made_anew_decides_the_same() -> None:
     told = []
-    for fresh in (False, True):
-        night = Night()
-        if fresh:
-            monkeypatch.setattr(core, "_keep_index", lambda *_: None)
+    for is_carried in (True, False):
+        night = Night(is_carried=is_carried)
         night.submit(unknown())
         night.submit(unknown("other"))
         for _ in range(6):

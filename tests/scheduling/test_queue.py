@@ -1,4 +1,4 @@
-"""What the queue promises: a desk says no more than its state, nobody ahead is delayed, nobody starves, load saves."""
+"""Laws of the queue: an index adds nothing to its state, reservations hold, no job starves, load is used."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.scheduling import step as core
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.reports.forecast import forecast
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import quotas
-from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
@@ -75,18 +74,16 @@ def played(*events: Event) -> tuple[State, dict[str, Attempt]]:
 
 @UNSHRUNK
 @given(SEEDS)
-def test_a_desk_says_what_its_state_says(seed: int) -> None:
-    """Carried along or made anew for each event: the same states and the same actions."""
+def test_an_index_says_what_its_state_says(seed: int) -> None:
+    """Carried along or made anew for each event: the same states, actions and time to wake."""
     draw = random.Random(seed)
-    state, desks = State(), list[SchedulerIndex]()
+    scheduler = Scheduler(State())
     for _ in range(draw.randint(1, 60)):
-        event = random_event(draw, state)
-        core._INDICES.clear()
-        anew = step(state, event)
-        core._INDICES[:] = desks
-        carried = step(state, event)
-        assert carried == anew
-        state, desks = carried[0], core._INDICES[:]
+        event = random_event(draw, scheduler.state)
+        anew = step(scheduler.state, event)
+        actions = scheduler.step(event)
+        assert (scheduler.state, actions) == anew
+        assert scheduler.wake_at_s() == Scheduler(scheduler.state).wake_at_s()
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -107,7 +104,6 @@ def test_what_is_promised_to_those_whom_nobody_could_pass_changes_no_start(seed:
 
 def decided_in_order(state: State, event: Event) -> Sequence[Action]:
     """What `step` does where nobody is put off."""
-    core._INDICES.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quotas, "must_wait", lambda *_: False)
         return step(state, event)[1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import (
     Attempt,
     ErrorReport,
@@ -217,7 +218,7 @@ def test_a_lost_node_restarts_the_same_plan_after_a_pause() -> None:
     first = launches(actions)[0]
     state, actions = run(finished(LOST, at_s=10.0), released(at_s=10.0), state=state)
     assert launches(actions) == []
-    at_s = wake_at_s(state)
+    at_s = Scheduler(state).wake_at_s()
     assert at_s is not None
     assert at_s > 10.0
     state, actions = run(TimerFired(at_s=at_s), state=state)

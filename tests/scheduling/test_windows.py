@@ -8,7 +8,8 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from orchestrator.scheduling.reports.forecast import forecast, foreseen
-from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.step import step
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import Event, State, TimerFired
 from tests.scheduling.factories import node
@@ -33,7 +34,7 @@ def test_a_job_waits_for_its_hours_and_is_woken_when_they_begin() -> None:
     events = [seen(node()), submitted(1, nightly({1: HOUR_S}), 12 * HOUR_S)]
     state, launches = played(*events)
     assert launches == {}
-    assert wake_at_s(state) == 22 * HOUR_S
+    assert Scheduler(state).wake_at_s() == 22 * HOUR_S
     assert state.jobs["job-1"].reason == "waits for Thu 22:00 UTC (start_window 22:00-08:00 UTC)"
     _, launches = played(*events, TimerFired(at_s=22 * HOUR_S))
     assert launches["job-1"].launched_at_s == 22 * HOUR_S

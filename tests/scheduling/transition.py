@@ -1,4 +1,4 @@
-"""What `step` made of one event, and of a whole history of them."""
+"""What the Scheduler made of one event, and of a whole history of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.scheduling import step as core
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.state import Action, Archive, Event, Job, State
 from tests.scheduling.world import whole
@@ -18,17 +18,18 @@ class Transition:
     event: Event
     after: State
     actions: tuple[Action, ...]
-    state: State  # as `step` left it
+    state: State  # as the Scheduler left it
 
 
 def history(events: Iterable[Event]) -> list[Transition]:
-    """Every transition that `step` makes of the events."""
+    """Every transition that the Scheduler makes of the events."""
     transitions = []
-    state, archived = State(), dict[str, Job]()
+    scheduler, archived = Scheduler(State()), dict[str, Job]()
     for event in events:
-        before = whole(state, archived)
-        state, actions = core.step(state, event)
+        before = whole(scheduler.state, archived)
+        actions = scheduler.step(event)
         archived |= {action.job.id: action.job for action in of(Archive, actions)}
+        state = scheduler.state
         transitions.append(Transition(before, event, whole(state, archived), actions, state))
     return transitions
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.scheduling.step import step
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server import controller as service
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, State, Stop, Submitted
+from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, Stop, Submitted
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
 
 
@@ -386,16 +386,16 @@ def test_a_history_that_this_version_would_not_have_made_is_refused(journal: Jou
     controller.turn(1.0)
     controller.submit(script("lm"))
 
-    def idle(state: State, event: Event) -> tuple[State, Sequence[Action]]:
-        state, actions = step(state, event)
-        return state, [action for action in actions if not isinstance(action, Launch)]
+    class Idle(Scheduler):
+        def step(self, event: Event) -> tuple[Action, ...]:
+            return tuple(action for action in super().step(event) if not isinstance(action, Launch))
 
     with pytest.raises(ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*without haste"):
-        Controller(journal, backend, backend.now, decide=idle)
+        Controller(journal, backend, backend.now, Idle)
     stop = threading.Event()
     stop.set()
     controller.run(stop)  # an orderly end
-    assert list(Controller(journal, backend, backend.now, decide=idle).state.jobs) == ["lm-1"]
+    assert list(Controller(journal, backend, backend.now, Idle).state.jobs) == ["lm-1"]
 
 
 def test_followers_wait_for_the_next_change_and_no_longer() -> None:

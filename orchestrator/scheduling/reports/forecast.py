@@ -12,9 +12,9 @@ from statistics import NormalDist, median
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.step import step, wake_at_s
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
 from orchestrator.specs.state import (
     Event,
@@ -162,7 +162,7 @@ class _Play:
     """The decisions to come, where each job takes as long as this sample says; sample 0: as long as expected."""
 
     def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
-        self._state, self._spreads, self._sample = state, spreads, sample
+        self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
         self._desk = SchedulerIndex(state)  # what is known of lengths: nothing is measured meanwhile
         self._found: dict[str, Expected] = {}
         self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
@@ -183,7 +183,7 @@ class _Play:
             elif attempt.status is AttemptStatus.STOPPING:
                 self._stop(job.id)
         for _ in range(EVENTS_MAX * len(self._state.jobs)):
-            wake_s = wake_at_s(self._state) if going else None
+            wake_s = self._scheduler.wake_at_s() if going else None
             if not going or (wake_s is None and not self._ends):
                 break
             if self._ends and (wake_s is None or self._ends[0][0] <= wake_s):
@@ -197,9 +197,12 @@ class _Play:
                 self._tell(TimerFired(at_s=wake_s))
         return {job_id: one for job_id in near if (one := self._found.get(job_id)) and one.end_s < inf}
 
+    @property
+    def _state(self) -> State:
+        return self._scheduler.state
+
     def _tell(self, event: Event) -> None:
-        self._state, actions = step(self._state, event)
-        for action in actions:
+        for action in self._scheduler.step(event):
             if isinstance(action, Launch):
                 self._begin(action.job, action.attempt)
             elif isinstance(action, Stop):

@@ -15,7 +15,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast
-from orchestrator.scheduling.step import step
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.state import Action, Event, Job, Launch, Record, State, Stop
 
@@ -61,10 +61,10 @@ def kept_state(journal: str) -> State:
     """The state that a journal leads to. Raises as `kept_events`."""
     with opened(journal) as kept:
         snapshot, tail = kept.load()
-    state = snapshot or State()
+    scheduler = Scheduler(snapshot or State())
     for event, _ in tail:
-        state, _ = step(state, event)
-    return state
+        scheduler.step(event)
+    return scheduler.state
 
 
 def expected_jobs(state: State, now_s: float) -> list[ExpectedJob]:
@@ -122,9 +122,9 @@ def _copied(path: Path) -> Iterator[Journal]:
 
 def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
     """Each decision of a history, made again by this version on the state that its own decisions have led to."""
-    state = State()
+    scheduler = Scheduler(State())
     for event, then in history:
-        state, actions = step(state, event)
+        actions = scheduler.step(event)
         now = decisions(actions)
         if now or then or any(isinstance(action, Record) and action.job.status.ended for action in actions):
             yield Decision(
@@ -132,7 +132,7 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
                 event=event.type,
                 then=then,
                 now=now,
-                why=_why(state, actions),
+                why=_why(scheduler.state, actions),
                 same=then is None or then == now,
             )
 

@@ -1,4 +1,4 @@
-"""What would become of these jobs on that cluster? The production controller and `step`, on the simulated backend."""
+"""What would become of these jobs on that cluster? The production controller on the simulated backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace, queued
-from orchestrator.scheduling.step import step, wake_at_s
+from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.clock import deadline_at
@@ -170,24 +170,25 @@ class Unkept:
         return []
 
 
-class Stopwatch:
-    """`step`, timed."""
+class TimedScheduler(Scheduler):
+    """A Scheduler that appends the seconds of each step to `taken_s`."""
 
-    def __init__(self) -> None:
-        self.taken_s: list[float] = []
+    def __init__(self, state: State, taken_s: list[float]) -> None:
+        super().__init__(state)
+        self._taken_s = taken_s
 
-    def __call__(self, state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    def step(self, event: Event) -> tuple[Action, ...]:
         begin_s = time.perf_counter()
-        decided = step(state, event)
-        self.taken_s.append(time.perf_counter() - begin_s)
-        return decided
+        actions = super().step(event)
+        self._taken_s.append(time.perf_counter() - begin_s)
+        return actions
 
 
 def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble = Trouble()) -> Simulated:
     """The trace played on the cluster until nothing more can happen."""
     backend = backend_for(trace, cluster, seed=seed, trouble=trouble)
-    decide = Stopwatch()
-    controller = Controller(Unkept(), backend, backend.now, decide=decide)
+    taken_s: list[float] = []
+    controller = Controller(Unkept(), backend, backend.now, lambda state: TimedScheduler(state, taken_s))
     controller.turn(0.0)  # the cluster is seen
     turns = TURNS_PER_JOB * len(trace.arrivals)
     burst = stream(seed, "burst")
@@ -199,14 +200,12 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
         fault = Fault(kind=FaultKind.OOM, rank=0, step=1)
         controller.submit_all([(_due(arrival), fault if is_burst else None) for arrival, is_burst in bursts])
     controller.turn(0.0)  # what was decided of the last is done
-    while controller.state.jobs and (backend.is_busy or wake_at_s(controller.state) is not None):
+    while controller.state.jobs and (backend.is_busy or controller.wake_at_s() is not None):
         controller.turn(FOREVER_S)
         turns -= 1
         assert turns > 0, "events beget events"
     outcomes = outcomes_of(trace, cluster, backend.processes)
-    return Simulated(
-        report=report_on(trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(decide.taken_s)
-    )
+    return Simulated(report=report_on(trace, cluster, seed, outcomes), outcomes=outcomes, decisions_s=tuple(taken_s))
 
 
 def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:

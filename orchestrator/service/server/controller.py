@@ -1,4 +1,4 @@
-"""The small loop that obeys: hear an event, let `step` decide, keep it in the journal, do what was decided."""
+"""The small loop that obeys: hear an event, let the Scheduler decide, keep it in the journal, do what was decided."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.dependencies import resolved
-from orchestrator.scheduling.step import CANCEL_GRACE_S, step, wake_at_s
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.scheduling.transitions import CANCEL_GRACE_S
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import ServiceError, SpecError, closest
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.state import (
-    Action,
     Archive,
     CancelRequested,
     DrainRequested,
@@ -41,8 +41,6 @@ SNAPSHOT_EVENTS = 500  # events between snapshots at least; more where more jobs
 GROUP = 64  # events in one commit at most: nobody can submit while they are decided upon
 ERROR_CHARACTERS_MAX = 500
 ANSWER_S = 60.0  # until a submitter gives up: a commit of a group takes some milliseconds
-
-Decide = Callable[[State, Event], tuple[State, tuple[Action, ...]]]
 
 _OTHERWISE = """the journal says of {event}:
 {then}
@@ -69,18 +67,21 @@ class Controller:
     """Owns the state. Only the thread in `run` talks to the backend; everything else may be called from any thread."""
 
     def __init__(
-        self, journal: EventLog, backend: Backend, clock: Callable[[], float], decide: Decide | None = None
+        self,
+        journal: EventLog,
+        backend: Backend,
+        clock: Callable[[], float],
+        scheduler: Callable[[State], Scheduler] = Scheduler,
     ) -> None:
         """The state that the journal leads to, with every attempt that holds devices taken up again.
 
-        `decide` is `step` where it is not given.
+        `scheduler` makes the Scheduler of a state: a benchmark gives one that takes the time.
         """
-        self._decide = decide or step
         snapshot, tail = journal.load()
-        state = snapshot or State()
+        deciding = scheduler(snapshot or State())
         ended: list[tuple[Job, float]] = []
         for event, decided in tail:
-            state, actions = self._decide(state, event)
+            actions = deciding.step(event)
             if decided not in (None, decisions(actions)):
                 raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
             ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
@@ -88,7 +89,9 @@ class Controller:
         self._journal = journal
         self._backend = backend
         self._clock = clock
-        self._state = state
+        self._scheduler_of = scheduler
+        self._scheduler = deciding
+        self._state = state = deciding.state  # the newest that is committed
         self._version = 0
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
@@ -106,6 +109,11 @@ class Controller:
     def state(self) -> State:
         """The newest state: frozen, so that any thread may read it."""
         return self._state
+
+    def wake_at_s(self) -> float | None:
+        """When the loop decides again without an event; None: not before the next event."""
+        with self._changed:
+            return self._scheduler.wake_at_s()
 
     def job(self, job_id: str) -> Job | None:
         """The job as it stands, or as it ended."""
@@ -221,13 +229,13 @@ class Controller:
         """One turn of the loop: do what was decided, hear what happens within `wait_s`, decide, do."""
         self._journal.confirm()
         self._perform()
-        wake_s = wake_at_s(self._state)
+        wake_s = self.wake_at_s()
         if wake_s is not None:
             wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
         events = self._listen(wait_s)
         for first in range(0, len(events), GROUP):
             self._apply(events[first : first + GROUP])
-        wake_s, now_s = wake_at_s(self._state), self._clock()
+        wake_s, now_s = self.wake_at_s(), self._clock()
         if wake_s is not None and wake_s <= now_s:
             self._apply([TimerFired(at_s=now_s)])
         self._perform()
@@ -289,16 +297,19 @@ class Controller:
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide on each and commit them together; only what is committed is seen by others, and done."""
         with self._changed:
-            state, decided = self._state, list[Decided]()
-            for event in events:
-                if isinstance(event, NodesSeen) and _is_known(state, event):
-                    continue
-                state, actions = self._decide(state, event)
-                decided.append((event, actions))
-            if not decided:
-                return
-            self._journal.append(decided)
-            self._state = state
+            decided = list[Decided]()
+            try:
+                for event in events:
+                    if isinstance(event, NodesSeen) and _is_known(self._scheduler.state, event):
+                        continue
+                    decided.append((event, self._scheduler.step(event)))
+                if not decided:
+                    return
+                self._journal.append(decided)
+            except BaseException:
+                self._scheduler = self._scheduler_of(self._state)  # nothing of this has happened
+                raise
+            self._state = state = self._scheduler.state
             self._version += 1
             for event, told in decided:
                 if log.isEnabledFor(logging.INFO):

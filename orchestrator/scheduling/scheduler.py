@@ -1,0 +1,126 @@
+"""Scheduler: a state, its index, and the one operation that replaces them. No clock, no randomness, no world.
+
+1. apply the event (transitions.py)   2. update the index   3. schedule (scheduling_pass/dispatch.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.scheduling.base.job_updates import archive_if_done
+from orchestrator.scheduling.queue.demand import record_demand
+from orchestrator.scheduling.queue.dependencies import on_dependency_ended
+from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, schedule
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.scheduling.transitions import apply
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import (
+    Action,
+    DrainRequested,
+    Event,
+    Job,
+    NodesSeen,
+    Observed,
+    Record,
+    State,
+    Submitted,
+    TimerFired,
+)
+
+
+class Scheduler:
+    """The state and an index of it, which belong to the caller: nothing is kept between calls but in this object.
+
+    The index follows from the state: a Scheduler made anew from any state decides the same. It is carried along because
+    making it costs a look at every job. A Scheduler is not safe for use by several threads at once.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._index = SchedulerIndex(state)
+
+    @property
+    def state(self) -> State:
+        """The newest state: frozen."""
+        return self._index.state
+
+    def step(self, event: Event) -> tuple[Action, ...]:
+        """What to do about `event`; `state` is the state after it. Late, repeated and unknown events change nothing."""
+        known = self.state
+        before = replace(known, at_s=event.at_s) if event.at_s > known.at_s else known
+        state, told = apply(before, event)
+        index = self._index = _updated(self._index, before, state, event)
+        state = index.state = _with_demand(before, state, index, event)
+        state, stopped = empty_nodes(state, index)
+        actions, news = (*told, *stopped), told
+        while True:
+            state, followed = _followed(state, index, news)
+            state, news = schedule(state, index)
+            actions = (*actions, *followed, *news)
+            if not _ended(news):  # otherwise a job was refused, for which others may wait
+                break
+        index.state = state
+        return actions
+
+    def wake_at_s(self) -> float | None:
+        """When to send a TimerFired, if no other event comes first; None: never.
+
+        At that time a back-off ends, a start window opens, a node closes or opens, or a job's headroom is over.
+        """
+        at_s, reevaluate_at_s = self.state.at_s, self.state.reevaluate_at_s
+        times_s = [time_s for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s) if time_s is not None]
+        return min((time_s for time_s in times_s if time_s > at_s), default=None)
+
+
+def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -> SchedulerIndex:
+    """The index of the state after the event."""
+    index.state = after
+    if after.observations is not before.observations:
+        index.observe(after)
+    match event:
+        case NodesSeen():
+            index = index.update_nodes(after)
+        case DrainRequested():
+            index.close(after)
+        case Observed():
+            index.is_stale = True
+        case TimerFired():
+            pass
+        case _:
+            known, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
+            if known is not now:
+                index.update_job(known, now)
+            if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: nobody waits for these
+                index.is_stale = True
+    if after.reevaluate_at_s is not None and after.reevaluate_at_s <= after.at_s:
+        index.is_stale = True
+    index.advance_to(after.at_s)
+    return index
+
+
+def _with_demand(before: State, state: State, index: SchedulerIndex, event: Event) -> State:
+    """The state that remembers what was submitted."""
+    waiting = index.waiting.get(event.job_id) if isinstance(event, Submitted) else None
+    if waiting is None or not index.devices or state.submitted == before.submitted:
+        return state
+    _, length_s, device_s = index.options.size_of(waiting.job)
+    return replace(state, demand=record_demand(state.demand, state.at_s, length_s, device_s))
+
+
+def _followed(state: State, index: SchedulerIndex, actions: Sequence[Action]) -> tuple[State, tuple[Action, ...]]:
+    """The state in which the dependants of jobs that have ended know it, and so do theirs in turn."""
+    done: list[Action] = []
+    ended = _ended(actions)
+    for one in ended:
+        for job_id in index.followers_of(one.id):
+            known = state.jobs[job_id]
+            job = on_dependency_ended(known, one)
+            state, archived = archive_if_done(state, job)
+            index.update_job(known, job)
+            if job.status.ended:
+                ended.append(job)
+                done += (Record(job=job), *archived)
+    return state, tuple(done)
+
+
+def _ended(actions: Sequence[Action]) -> list[Job]:
+    return [action.job for action in actions if isinstance(action, Record) and action.job.status.ended]

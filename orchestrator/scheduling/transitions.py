@@ -1,0 +1,212 @@
+"""How each event changes the state, before anything is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from orchestrator.memory.calibration.calibrate import remembered
+from orchestrator.scheduling.base.drain import drain_requested
+from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
+from orchestrator.scheduling.failures.classify import classify
+from orchestrator.scheduling.failures.observation import observe, warnings
+from orchestrator.scheduling.options.probe import is_of_batch
+from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
+from orchestrator.scheduling.queue.fair_share import charged
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import (
+    Action,
+    CancelRequested,
+    DrainRequested,
+    Event,
+    Finished,
+    Job,
+    JobStatus,
+    NodesSeen,
+    Observation,
+    Observed,
+    PaceReported,
+    Record,
+    Released,
+    Started,
+    State,
+    Stop,
+    Submitted,
+    TimerFired,
+)
+
+CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoint
+BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
+BACK_OFF_MAX_S = 300.0
+
+# Which of the job's budgets a failure uses up. A failure without a budget is final.
+BUDGETS = {
+    FailureKind.DEVICE_OOM: "oom",
+    FailureKind.HOST_OOM: "oom",
+    FailureKind.MEMORY_CONTENTION: "node",
+    FailureKind.NODE_LOST: "node",
+    FailureKind.PREEMPTED: "preemption",
+    FailureKind.HUNG: "hang",
+    FailureKind.STARTUP: "startup",
+}
+REFUTING = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)  # the plan itself is to blame
+AT_ONCE = (*REFUTING, FailureKind.PREEMPTED)  # waiting would change nothing
+
+
+def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+    """The state in which `event` has happened, and what to record or stop at once; nothing is scheduled yet.
+
+    Late, repeated and unknown events change nothing.
+    """
+    match event:
+        case Submitted():
+            return _submitted(state, event)
+        case CancelRequested():
+            return _cancel_requested(state, event)
+        case DrainRequested():
+            return drain_requested(state, event), ()
+        case NodesSeen():
+            return replace(state, nodes=event.nodes, declared=event.declared, policy=event.policy), ()
+        case Started():
+            return _started(state, event)
+        case PaceReported():
+            return _paced(state, event)
+        case Finished():
+            return _finished(state, event)
+        case Released():
+            return _released(state, event)
+        case Observed():
+            return _with_observations(state, event.observations), ()
+        case TimerFired():
+            return state, ()
+
+
+def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...]]:
+    if event.order <= state.submitted:
+        return state, ()
+    job = Job(
+        id=event.job_id,
+        spec=event.spec,
+        order=event.order,
+        submitted_at_s=event.at_s,
+        array=event.array,
+        deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
+        fault=event.fault,
+        reason="waiting for the cluster to be seen",
+    )
+    job = with_pending_dependencies(job, state.jobs, event.satisfied)
+    state, archived = archive_if_done(state, job)
+    return replace(state, submitted=event.order), (Record(job=job), *archived)
+
+
+def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tuple[Action, ...]]:
+    job = state.jobs.get(event.job_id)
+    if job is None or job.status.ended or job.cancelling:
+        return state, ()
+    attempt = _live(job)
+    if attempt is None:
+        job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled before it ran")
+        state, archived = archive_if_done(state, job)
+        return state, (Record(job=job), *archived)
+    job = _with_attempt(replace(job, cancelling=True), replace(attempt, status=AttemptStatus.STOPPING))
+    return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
+
+
+def _started(state: State, event: Started) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is not AttemptStatus.LAUNCHING:
+        return state, ()
+    attempt = replace(attempt, status=AttemptStatus.RUNNING)
+    job = _with_attempt(job, attempt)
+    return with_job(state, job), (Record(job=job, attempt=attempt),)
+
+
+def _paced(state: State, event: PaceReported) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
+        return state, ()
+    if attempt.pace is not None and event.pace.at_s <= attempt.pace.at_s:
+        return state, ()
+    return with_job(state, _with_attempt(job, replace(attempt, pace=event.pace))), ()
+
+
+def _released(state: State, event: Released) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is not AttemptStatus.ENDED or attempt.released:
+        return state, ()
+    state = replace(state, usage=charged(state, job, attempt))
+    return archive_if_done(state, _with_attempt(job, replace(attempt, released=True)))
+
+
+def _finished(state: State, event: Finished) -> tuple[State, tuple[Action, ...]]:
+    job, attempt = _find(state, event.job_id, event.number)
+    if job is None or attempt is None or attempt.status is AttemptStatus.ENDED:
+        return state, ()
+    capacity_bytes = _capacity_bytes(state, attempt)
+    failure = classify(job, attempt, event.evidence, capacity_bytes)
+    attempt = replace(
+        attempt, status=AttemptStatus.ENDED, ended_at_s=event.at_s, evidence=event.evidence, failure=failure
+    )
+    job = _with_attempt(job, attempt)
+    job = _succeeded(job, attempt, event.evidence) if failure is None else _failed(job, attempt, failure, event.at_s)
+    observed = observe(job, attempt, capacity_bytes)
+    state = _with_observations(state, () if observed is None else (observed,))
+    return with_job(state, job), (Record(job=job, attempt=attempt),)
+
+
+def _succeeded(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
+    lost = f"; its last start did not take up again {', '.join(evidence.lost)}" if evidence.lost else ""
+    doubts = "".join(f"; {warning}" for warning in warnings(attempt))
+    return replace(job, status=JobStatus.SUCCEEDED, reason=f"finished{lost}{doubts}")
+
+
+def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
+    """The job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
+    if job.cancelling or failure.kind is FailureKind.CANCELLED:
+        return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled while it ran")
+    if failure.kind is FailureKind.MOVED:
+        step = attempt.evidence.checkpoint_step if attempt.evidence else None
+        saved = "" if step is None else f"; saved at step {step}"
+        return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
+    if failure.kind in REFUTING:
+        job = replace(job, refuted=job.refuted | {attempt.plan})
+    budget = BUDGETS.get(failure.kind)
+    if attempt.probe and (budget is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
+        return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
+    if budget is None:
+        return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
+    used = sum(1 for a in job.attempts if a.failure and not a.probe and BUDGETS.get(a.failure.kind) == budget)
+    allowed = getattr(job.spec.retries, budget)
+    if used > allowed:
+        reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
+        return replace(job, status=JobStatus.FAILED, reason=reason)
+    wait_s = 0.0 if failure.kind in AT_ONCE else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
+    reason = f"restarts after {failure.kind}: {failure.reason}"
+    return replace(job, status=JobStatus.QUEUED, not_before_s=at_s + wait_s, reason=reason)
+
+
+# access
+
+
+def _find(state: State, job_id: str, number: int) -> tuple[Job | None, Attempt | None]:
+    job = state.jobs.get(job_id)
+    if job is None or not 1 <= number <= len(job.attempts):
+        return job, None
+    return job, job.attempts[number - 1]
+
+
+def _live(job: Job) -> Attempt | None:
+    return job.last if job.last and job.last.status is not AttemptStatus.ENDED else None
+
+
+def _with_observations(state: State, observed: Sequence[Observation]) -> State:
+    return replace(state, observations=remembered((*state.observations, *observed))) if observed else state
+
+
+def _with_attempt(job: Job, attempt: Attempt) -> Job:
+    attempts: Sequence[Attempt] = job.attempts
+    return replace(job, attempts=(*attempts[: attempt.number - 1], attempt, *attempts[attempt.number :]))
+
+
+def _capacity_bytes(state: State, attempt: Attempt) -> int | None:
+    return next((node.device.memory for node in state.nodes if node.device.name == attempt.device), None)
