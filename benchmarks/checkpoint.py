@@ -18,11 +18,12 @@ from torch import Tensor
 from benchmarks.figure import Figure, at_most, informs
 from orchestrator.specs.job.model import DecoderSpec, ModelSpec
 from orchestrator.specs.run import TrainingRun, training_run_from_json
+from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from orchestrator.training.checkpoint.checkpoint import Cursor
 from orchestrator.training.checkpoint.saver import Saver
-from orchestrator.training.contract.engine import Engine, build_engine, build_recipe
+from orchestrator.training.contract.engine import Engine
 from orchestrator.training.contract.recipe import Batch
 from tests.ranks import start_ranks
 from tests.training import gang

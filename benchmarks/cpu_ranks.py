@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from orchestrator.training.contract.engine import build_engine, build_recipe
+    from orchestrator.training.build import build_engine, build_recipe
 
     dist.init_process_group("gloo")
     spec, ranks = read_job(JOB), dist.get_world_size()

@@ -13,10 +13,12 @@ from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, quantile
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Action
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.events import Event, Released, Submitted
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED, PolicySpec
-from orchestrator.specs.state import Action, Event, JobStatus, Released, Submitted
 
 LIMITS_MS = {1000: 50.0, 10_000: 250.0}  # of the p99, by jobs that wait
 RUNNING = 500

@@ -76,7 +76,7 @@ def _pairs(
     """Seconds of (our step, the step by hand), the two taking turns in which goes first."""
     import torch
 
-    from orchestrator.training.contract.engine import build_engine, build_recipe
+    from orchestrator.training.build import build_engine, build_recipe
 
     plan = Plan(
         engine=engine,

@@ -17,9 +17,11 @@ from pathlib import Path
 from benchmarks.figure import Figure, at_least, at_most, informs
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
-from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, Released, Started, Stop
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
+from orchestrator.specs.job_record import Job
 from tests.scheduling.world import cluster, device, script
 
 SUBMITS, CLIENTS = 4000, 40  # as many clients as the HTTP server has threads

@@ -18,9 +18,11 @@ from orchestrator.planning.frontier import Candidate
 from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.service.commands.simulate import Simulated, Trouble, backend_for, outcomes_of, report_on
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
-from orchestrator.specs.state import Finished, Job, Launch, Released, Stop
+from orchestrator.specs.events import Finished, Released
+from orchestrator.specs.job_record import Job
 
 BACKFILL_DEPTH = 100  # jobs that are tried behind one that waits (Slurm, bf_max_job_test)
 DEMOTED_S = (

@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.drawn_script import VOCABULARY, Model
 from benchmarks.figure import Figure, at_least, at_most, informs
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Plan
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Job, JobStatus
 from tests.trainers.driver import Drive, cluster, log, story
 
 JOBS, SEED = 60, 20261124  # its first jobs were seen while this file was mended; the estimator was not changed since

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from orchestrator.specs.actions import Action, Launch, Stop
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.events import Event
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import in_short
-from orchestrator.specs.state import Action, Event, Job, Launch, State, Stop
+from orchestrator.specs.state import State
 
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
 

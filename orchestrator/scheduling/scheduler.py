@@ -13,19 +13,11 @@ from orchestrator.scheduling.queue.dependencies import on_dependency_ended
 from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, schedule
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.transitions import apply
+from orchestrator.specs.actions import Action, Record
+from orchestrator.specs.events import DrainRequested, Event, NodesSeen, Observed, Submitted, TimerFired
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import (
-    Action,
-    DrainRequested,
-    Event,
-    Job,
-    NodesSeen,
-    Observed,
-    Record,
-    State,
-    Submitted,
-    TimerFired,
-)
+from orchestrator.specs.state import State
 
 
 class Scheduler:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from orchestrator.scheduling.scheduler import Scheduler
-from orchestrator.specs.state import Action, Event, State
+from orchestrator.specs.actions import Action
+from orchestrator.specs.events import Event
+from orchestrator.specs.state import State
 
 
 def step(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:

@@ -12,28 +12,25 @@ from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.options.probe import is_of_batch
 from orchestrator.scheduling.queue.dependencies import with_pending_dependencies
 from orchestrator.scheduling.queue.fair_share import charged
+from orchestrator.specs.actions import Action, Record, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, Failure, FailureKind
-from orchestrator.specs.replace import replace
-from orchestrator.specs.state import (
-    Action,
+from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
     Event,
     Finished,
-    Job,
-    JobStatus,
     NodesSeen,
-    Observation,
     Observed,
     PaceReported,
-    Record,
     Released,
     Started,
-    State,
-    Stop,
     Submitted,
     TimerFired,
 )
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.observation import Observation
+from orchestrator.specs.replace import replace
+from orchestrator.specs.state import State
 
 CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoint
 BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget

@@ -1,4 +1,4 @@
-"""Jobs by id: a mapping that is replaced, never changed, and shares what stays the same. Standard library only."""
+"""Jobs by id: a mapping that is replaced, never changed, and shares what stays the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from orchestrator.specs.state import Job
+    from orchestrator.specs.job_record import Job
 
 BUCKETS = 256
 CHUNK = 128  # jobs that are copied together when one of them is replaced

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from orchestrator.specs.run import AttemptFolder, TrainingRun
 from orchestrator.training import progress
+from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from orchestrator.training.checkpoint.checkpoint import Cursor, Saved
 from orchestrator.training.checkpoint.resume import newest_intact
 from orchestrator.training.checkpoint.saver import Saver
-from orchestrator.training.contract.engine import Engine, build_engine, build_recipe
+from orchestrator.training.contract.engine import Engine
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.data.dataset import global_batch, micro_batches
 from orchestrator.training.engines import freezing

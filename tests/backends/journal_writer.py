@@ -12,9 +12,12 @@ import sys
 from pathlib import Path
 
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.specs.actions import Record
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.events import TimerFired
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Job, Record, State, TimerFired
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 
 SPEC = JobSpec(name="script", global_batch_size=8, command="python train.py")
 

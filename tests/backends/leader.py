@@ -14,7 +14,7 @@ import time
 from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import TimerFired
+from orchestrator.specs.events import TimerFired
 
 
 def main(url: str, first: int) -> None:

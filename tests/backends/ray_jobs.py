@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
+from orchestrator.specs.events import Event, Finished, Released, Started
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
 from orchestrator.specs.profile import MemoryEstimate
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.specs.state import Event, Finished, Job, Launch, Released, Started
 
 DEADLINE_S = 60.0
 MIB = 2**20

@@ -22,6 +22,7 @@ from orchestrator.backends.mlflow.content import compare_url, hider, job_content
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker
+from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import (
     Attempt,
     AttemptStatus,
@@ -34,11 +35,13 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import NodesSeen, TimerFired
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Engine, Plan, changes
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Job, JobStatus, NodesSeen, Record, State, TimerFired
+from orchestrator.specs.state import State
 from tests.scheduling.factories import decoder_spec, node
 from tests.scheduling.test_step import finished, oom, released, run, submitted
 

@@ -16,7 +16,7 @@ import pytest
 from orchestrator.backends.journal import ownership
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import TimerFired
+from orchestrator.specs.events import TimerFired
 from tests.backends.postgres import PASSWORD, Server
 
 LEASE_S = 2.0

@@ -17,9 +17,10 @@ import ray
 from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S, write_durably
 from orchestrator.backends.ray import cluster as ray_cluster
 from orchestrator.backends.ray import gang
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
+from orchestrator.specs.events import Finished, NodesSeen, Released, Started
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Finished, Launch, NodesSeen, Released, Started, Stop
 from tests.backends.conftest import Embedded
 from tests.backends.ray_jobs import (
     BOTH,

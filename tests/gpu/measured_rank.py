@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from orchestrator.specs.run import training_run_from_json
-from orchestrator.training.contract.engine import build_recipe
+from orchestrator.training.build import build_recipe
 from tests.gpu.runs import train
 
 

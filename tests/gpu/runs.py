@@ -12,8 +12,8 @@ import torch
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.run import TrainingRun
+from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.contract.engine import Engine as RunningEngine
-from orchestrator.training.contract.engine import build_engine, build_recipe
 from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.data.dataset import global_batch, micro_batches
 from tests.training.gang import ragged_text

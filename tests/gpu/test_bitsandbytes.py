@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from orchestrator.specs.errors import SpecError  # noqa: E402
 from orchestrator.specs.job.model import DataSpec, LoraSpec, ModelSpec  # noqa: E402
 from orchestrator.specs.plan import Optimizer, Precision  # noqa: E402
+from orchestrator.training.build import build_engine, build_recipe  # noqa: E402
 from orchestrator.training.checkpoint import checkpoint  # noqa: E402
 from orchestrator.training.checkpoint.checkpoint import Cursor, Saved  # noqa: E402
-from orchestrator.training.contract.engine import build_engine, build_recipe  # noqa: E402
 from orchestrator.training.engines import eight_bit  # noqa: E402
 from tests.gpu.runs import TRAINING, plan, run_of, train  # noqa: E402
 

@@ -134,7 +134,7 @@ def _peak_bytes(asked: Run, folder: Path) -> int:
     import torch
     import torch.distributed as dist
 
-    from orchestrator.training.contract.engine import build_engine, build_recipe
+    from orchestrator.training.build import build_engine, build_recipe
     from orchestrator.training.data.dataset import global_batch, micro_batches
     from orchestrator.training.guard.virtual_device import VirtualDevice
 

@@ -28,9 +28,9 @@ from orchestrator.memory.calibration.calibrate import (
     remembered,
 )
 from orchestrator.memory.calibration.correction import corrected_bytes, lasting, observed_correction
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
-from orchestrator.specs.state import Observation
 from tests.scheduling.factories import DEVICE, MIB, observation
 
 PLAN = Plan(engine=Engine.TORCH, micro_batch_size=8)

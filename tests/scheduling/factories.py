@@ -6,9 +6,10 @@ from orchestrator.specs.attempt import Attempt, NodeDevices
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec, Node
 from orchestrator.specs.job.model import DataSpec, DecoderSpec, ModelSpec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
-from orchestrator.specs.state import Job, Observation
 
 MIB = 2**20
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from orchestrator.backends.simulated.process import Process
 from orchestrator.scheduling.queue.fair_share import FORGOTTEN_DEVICE_S, used_s
+from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import AttemptStatus, FailureKind
-from orchestrator.specs.state import Job, Launch, State
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 from tests.scheduling import laws_of_attempts, laws_of_moves, laws_of_turns
 from tests.scheduling.laws_of_attempts import BUDGET_OF
 from tests.scheduling.transition import Transition, attempts, devices

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.scheduling.options.job_options import learned
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.specs.actions import Archive, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
-from orchestrator.specs.state import Archive, CancelRequested, Job, JobStatus, Launch, Record, Stop, TimerFired
+from orchestrator.specs.events import CancelRequested, TimerFired
+from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
 # Said once more, on purpose: which budget pays for which failure. What is not here is never tried again.

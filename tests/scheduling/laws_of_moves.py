@@ -9,9 +9,11 @@ from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.options.job_options import JobOptions
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.state import DrainRequested, Finished, Job, JobStatus, Launch, Stop
+from orchestrator.specs.events import DrainRequested, Finished
+from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.laws_of_attempts import MOVED
 from tests.scheduling.transition import Law, Transition, attempts, devices, nodes_of, of
 

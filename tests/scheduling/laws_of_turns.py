@@ -15,9 +15,11 @@ from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.specs.actions import Launch
 from orchestrator.specs.clock import Window
 from orchestrator.specs.job.spec import Retries
-from orchestrator.specs.state import Job, JobStatus, Launch, State
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import State
 from tests.scheduling.transition import Law, Transition, attempts, devices, of
 
 

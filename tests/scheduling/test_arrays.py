@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.events import Event, Submitted
 from orchestrator.specs.job.spec import JobSpec, Member
-from orchestrator.specs.state import Event, Submitted
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller
 from tests.scheduling.test_queue import gone, played, script, seen

@@ -9,8 +9,9 @@ import pytest
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.service.commands.plan import forecast
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import JobStatus, NodesSeen
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.units import format_probability
 from tests.scheduling.factories import DEVICE, MIB, node, script_spec
 from tests.scheduling.test_step import finished, launches, oom, released, run, submitted

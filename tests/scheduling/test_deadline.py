@@ -9,8 +9,10 @@ from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.step import step
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import Event
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Event, JobStatus, State
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_dependence import controller
 from tests.scheduling.test_elastic import elastic

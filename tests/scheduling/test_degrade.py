@@ -14,6 +14,7 @@ from orchestrator.scheduling.failures.degrade import (
     phase_batch_sizes,
 )
 from orchestrator.scheduling.step import step
+from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import (
     Attempt,
     Cause,
@@ -25,6 +26,7 @@ from orchestrator.specs.attempt import (
     Phase,
     RankEnd,
 )
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Submitted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
@@ -36,7 +38,7 @@ from orchestrator.specs.plan import (
     Plan,
     ZeroStage,
 )
-from orchestrator.specs.state import Event, Finished, Launch, NodesSeen, Released, State, Submitted
+from orchestrator.specs.state import State
 from tests.scheduling.factories import MIB, attempt, estimate, node, script_spec
 
 DDP = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=4), micro_batch_size=1)

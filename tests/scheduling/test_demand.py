@@ -8,7 +8,8 @@ from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.queue.demand import devices_wanted, record_demand
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
-from orchestrator.specs.state import Event, State, TimerFired
+from orchestrator.specs.events import Event, TimerFired
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, seen, submitted
 

@@ -7,10 +7,13 @@ import pytest
 from orchestrator.scheduling.scheduling_pass import index as desks
 from orchestrator.scheduling.step import step
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Archive, Launch
 from orchestrator.specs.attempt import Evidence, RankEnd
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import CancelRequested, Event, Finished
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Archive, CancelRequested, Event, Finished, JobStatus, Launch, State
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.state import State
 from tests.scheduling import world
 from tests.scheduling.factories import node
 from tests.scheduling.invariants import violations

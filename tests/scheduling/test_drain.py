@@ -10,20 +10,12 @@ import pytest
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, Evidence, FailureKind, OomReport, RankEnd
 from orchestrator.specs.cluster import Node
-from orchestrator.specs.state import (
-    CancelRequested,
-    DrainRequested,
-    Event,
-    Finished,
-    JobStatus,
-    NodesSeen,
-    Released,
-    State,
-    Stop,
-    TimerFired,
-)
+from orchestrator.specs.events import CancelRequested, DrainRequested, Event, Finished, NodesSeen, Released, TimerFired
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 

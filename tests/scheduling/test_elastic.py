@@ -11,12 +11,15 @@ from hypothesis import given, settings
 
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.step import step
+from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Evidence, FailureKind, RankEnd
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.events import DrainRequested, Event, Finished, Released, TimerFired
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import DrainRequested, Event, Finished, JobStatus, Launch, Released, State, TimerFired
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK
 from tests.scheduling.test_properties import played as violations_of

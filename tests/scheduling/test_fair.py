@@ -12,8 +12,9 @@ from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.simulate import simulate
+from orchestrator.specs.events import Event, NodesSeen, Released, TimerFired
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
-from orchestrator.specs.state import Event, NodesSeen, Released, State, TimerFired
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import gone, played, script, submitted
 

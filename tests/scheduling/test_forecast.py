@@ -15,9 +15,9 @@ from orchestrator.scheduling.reports.forecast import SUPPOSED_SPREAD, _longer, _
 from orchestrator.service.commands.simulate import FOREVER_S, Trouble, Unkept, backend_for, outcomes_of
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.attempt import Evidence, RankEnd
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import Resume
-from orchestrator.specs.state import Event, Finished, NodesSeen, Released, Started
 from tests.scheduling.factories import job, observation
 from tests.scheduling.test_queue import gone, node, played, script, seen, submitted
 

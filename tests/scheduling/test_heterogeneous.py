@@ -18,12 +18,15 @@ from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import forecast
+from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import Submitted
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import parse_cluster
-from orchestrator.specs.state import JobStatus, Launch, Record, State, Submitted
+from orchestrator.specs.state import State
 from tests.scheduling import world
 from tests.scheduling.test_queue import played, seen, submitted
 

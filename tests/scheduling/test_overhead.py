@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchestrator.memory.engines.overhead import STEP_BYTES
 from orchestrator.scheduling.reports.explain import explain_attempt
 from orchestrator.specs.attempt import Attempt, Evidence
-from orchestrator.specs.state import NodesSeen
+from orchestrator.specs.events import NodesSeen
 from orchestrator.specs.units import format_bytes
 from tests.scheduling.test_heterogeneous import GIB, decoder, mixed
 from tests.scheduling.test_step import SUCCESS, finished, launches, only_job, released, run, submitted

@@ -12,8 +12,9 @@ from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex, later_end_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Pace
+from orchestrator.specs.events import PaceReported
 from orchestrator.specs.run import AttemptFolder
-from orchestrator.specs.state import PaceReported, State
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node, script_spec
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 

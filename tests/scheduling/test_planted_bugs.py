@@ -30,11 +30,13 @@ from orchestrator.scheduling.scheduling_pass import preemption as elastic
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.service.server import controller as service
 from orchestrator.specs import clock
+from orchestrator.specs.actions import Action, Launch, Record
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
 from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.events import Event, Finished
 from orchestrator.specs.job.spec import Retries
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import Action, Event, Finished, Job, JobStatus, Launch, Record
 from tests.scheduling import transition, world
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import history

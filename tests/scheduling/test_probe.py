@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.memory.calibration.calibrate import calibration, remembered
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import (
     PROBE_STEPS,
     Attempt,
@@ -18,21 +19,13 @@ from orchestrator.specs.attempt import (
     RankEnd,
 )
 from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Submitted
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.profile import MeasuredLine, Source
 from orchestrator.specs.run import OOM_EXIT_CODE
-from orchestrator.specs.state import (
-    Event,
-    Finished,
-    Job,
-    JobStatus,
-    Launch,
-    NodesSeen,
-    Released,
-    State,
-    Submitted,
-)
+from orchestrator.specs.state import State
 from tests.scheduling.world import CLUSTERS
 
 MIB = 2**20

@@ -14,10 +14,11 @@ from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.service.commands.simulate import ROUNDING_S, Outcome, simulate
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.job.spec import Guarantee, JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.policy import UNSHARED
-from orchestrator.specs.state import JobStatus, Launch, Stop
 from tests.scheduling.test_properties import SEEDS, UNSHRUNK, played
 from tests.scheduling.transition import Transition, history, of
 from tests.scheduling.world import OWNED, SHARED, USERS, MemoryJournal, Scenario, random_tide

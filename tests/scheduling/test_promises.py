@@ -8,10 +8,12 @@ from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.scheduling_pass.guarantees import START_WITHIN_S
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.parse import parse_job
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import Event, JobStatus, NodesSeen, State
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_elastic import LONG, RESTED_S, elastic, left, moving
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted

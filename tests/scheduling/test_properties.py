@@ -17,25 +17,24 @@ from orchestrator.backends.simulated.process import SYMPTOMS, Process, evidence_
 from orchestrator.scheduling.step import step
 from orchestrator.service.server import controller as service
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Archive
 from orchestrator.specs.attempt import Evidence, FailureKind
 from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.policy import UNSHARED
-from orchestrator.specs.state import (
-    Archive,
+from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
     Event,
     Finished,
-    Job,
-    JobStatus,
     NodesSeen,
     Released,
     Started,
-    State,
     Submitted,
     TimerFired,
 )
+from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.policy import UNSHARED
+from orchestrator.specs.state import State
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import Transition, history
 from tests.scheduling.world import (

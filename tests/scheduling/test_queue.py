@@ -15,21 +15,13 @@ from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass import quotas
 from orchestrator.scheduling.step import step
+from orchestrator.specs.actions import Action, Launch
 from orchestrator.specs.attempt import Attempt, Evidence, RankEnd
 from orchestrator.specs.cluster import Node
+from orchestrator.specs.events import CancelRequested, Event, Finished, NodesSeen, Released, Submitted
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import (
-    Action,
-    CancelRequested,
-    Event,
-    Finished,
-    Launch,
-    NodesSeen,
-    Released,
-    State,
-    Submitted,
-)
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.invariants import violations
 from tests.scheduling.test_properties import UNSHRUNK, random_event

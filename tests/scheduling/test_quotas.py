@@ -5,8 +5,10 @@ from __future__ import annotations
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.step import step
 from orchestrator.service.views.teams import teams_view
+from orchestrator.specs.actions import Launch
+from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import Event, Launch, NodesSeen, State
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.invariants import violations
 from tests.scheduling.test_queue import gone, played, script, submitted

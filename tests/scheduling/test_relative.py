@@ -9,9 +9,9 @@ from orchestrator.planning.search import frontier
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.plan import Plan, Precision
 from orchestrator.specs.profile import OwnSettings
-from orchestrator.specs.state import JobStatus
 from tests.scheduling.test_probe import Night, unknown
 
 LENGTHS = {"allow": "semantic", "sequence_lengths": [128, 256]}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
+from orchestrator.specs.actions import Action, Archive, Launch, Record, Stop
 from orchestrator.specs.attempt import (
     Attempt,
     ErrorReport,
@@ -15,27 +16,21 @@ from orchestrator.specs.attempt import (
     OomReport,
     RankEnd,
 )
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.run import OOM_EXIT_CODE
-from orchestrator.specs.state import (
-    Action,
-    Archive,
+from orchestrator.specs.events import (
     CancelRequested,
     Event,
     Finished,
-    Job,
-    JobStatus,
-    Launch,
     NodesSeen,
     Observed,
-    Record,
     Released,
     Started,
-    State,
-    Stop,
     Submitted,
     TimerFired,
 )
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.run import OOM_EXIT_CODE
+from orchestrator.specs.state import State
 from tests.scheduling.factories import DEVICE, MIB, decoder_spec, node, observation, script_spec
 from tests.scheduling.world import whole
 

@@ -21,7 +21,7 @@ from orchestrator.specs.attempt import (
     Phase,
     RankEnd,
 )
-from orchestrator.specs.state import Job
+from orchestrator.specs.job_record import Job
 from tests.scheduling.factories import MIB, attempt, job, script_spec
 
 GIB = 2**30

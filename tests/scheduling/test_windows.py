@@ -10,8 +10,9 @@ import pytest
 from orchestrator.scheduling.reports.forecast import forecast, foreseen
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.step import step
+from orchestrator.specs.events import Event, TimerFired
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Event, State, TimerFired
+from orchestrator.specs.state import State
 from tests.scheduling.factories import node
 from tests.scheduling.test_queue import LAUNCH_S, gone, played, script, seen, submitted
 

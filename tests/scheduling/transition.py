@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.specs.actions import Action, Archive
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.state import Action, Archive, Event, Job, State
+from orchestrator.specs.events import Event
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 from tests.scheduling.world import whole
 
 

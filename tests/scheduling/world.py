@@ -10,23 +10,18 @@ from datetime import UTC, datetime
 from orchestrator.backends.ports import decisions
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Action, Archive, Launch, Record
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, Maintenance, NodeSpec
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import Event
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec, Member
 from orchestrator.specs.job.trainer import Knob
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
-from orchestrator.specs.state import (
-    Action,
-    Archive,
-    Event,
-    Job,
-    Launch,
-    Record,
-    State,
-)
+from orchestrator.specs.state import State
 
 TURNS_MAX = 20_000
 EVENTS_MAX = 1000  # several times what a night of twelve jobs has

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
-from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, Released, Started, Stop
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
+from orchestrator.specs.job_record import Job
 
 RUNS_S = 0.03
 POLL_S = 0.005

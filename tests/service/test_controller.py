@@ -14,9 +14,11 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server import controller as service
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Action, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Action, Event, Job, JobStatus, Launch, NodesSeen, Stop, Submitted
+from orchestrator.specs.events import Event, NodesSeen, Submitted
+from orchestrator.specs.job_record import Job, JobStatus
 from tests.scheduling.world import CALM, CLUSTERS, MemoryJournal, MortalBackend, script, settled, too_large
 
 

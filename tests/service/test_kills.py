@@ -20,7 +20,8 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.client import Client, service_file
 from orchestrator.service.server.lifecycle import prepare
 from orchestrator.specs.errors import ServiceError
-from orchestrator.specs.state import Finished, JobStatus, Submitted
+from orchestrator.specs.events import Finished, Submitted
+from orchestrator.specs.job_record import JobStatus
 from tests.scheduling.world import script
 from tests.service.folder_world import runs
 

@@ -11,7 +11,7 @@ from orchestrator.backends.attempts.launcher import Launcher
 from orchestrator.service.server.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import JobStatus
+from orchestrator.specs.job_record import JobStatus
 from tests.trainers.driver import Drive, cluster, story
 
 JOB = "name: job\nglobal_batch_size: 1\nlaunch: self\ncommand: {command}\n"

@@ -16,8 +16,8 @@ from orchestrator.cli import main
 from orchestrator.service.commands.replay import kept_events, replay
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import CancelRequested, TimerFired
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import CancelRequested, TimerFired
 from tests.scheduling.factories import node
 from tests.scheduling.test_drain import maintained
 from tests.scheduling.test_queue import script, seen, submitted

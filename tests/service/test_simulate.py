@@ -24,8 +24,9 @@ from orchestrator.service.terminal.simulation_tables import simulated_table
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.events import NodesSeen, Submitted
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import NodesSeen, State, Submitted
+from orchestrator.specs.state import State
 
 LAUNCH_COST_S = 30.0
 CLUSTER = ClusterSpec(

@@ -9,7 +9,8 @@ import pytest
 
 from orchestrator.specs import replace as changed
 from orchestrator.specs.attempt import AttemptStatus
-from orchestrator.specs.state import JobStatus, State
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.state import State
 from tests.scheduling.factories import attempt, job
 
 NOUNS: list[tuple[Any, dict[str, Any]]] = [

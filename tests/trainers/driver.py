@@ -20,22 +20,14 @@ from orchestrator.backends.attempts.progress import Progress
 from orchestrator.backends.attempts.script_output import output_folder
 from orchestrator.backends.attempts.watch import PROBE_GRACE_S, request_of, write_files
 from orchestrator.scheduling.step import step
+from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Evidence
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec, idle_nodes
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started, Submitted
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import (
-    Event,
-    Finished,
-    Job,
-    Launch,
-    NodesSeen,
-    Record,
-    Released,
-    Started,
-    State,
-    Submitted,
-)
+from orchestrator.specs.state import State
 
 SCRIPTS = Path(__file__).parent
 ATTEMPTS_MAX = 8

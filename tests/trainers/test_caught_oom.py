@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Job, JobStatus
+from orchestrator.specs.job_record import Job, JobStatus
 from tests.trainers.driver import Drive, cluster, log, story
 from tests.trainers.test_ways_to_torch import CUDA_WORDS, on
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import JobStatus
 from tests.trainers.driver import Drive, cluster, log, story
 
 SCRIPTS = Path(__file__).parent / "frameworks"

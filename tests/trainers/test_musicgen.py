@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.plan import ActivationCheckpointing
-from orchestrator.specs.state import JobStatus
 from tests.fake_card import environment
 from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 

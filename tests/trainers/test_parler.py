@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from orchestrator.backends.attempts.script_output import newest_checkpoint
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import JobStatus
+from orchestrator.specs.job_record import JobStatus
 from tests.trainers.driver import Drive, checkout, cluster, log, story
 
 PHASES = {

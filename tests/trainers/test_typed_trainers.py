@@ -15,8 +15,8 @@ import pytest
 
 from orchestrator.backends.attempts.program import interpreter_of
 from orchestrator.service.commands.init.proposal import proposal
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.state import Job, JobStatus
 from tests.trainers.driver import Drive, cluster, story
 from tests.training.tiny_hf import folder, text
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.specs.run import TrainingRun, training_run_from_json
+from orchestrator.training.build import build_engine, build_recipe
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.checkpoint import Cursor, Saved
 from orchestrator.training.checkpoint.host_copy import HostCopy
-from orchestrator.training.contract.engine import build_engine, build_recipe
 from orchestrator.training.guard.virtual_device import VirtualDevice
 from tests.training.gang import COLLECTIVE_TIMEOUT
 

@@ -14,8 +14,8 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, Freeze, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Engine, ParallelLayout, Plan, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
+from orchestrator.training.build import build_engine
 from orchestrator.training.checkpoint import checkpoint
-from orchestrator.training.contract.engine import build_engine
 from orchestrator.training.contract.recipe import Recipe, from_factory
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines.alternating import AlternatingEngine

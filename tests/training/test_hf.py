@@ -18,7 +18,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import DataSpec, Freeze, LoraSpec, ModelSpec
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Precision, ZeroStage
 from orchestrator.specs.run import JobFolder, TrainingRun
-from orchestrator.training.contract.engine import build_recipe
+from orchestrator.training.build import build_recipe
 from orchestrator.training.contract.recipe import IGNORED_LABEL, Recipe, materialise
 from orchestrator.training.data.dataset import global_batch
 from orchestrator.training.export import export

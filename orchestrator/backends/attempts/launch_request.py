@@ -18,9 +18,9 @@ from orchestrator.specs.attempt import Attempt, Placement
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Plan, Sharding, ZeroStage
 from orchestrator.specs.run import AttemptFolder, GuardSettings, JobFolder, TrainingRun
-from orchestrator.specs.state import Job
 
 GUARD = Path(__file__).resolve().parents[2] / "training" / "guard" / "guard.py"
 FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python interpreter, when written apart

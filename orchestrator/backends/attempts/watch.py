@@ -37,8 +37,9 @@ from orchestrator.backends.ray import gang
 from orchestrator.backends.ray.nodes import NodeWatch
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.specs.state import Event, Finished, Job, PaceReported, Released, Started
 
 LONG_POLL_S = 2.0
 TICK_S = 0.25

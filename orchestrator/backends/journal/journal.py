@@ -19,9 +19,12 @@ from sqlalchemy.exc import ArgumentError, DatabaseError
 
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
 from orchestrator.backends.ports import Decided, decisions
+from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.events import Event
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
-from orchestrator.specs.state import Archive, Event, Job, Record, State
+from orchestrator.specs.state import State
 
 SCHEMA = "0003"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0

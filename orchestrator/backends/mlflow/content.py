@@ -16,9 +16,10 @@ from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import settings
 from orchestrator.specs.profile import UNTIMED
-from orchestrator.specs.state import Job, JobStatus, Observation
 from orchestrator.specs.units import format_bytes, format_seconds
 
 ENDED_FROM_OUTSIDE = (FailureKind.CANCELLED, FailureKind.PREEMPTED, FailureKind.MOVED, FailureKind.PROBED)

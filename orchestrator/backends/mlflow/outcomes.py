@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from orchestrator.backends.mlflow.content import OUTCOME_TAG
 from orchestrator.memory.calibration.calibrate import remembered
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.state import Observation
+from orchestrator.specs.observation import Observation
 
 PAGE = 500  # runs per request
 REQUEST_TIMEOUT_S = 30

@@ -24,8 +24,9 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
-from orchestrator.specs.state import Job, State
+from orchestrator.specs.state import State
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -20,9 +20,11 @@ from ray.exceptions import RayError
 from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.backends.ray import cluster as ray_cluster
 from orchestrator.backends.ray.nodes import NodeWatch
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
-from orchestrator.specs.state import Event, Job, Launch, NodesSeen, Stop
+from orchestrator.specs.events import Event, NodesSeen
+from orchestrator.specs.job_record import Job
 
 REFRESH_EVERY_S = 1.0
 EVENTS_MAX = 256  # handed out at once

@@ -13,10 +13,12 @@ from functools import partial
 from orchestrator.backends.attempts.progress import ANOTHER_PACE, PACE_STEPS
 from orchestrator.backends.simulated.nature import Hidden, Nature, Span, stream
 from orchestrator.backends.simulated.process import Process, evidence_of
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
+from orchestrator.specs.events import Event, Finished, NodesSeen, PaceReported, Released, Started
 from orchestrator.specs.fault import FaultKind
-from orchestrator.specs.state import Event, Finished, Job, Launch, NodesSeen, PaceReported, Released, Started, Stop
+from orchestrator.specs.job_record import Job
 
 NODE_DOWN_S = (30.0, 900.0)
 REPEAT_S = (0.0, 120.0)

@@ -6,7 +6,7 @@ import random
 from typing import Protocol
 
 from orchestrator.specs.attempt import Attempt
-from orchestrator.specs.state import Job
+from orchestrator.specs.job_record import Job
 
 Span = tuple[float, float]  # drawn from evenly
 

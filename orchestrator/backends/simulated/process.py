@@ -16,9 +16,10 @@ from orchestrator.specs.attempt import (
     Pace,
     RankEnd,
 )
+from orchestrator.specs.events import Finished, PaceReported, Released, Started
 from orchestrator.specs.fault import Fault
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import OOM_EXIT_CODE
-from orchestrator.specs.state import Finished, Job, PaceReported, Released, Started
 
 SIGKILL, SIGTERM = -9, -15  # exit codes of ranks that a signal ended
 OOM_WORDS = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 26.00 MiB."

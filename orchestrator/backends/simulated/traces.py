@@ -16,7 +16,7 @@ from orchestrator.backends.simulated.nature import stream
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import Guarantee, JobSpec
-from orchestrator.specs.state import Job
+from orchestrator.specs.job_record import Job
 
 Row = Mapping[str, str]
 Shape = tuple[int, ...]  # devices on each node, most first

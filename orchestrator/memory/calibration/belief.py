@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from orchestrator.memory.calibration.correction import observed_correction
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.state import Observation
 
 # Of the logarithm of a factor. Chosen before the jobs of `make bench-recovery` were drawn, and fitted to none of them:
 # layers differ, and what the loss holds comes last, so that a share of a forward pass is off by a quarter; backward

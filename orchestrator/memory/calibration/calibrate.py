@@ -18,9 +18,9 @@ from statistics import median, median_high
 from orchestrator.memory.calibration.belief import Belief, belief, factor_within
 from orchestrator.memory.calibration.correction import corrected_bytes, corrected_peak, observed_correction
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead, measured_overhead
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, OwnSettings, Source
-from orchestrator.specs.state import Observation
 
 # A plan fits where it does so with this probability.
 CONFIDENCE = 0.99

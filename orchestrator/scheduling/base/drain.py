@@ -8,7 +8,8 @@ from math import inf
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.specs.cluster import Node, Window
-from orchestrator.specs.state import DrainRequested, State
+from orchestrator.specs.events import DrainRequested
+from orchestrator.specs.state import State
 
 ALWAYS: tuple[Window, ...] = ((-inf, inf),)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from orchestrator.specs.actions import Archive
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import Archive, Job, State
+from orchestrator.specs.state import State
 
 
 def with_job(state: State, job: Job) -> State:

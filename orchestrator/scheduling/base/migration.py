@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from orchestrator.specs.actions import Stop
 from orchestrator.specs.attempt import AttemptStatus, FailureKind, Placement
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import Job, Stop
 
 # Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot
 # Instance interruption notices"). Whoever has saved is gone sooner.

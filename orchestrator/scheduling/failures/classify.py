@@ -20,8 +20,8 @@ from orchestrator.specs.attempt import (
     Phase,
     RankEnd,
 )
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import STALE_EXIT_CODE
-from orchestrator.specs.state import Job
 from orchestrator.specs.units import format_bytes, format_seconds
 
 EXCERPT_CHARACTERS_MAX = 4000

@@ -6,8 +6,9 @@ from orchestrator.memory.calibration.correction import corrected_allocated_bytes
 from orchestrator.scheduling.failures.classify import caught_in_words, needed_bytes, oom_reports
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.profile import UNTIMED
-from orchestrator.specs.state import Job, Observation
 
 
 def observe(job: Job, attempt: Attempt, capacity_bytes: int | None) -> Observation | None:

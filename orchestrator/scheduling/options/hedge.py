@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.scheduling.failures.observation import ran_out
-from orchestrator.specs.state import Job
+from orchestrator.specs.job_record import Job
 
 GIVEN_UP = 2.0  # times the longest: what it counts where the safest plan runs out of memory, too
 

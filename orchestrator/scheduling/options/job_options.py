@@ -23,9 +23,10 @@ from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Engine, Plan
 from orchestrator.specs.profile import UNTIMED, MemoryEstimate
-from orchestrator.specs.state import Job, State
+from orchestrator.specs.state import State
 
 # What a job of unknown length is taken to need on its slowest plan: a day, so that it stands behind what is known to be
 # shorter, and its devices are promised to nobody too soon.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import Dependency, JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import Job, JobStatus
 
 ENDED = {
     JobStatus.SUCCEEDED: "succeeded",

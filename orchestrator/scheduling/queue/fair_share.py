@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import fsum, log
 
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import Job, State, Usage
+from orchestrator.specs.state import State, Usage
 
 FORGOTTEN_DEVICE_S = 1.0  # less than so much changes nobody's turn for long
 Place = tuple[float, float]  # usage per share of the team, then of the user within it: the smallest is next

@@ -11,7 +11,7 @@ from math import inf
 from orchestrator.scheduling.base.tuning import Tuning
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
-from orchestrator.specs.state import Job
+from orchestrator.specs.job_record import Job
 
 SortKey = tuple[float, int, str]  # when it is due, its number, its id: the smallest is first
 OptionsByProfile = Sequence[tuple[AvailabilityProfile, JobOptions | Infeasible]]

@@ -14,7 +14,8 @@ from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline
 from orchestrator.specs.clock import local_text
-from orchestrator.specs.state import Job, State
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 
 HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which it is asked who could be stopped
 NAMED_MAX = 3  # of jobs that say no length, in one sentence

@@ -25,8 +25,10 @@ from orchestrator.scheduling.options.job_options import learned, measured_peaks
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import in_short
-from orchestrator.specs.state import Job, Observation, State
+from orchestrator.specs.state import State
 from orchestrator.specs.units import format_bytes, format_probability
 
 ANY_DIFFERENCE = 1.005  # of activations: what is less is shown as x1.00

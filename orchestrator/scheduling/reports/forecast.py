@@ -15,19 +15,12 @@ from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence, RankEnd
-from orchestrator.specs.state import (
-    Event,
-    Finished,
-    Job,
-    JobStatus,
-    Launch,
-    Observation,
-    Released,
-    State,
-    Stop,
-    TimerFired,
-)
+from orchestrator.specs.events import Event, Finished, Released, TimerFired
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.observation import Observation
+from orchestrator.specs.state import State
 
 FORECAST_MAX = 2000  # queued jobs, first come first: what comes after them nobody can tell
 RANGED_MAX = 100  # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)

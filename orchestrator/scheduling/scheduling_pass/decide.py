@@ -27,7 +27,8 @@ from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Placement
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Job, Reservation, State
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
 RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break

@@ -26,11 +26,13 @@ from orchestrator.scheduling.scheduling_pass.guarantees import answered, kept_sl
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.scheduling.scheduling_pass.preemption import Move, preempt_for_deadline, preempt_for_waiting, scale_up
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
+from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import changes
 from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.replace import replace
-from orchestrator.specs.state import Action, Job, JobStatus, Launch, Record, Reservation, State, Stop
+from orchestrator.specs.state import Reservation, State
 
 
 def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:

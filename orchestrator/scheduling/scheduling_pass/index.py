@@ -27,7 +27,8 @@ from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
 from orchestrator.specs.job.spec import Dependency
-from orchestrator.specs.state import Job, JobStatus, Reservation, State
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import Reservation, State
 
 
 class SchedulerIndex:

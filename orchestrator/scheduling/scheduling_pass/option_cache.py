@@ -22,7 +22,8 @@ from orchestrator.scheduling.options.job_options import (
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.wait_queue import OptionsByProfile, Waiting
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.state import Job, Observation
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.observation import Observation
 
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
 # Between the seconds that a job needs, and those of the whole cluster; its seconds; its device-seconds.

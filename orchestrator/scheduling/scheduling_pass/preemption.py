@@ -19,7 +19,8 @@ from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.attempt import Attempt, Placement
-from orchestrator.specs.state import Job, Reservation
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
 
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved

@@ -10,8 +10,8 @@ from orchestrator.scheduling.options.job_options import Infeasible
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import StartDecision, Wait, must_wait
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.state import Job
 
 
 def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.rates import known
 from orchestrator.specs.cluster import Node, idle_nodes
-from orchestrator.specs.state import Observation
+from orchestrator.specs.observation import Observation
 
 
 def hardware_of(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:

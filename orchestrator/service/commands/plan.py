@@ -20,6 +20,8 @@ from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, together
 from orchestrator.specs.plan import (
     ActivationCheckpointing,
@@ -36,7 +38,6 @@ from orchestrator.specs.plan import (
     settings,
 )
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.specs.state import Job, Observation
 
 SETTINGS = (
     "engine",

@@ -16,8 +16,11 @@ from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast
 from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.state import Action, Event, Job, Launch, Record, State, Stop
+from orchestrator.specs.events import Event
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 
 SQLITE = "sqlite:///"
 

@@ -19,12 +19,15 @@ from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace, queued
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.service.server.controller import Controller
+from orchestrator.specs.actions import Action
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.clock import deadline_at
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.events import Event
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import Action, Event, Job, State
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
 
 FOREVER_S = 1e9
 TURNS_PER_JOB = 1000  # far more than budgets allow; a world that turns more often is our bug

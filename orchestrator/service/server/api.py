@@ -33,10 +33,10 @@ from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.specs.state import Job, JobStatus
 
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 LOG_BYTES_MAX = 2**18  # per answer; the reader asks again from the next offset

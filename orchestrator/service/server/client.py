@@ -15,7 +15,7 @@ import httpx
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.state import Observation
+from orchestrator.specs.observation import Observation
 
 OBSERVATIONS_SENT = 500  # at once: about 0.5 MB
 ENDED_SHOWN = 100

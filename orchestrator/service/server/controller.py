@@ -14,26 +14,24 @@ from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.dependencies import resolved
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
+from orchestrator.specs.actions import Archive, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import ServiceError, SpecError, closest
-from orchestrator.specs.fault import Fault
-from orchestrator.specs.job.spec import JobSpec
-from orchestrator.specs.state import (
-    Archive,
+from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
     Event,
     Finished,
-    Job,
-    Launch,
     NodesSeen,
-    Observation,
     Observed,
-    State,
-    Stop,
     Submitted,
     TimerFired,
 )
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.observation import Observation
+from orchestrator.specs.state import State
 
 POLL_S = 0.1  # at most this long until a submission or a cancellation is acted upon
 DEAF_S = 1.0  # pause after the backend failed to say what happened

@@ -17,10 +17,12 @@ from orchestrator.scheduling.reports.explain import explain_attempt, picture_of
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Heartbeat, Placement
 from orchestrator.specs.cluster import DeviceSpec, Node
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import in_short, settings
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 from orchestrator.specs.profile import MemoryEstimate
-from orchestrator.specs.state import Job, JobStatus, Observation, State
+from orchestrator.specs.state import State
 
 
 class MomentView(TypedDict):

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams
-from orchestrator.specs.state import Job, JobStatus, State
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import State
 
 HOUR_S = 3600.0
 

@@ -16,7 +16,7 @@ import contextlib
 import io
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 from orchestrator.training.checkpoint.fragment import FragmentLoadPlanner, FragmentSavePlanner
 from orchestrator.training.contract import loss_scale
-
-State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
+from orchestrator.training.contract.engine import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

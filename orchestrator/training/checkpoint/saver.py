@@ -12,9 +12,10 @@ import torch.distributed as dist
 from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint import folder as checkpoint_folder
-from orchestrator.training.checkpoint.checkpoint import Cursor, State
+from orchestrator.training.checkpoint.checkpoint import Cursor
 from orchestrator.training.checkpoint.folder import Written
 from orchestrator.training.checkpoint.host_copy import HostCopy
+from orchestrator.training.contract.engine import State
 
 STALE = "stale"
 HAND_OVER_S = 0.001  # a new thread keeps the interpreter for 5 ms (sys.getswitchinterval): training goes first

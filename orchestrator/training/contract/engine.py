@@ -1,27 +1,14 @@
-"""The small interface between the training loop and what runs a step, and who stands behind it."""
+"""Engine: what the training loop asks of whatever runs a step."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
-import torch
-
-from orchestrator.specs import plan as plans
-from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.model import TrainingSpec
-from orchestrator.specs.run import TrainingRun
-from orchestrator.training.checkpoint.checkpoint import Saved, State
-from orchestrator.training.contract.recipe import Batch, Recipe, from_factory
+from orchestrator.training.contract.recipe import Batch
 from orchestrator.training.contract.results import StepResult
-from orchestrator.training.data.dataset import TextDataset
-from orchestrator.training.engines.alternating import AlternatingEngine
-from orchestrator.training.engines.batch_norm import RunningStatistics, batch_norms
-from orchestrator.training.engines.batch_norm import prepare as prepare_batch_norms
-from orchestrator.training.engines.recompute import compile_layers, recompute
-from orchestrator.training.engines.torch_engine import TorchEngine
-from orchestrator.training.models.decoder import decoder_recipe
+
+State = Mapping[str, Any]  # canonical name -> Tensor, DTensor or Fragment that is read and written in place
 
 
 class Engine(Protocol):
@@ -32,57 +19,3 @@ class Engine(Protocol):
 
     def state(self) -> State:
         """The canonical checkpoint's tensors, by reference: saving reads them, loading fills them."""
-
-
-def build_recipe(run: TrainingRun) -> Recipe:
-    """The model, loss and data of a run. Raises SpecError where the job names none that can be built."""
-    if run.model.decoder is not None:
-        dataset = TextDataset(run.data.text, run.plan.sequence_length or run.data.sequence_length)
-        return decoder_recipe(run.model.decoder, dataset, run.training.seed)
-    if run.model.hf is not None:
-        # Only here: importing transformers takes seconds, and it comes with the extra `finetune`.
-        try:
-            from orchestrator.training.models.hf_model import hf_recipe
-        except ImportError as error:
-            hint = "pip install 'orchestrator[finetune]'"
-            raise SpecError(f"not installed here: {error.name}", path="model.hf", hint=hint) from None
-        return hf_recipe(run)
-    assert run.model.factory is not None, "a job names a decoder, a transformers model or a factory"
-    torch.manual_seed(run.training.seed)
-    return from_factory(run.model.factory, run.model.config)
-
-
-def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_from: Saved | None) -> Engine:
-    """The plan's engine on this rank, in the state of the checkpoint `resume_from` where one is given; collective.
-
-    It trains what thaws up to that checkpoint's step; where more thaws later, the next engine is built then.
-    """
-    recipes = (recipe, *recipe.then)
-    norms = [layer for each in recipes for layer in batch_norms(each.module)]
-    prepare_batch_norms(norms, run.plan, run.training)
-    for each in recipes:
-        recompute(each.layers, run.plan.activation_checkpointing)
-        if run.training.compile:
-            compile_layers(each.layers)
-
-    def build(part: Recipe, training: TrainingSpec) -> Engine:
-        engine = _engine(part, run, training, device, resume_from)
-        own_statistics = norms and run.plan.layout.dp > 1 and not training.sync_batch_norm
-        return RunningStatistics(engine, norms) if own_statistics else engine
-
-    return AlternatingEngine(recipe, run.plan, run.training, build) if recipe.then else build(recipe, run.training)
-
-
-def _engine(
-    recipe: Recipe, run: TrainingRun, training: TrainingSpec, device: torch.device, resume_from: Saved | None
-) -> Engine:
-    plan = run.plan
-    if plan.engine is plans.Engine.DEEPSPEED:
-        # Only here: importing deepspeed takes seconds, and it chooses its accelerator while it is imported.
-        if device.type == "cpu":
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        from orchestrator.training.engines.deepspeed_engine import DeepSpeedEngine
-
-        return DeepSpeedEngine(recipe, run, training, device, resume_from)
-    assert plan.engine is plans.Engine.TORCH, f"{plan.engine} is not one of our engines"
-    return TorchEngine(recipe, plan, training, device, resume_from)

@@ -12,7 +12,6 @@ import glob
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import Freeze, TrainingSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.training.checkpoint.checkpoint import State
+from orchestrator.training.contract.engine import Engine, State
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.contract.results import StepResult
 from orchestrator.training.engines.randomness import Randomness
-
-if TYPE_CHECKING:
-    from orchestrator.training.contract.engine import Engine
 
 
 class AlternatingEngine:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Plan
-from orchestrator.training.checkpoint.checkpoint import State
+from orchestrator.training.contract.engine import Engine, State
 from orchestrator.training.contract.recipe import Batch
 from orchestrator.training.contract.results import StepResult
-
-if TYPE_CHECKING:
-    from orchestrator.training.contract.engine import Engine
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:

@@ -34,6 +34,7 @@ from orchestrator.specs.run import TrainingRun
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.checkpoint.fragment import Fragment
 from orchestrator.training.contract import loss_scale
+from orchestrator.training.contract.engine import State
 from orchestrator.training.contract.loss_scale import LossScale
 from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
@@ -116,7 +117,7 @@ class DeepSpeedEngine:
             self._loss_scale.update(norm)
         return StepResult(loss=loss.item() / tokens, grad_norm=norm)
 
-    def state(self) -> checkpoint.State:
+    def state(self) -> State:
         return checkpoint.of_recipe(self._recipe.name, self._state(self._in_files()))
 
     def _start(self, resume_from: checkpoint.Saved | None, exact: Callable[[str], Tensor] | None) -> None:
@@ -134,14 +135,14 @@ class DeepSpeedEngine:
         if self._is_swapped:
             deepspeed_nvme.put_back(self._engine.optimizer, self._moments, values)
 
-    def _load(self, saved: checkpoint.Saved, state: checkpoint.State) -> None:
+    def _load(self, saved: checkpoint.Saved, state: State) -> None:
         checkpoint.load(saved.path, checkpoint.of_recipe(self._recipe.name, state))
 
     def _in_files(self) -> deepspeed_nvme.Held:
         """Copies of what lies in files; nothing where all is in memory."""
         return deepspeed_nvme.held(self._engine.optimizer, self._moments) if self._is_swapped else {}
 
-    def _state(self, in_files: deepspeed_nvme.Held, known_at: int | None = None) -> checkpoint.State:
+    def _state(self, in_files: deepspeed_nvme.Held, known_at: int | None = None) -> State:
         """The canonical tensors; with `known_at`, without moments of groups that had not thawed before that step."""
         if self._plan.zero_stage is ZeroStage.NONE:
             return checkpoint.model_state(self._module, self._changing) | self._updates.state(known_at=known_at)
@@ -204,7 +205,7 @@ class DeepSpeedEngine:
             # One swapper for all parts: a new one would empty its folder.
             swapper = deepspeed.zero.Init(module=part, config_dict_or_path=config, param_swapper=swapper).param_swapper
 
-    def _computed_with(self) -> checkpoint.State:
+    def _computed_with(self) -> State:
         """Weights and buffers of forward and backward before `initialize`: whole, or this rank's runs at stage 3."""
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             return checkpoint.model_state(self._module, self._changing)

@@ -33,6 +33,7 @@ from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
 from orchestrator.training.checkpoint import checkpoint
 from orchestrator.training.contract import loss_scale
+from orchestrator.training.contract.engine import State
 from orchestrator.training.contract.loss_scale import LossScale
 from orchestrator.training.contract.precision import LOW_PRECISION
 from orchestrator.training.contract.recipe import Batch, Recipe, materialise
@@ -114,10 +115,10 @@ class TorchEngine:
         counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks know the same loss
         return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
 
-    def state(self) -> checkpoint.State:
+    def state(self) -> State:
         return self._state()
 
-    def _state(self, known_at: int | None = None) -> checkpoint.State:
+    def _state(self, known_at: int | None = None) -> State:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
         model = checkpoint.model_state(self._recipe.module, self._changing)
         if self._share:  # where the last stage shares a parameter, its own name is not the first one

@@ -1,0 +1,61 @@
+"""Job: what was submitted, and everything that has become of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.fault import Fault
+from orchestrator.specs.job.spec import Dependency, JobSpec
+from orchestrator.specs.plan import Plan
+
+
+class JobStatus(StrEnum):
+    """QUEUED <-> RUNNING, then one of the four ends; an end is final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    REFUSED = "refused"  # no plan can fit: nothing was started
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self not in (JobStatus.QUEUED, JobStatus.RUNNING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job and everything that has become of it."""
+
+    id: str
+    spec: JobSpec
+    order: int  # position of its submission: breaks ties of priority
+    submitted_at_s: float
+    status: JobStatus = JobStatus.QUEUED
+    reason: str = ""  # why it waits, or why it ended
+    not_before_s: float = 0.0  # back-off after a failure that was not its own
+    array: str | None = None  # id of the first job of its array
+    waits_for: tuple[Dependency, ...] = ()  # of those that it comes after, the ones that have not ended
+    deadline_s: float | None = None  # by when it should be done
+    starts_by_s: float | None = None  # from when on it has the speed that it is promised; None: it is promised none
+    cancelling: bool = False
+    attempts: tuple[Attempt, ...] = ()
+    refuted: frozenset[Plan] = frozenset()  # ran out of memory: never tried again
+    fault: Fault | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in every home: ids alone begin anew in each."""
+        return f"{self.id}@{self.submitted_at_s!r}"
+
+    @property
+    def user(self) -> str:
+        """Whose job it is; "" where nobody said."""
+        return self.spec.user or ""
+
+    @property
+    def last(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
