@@ -1,10 +1,11 @@
-"""Who may import what, and which packages are pure: read from the syntax tree of every module, at every depth."""
+"""Which imports are allowed, and what a pure package may do: read from the syntax tree of every module."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,17 @@ PURE_STANDARD_LIBRARY = {
     "textwrap", "types", "typing",
 }  # fmt: skip
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "compile", "__import__", "breakpoint"}
+MUTABLE_TYPES = {"list", "dict", "set", "defaultdict", "Counter", "deque", "OrderedDict", "bytearray", "ChainMap"}
+MUTATORS = {
+    "append", "appendleft", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
+    "setdefault", "sort", "reverse", "subtract", "update",
+}  # fmt: skip
+# A cache with a bound changes no answer of a pure function. These have none, since their arguments are few.
+UNBOUNDED_CACHES = {
+    "orchestrator/specs/replace.py": {"_slots_of"},  # one entry for each class of this program
+    "orchestrator/memory/calibration/calibrate.py": {"_student_quantile"},  # degrees of freedom: at most the window
+}
+FOLDER_CIRCLES = {"backends": {"attempts", "ray"}}  # AttemptWatch is given Ray's gang and nodes by name
 STANDARD_LIBRARY_ONLY = {  # what a training process reads, on machines that have nothing of ours installed
     "orchestrator/__init__.py",
     "orchestrator/specs/__init__.py",
@@ -63,7 +75,63 @@ def findings(path: str, source: str) -> list[str]:
             for call in ast.walk(tree)
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in IMPURE_CALLS
         ]
+        found += [f"{path}:{line} {said}" for said, line in _kept_findings(path, tree)]
     return found
+
+
+def _kept_findings(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """What a pure module could keep between two calls: an object that may change, a name that is set, a cache."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield "sets a global name", node.lineno
+        yield from ((f"changes the constant {name}", node.lineno) for name in _changed(node) if _is_constant(name))
+    for body in (tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))):
+        for node in body:
+            yield from ((f"caches {name} without a bound", node.lineno) for name in _unbounded(node, path))
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [name.id for target in targets for name in ast.walk(target or node) if isinstance(name, ast.Name)]
+            if isinstance(node, ast.Assign | ast.AnnAssign) and _is_mutable(node.value):
+                yield from ((f"keeps {name}", node.lineno) for name in names[:1] if not _is_constant(name))
+
+
+def _is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Subscript):  # list[int] in list[int]()
+        value = value.value
+    if isinstance(value, ast.Call):
+        called = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        return getattr(called, "attr", getattr(called, "id", "")) in MUTABLE_TYPES
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def _is_constant(name: str) -> bool:
+    return name.isupper() or name == "__all__"
+
+
+def _changed(node: ast.AST) -> Iterator[str]:
+    """Names of objects that a statement or call changes in place."""
+    changed: list[ast.expr] = []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        changed = [node.func.value]
+    elif isinstance(node, ast.Assign | ast.Delete):
+        changed = [target.value for target in node.targets if isinstance(target, ast.Subscript)]
+    elif isinstance(node, ast.AugAssign):
+        changed = [node.target.value if isinstance(node.target, ast.Subscript) else node.target]
+    for one in changed:
+        while isinstance(one, ast.Subscript):  # a row of a table
+            one = one.value
+        yield getattr(one, "attr", getattr(one, "id", ""))
+
+
+def _unbounded(node: ast.AST, path: str) -> Iterator[str]:
+    """The function's name where it has a cache that may grow for ever."""
+    if not isinstance(node, ast.FunctionDef) or node.name in UNBOUNDED_CACHES.get(path, ()):
+        return
+    for one in node.decorator_list:
+        keywords = one.keywords if isinstance(one, ast.Call) else []
+        called = one.func if isinstance(one, ast.Call) else one
+        is_endless = any(isinstance(word.value, ast.Constant) and word.value.value is None for word in keywords)
+        if getattr(called, "attr", getattr(called, "id", "")) == ("lru_cache" if is_endless else "cache"):
+            yield node.name
 
 
 def _import_findings(path: str, package: str | None, name: str, line: int) -> Iterator[str]:
@@ -125,11 +193,56 @@ def test_every_module_keeps_the_rules() -> None:
     assert found == []
 
 
+def import_graph() -> dict[str, set[str]]:
+    """The modules that each module imports, for types too; packages themselves are left out."""
+    known = {path for path in modules() if not path.endswith("__init__.py")}
+    trees = {path: ast.parse((ROOT / path).read_text()) for path in known}
+    return {
+        path: {module_path(name) for name, _ in imports(tree, path)} & known - {path} for path, tree in trees.items()
+    }
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Nodes of a circle, the first again at the end; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def folder_graph(graph: Mapping[str, Iterable[str]], package: str) -> dict[str, set[str]]:
+    """What the folders and files directly in a package import of each other."""
+    found: dict[str, set[str]] = {}
+    for path, imported in graph.items():
+        rooms = [Path(one).parts[2] for one in (path, *imported) if Path(one).parts[1] == package]
+        if Path(path).parts[1] == package:
+            found.setdefault(rooms[0], set()).update(room for room in rooms[1:] if room != rooms[0])
+    return found
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    assert circle(import_graph()) == []
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_import_goes_in_a_circle_over_folders(package: str) -> None:
+    graph, known = folder_graph(import_graph(), package), FOLDER_CIRCLES.get(package, set())
+    assert set(circle(graph)) == known, "a circle that is gone leaves its exception behind"
+
+
+def test_circles_are_found() -> None:
+    graph = {"orchestrator/p/a/x.py": {"orchestrator/p/b/y.py"}, "orchestrator/p/b/z.py": {"orchestrator/p/a/w.py"}}
+    assert circle(graph) == []
+    assert circle(folder_graph(graph, "p")) in (["a", "b", "a"], ["b", "a", "b"])
+    assert circle({"a": {"b"}, "b": {"a"}}) != []
+
+
 def test_every_package_and_every_exception_exists() -> None:
     """A renamed package or file may not leave its rule behind."""
     packages = {Path(path).parts[1] for path in modules() if len(Path(path).parts) > 2}
     assert packages == set(LAYERS)
-    assert STANDARD_LIBRARY_ONLY | set(EXCEPTIONS) <= set(modules())
+    assert STANDARD_LIBRARY_ONLY | set(EXCEPTIONS) | set(UNBOUNDED_CACHES) <= set(modules())
 
 
 PLANTED = {
@@ -161,6 +274,21 @@ PLANTED = {
     "torch in a pure package": ("memory/estimate.py", "import torch", "memory may not"),
     "yaml elsewhere": ("specs/job/spec.py", "import yaml", "specs may not"),
     "exception of another file": ("specs/plan.py", "import os", "specs is pure"),
+    "a list that is kept": ("scheduling/new.py", "_indices: list[int] = []", "keeps _indices"),
+    "a counter that is kept": ("memory/new.py", "from collections import Counter\nseen = Counter()", "keeps seen"),
+    "a typed list that is kept": ("specs/new.py", "seen = list[int]()", "keeps seen"),
+    "a comprehension that is kept": ("planning/new.py", "sizes = {n: n for n in (1, 2)}", "keeps sizes"),
+    "a set of a class": ("specs/new.py", "class A:\n    seen = set()", "keeps seen"),
+    "a constant that changes": ("planning/new.py", "X = []\ndef f(): X.append(1)", "changes the constant X"),
+    "a constant with a new key": ("memory/new.py", "X = {}\ndef f(): X[1] = 2", "changes the constant X"),
+    "a constant with a key less": ("memory/new.py", "X = {}\ndef f(): del X[1]", "changes the constant X"),
+    "a constant cut": ("scheduling/new.py", "_X = []\ndef f(): _X[:] = [1]", "changes the constant _X"),
+    "a constant added to": ("memory/new.py", "X = []\nX += [1]", "changes the constant X"),
+    "a row of a constant": ("memory/new.py", "X = {1: []}\ndef f(): X[1].append(2)", "changes the constant X"),
+    "a constant of another module": ("specs/new.py", "import a\ndef f(): a.X.clear()", "changes the constant X"),
+    "a global": ("specs/new.py", "x = 1\ndef f():\n    global x\n    x = 2", "sets a global name"),
+    "an unbounded cache": ("memory/new.py", "@cache\ndef f(x): return x", "caches f without a bound"),
+    "another unbounded cache": ("memory/new.py", "@lru_cache(maxsize=None)\ndef f(x): return x", "caches f"),
     "ray in training": ("training/new.py", "import ray", "training may not"),
     "mlflow in training": ("training/new.py", "def f():\n    from mlflow import log_metric", "training may not"),
     "pydantic in training": ("training/new.py", "from pydantic import BaseModel", "training may not"),
@@ -189,6 +317,9 @@ ALLOWED = {
     "itself": ("scheduling/new.py", "from orchestrator.scheduling.failures.classify import classify"),
     "relative": ("scheduling/new.py", "from .classify import classify"),
     "plans in training": ("training/new.py", "import torch\nfrom orchestrator.specs.plan import Plan"),
+    "a constant": ("specs/new.py", "X = {1: 2}\n__all__ = ['X']\ny = (1, 2)\ndef f():\n    z = []\n    z.append(X[1])"),
+    "a cache of one call": ("memory/new.py", "def f():\n    @cache\n    def g(x): return x"),
+    "a bounded cache": ("memory/new.py", "@lru_cache(maxsize=64)\ndef f(x): return x"),
     "an exception": ("scheduling/failures/classify.py", "import signal"),
     "world": ("backends/new.py", "import time, os, ray\nfrom orchestrator.scheduling.step import step"),
     "commands": ("cli.py", "import typer\nfrom orchestrator.service.server.controller import Controller"),
