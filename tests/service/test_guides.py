@@ -10,24 +10,32 @@ import pytest
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs.cluster import idle_nodes
-from orchestrator.specs.parse import parse_job
-from orchestrator.specs.plan import Precision
+from orchestrator.specs.parse import parse_cluster, parse_jobs
 
-GUIDES = Path(__file__).parents[2] / "docs/guides"
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs/guides"
+HARDWARE = ROOT / "clusters/1x8-h100-80gb.yaml"
 FILES = [
     pytest.param(text, id=f"{guide.stem}-{number}")
-    for guide in (GUIDES / "own-script.md", GUIDES / "frameworks.md")
+    for guide in sorted(GUIDES.glob("*.md"))
     for number, text in enumerate(re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.S), 1)
 ]
+JOBS = [file for file in FILES if str(file.values[0]).startswith("# job.yaml\n")]
+CLUSTERS = [file for file in FILES if str(file.values[0]).startswith("# cluster.yaml\n")]
 
 
-def test_there_is_a_job_file_for_each_way() -> None:
-    assert len(FILES) == 4
+def test_each_file_says_what_it_is() -> None:
+    assert len(JOBS) + len(CLUSTERS) == len(FILES)
+    assert {str(file.id).rpartition("-")[0] for file in JOBS} >= {"own-script", "frameworks", "finetune", "own-model"}
 
 
-@pytest.mark.parametrize("text", FILES)
+@pytest.mark.parametrize("text", JOBS)
 def test_a_guides_job_file_is_planned_as_it_stands(text: str) -> None:
-    spec = parse_job(text, "guide")
-    assert spec.precision in tuple(Precision)
-    assert spec.knobs.gradient_accumulation_steps is not None
-    assert forecast(spec, idle_nodes(read_cluster(None)), ())["chosen"] is not None
+    nodes = idle_nodes(read_cluster(HARDWARE))
+    for spec in parse_jobs(text, "guide"):
+        assert forecast(spec, nodes, ())["chosen"] is not None
+
+
+@pytest.mark.parametrize("text", CLUSTERS)
+def test_a_guides_cluster_file_is_read_as_it_stands(text: str) -> None:
+    assert parse_cluster(text, "guide").nodes
