@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal import access
+from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
 
 if TYPE_CHECKING:
-    from orchestrator.service.server.client import Client
+    from orchestrator.service.server.endpoint import Endpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,14 +34,13 @@ app = typer.Typer(
     help="Plans, places, recovers and compares GPU training jobs by the memory they need.",
 )
 
-DEFAULT_HOME = Path("~/.orc")
-
-Home = Annotated[Path, typer.Option("--home", envvar="ORC_HOME", help="Folder of the service: queue, logs, records.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.")]
 Cluster = Annotated[Path | None, typer.Option("--cluster", help="Cluster file (YAML).")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Say a setting otherwise.")]
+
+
+ON_THIS_MACHINE = ("up", "down", "doctor", "replay")  # commands about the home folder itself
 
 
 class SchemaName(StrEnum):
@@ -72,11 +74,23 @@ def _say_version(asked: bool) -> None:
 
 @app.callback()
 def before_a_command(
+    context: typer.Context,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--server", envvar="ORC_SERVER", metavar="URL", help="Service of another machine; see `orc login`."
+        ),
+    ] = None,
     _version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say the version, and end.")
     ] = False,
 ) -> None:
     """What stands before the command."""
+    if server and context.invoked_subcommand in ON_THIS_MACHINE:
+        raise SpecError(
+            f"`orc {context.invoked_subcommand}` works on this machine alone", source="--server", got=server
+        )
+    SERVER.set(server or None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,24 +110,41 @@ def up(
     home: Home = DEFAULT_HOME,
     cluster: Cluster = None,
     ray: Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray to use, as host:port.")] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve other machines here too, under TLS.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Certificate (PEM); default: one made for trials.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key (PEM).")] = None,
+    allowed_hosts: Annotated[
+        list[str] | None, typer.Option("--allowed-host", metavar="NAME", help="Host name that clients use; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on two virtual devices of this machine."""
     from orchestrator.service.server.client import service_file
+    from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint
     from orchestrator.service.server.intake import read_cluster
     from orchestrator.service.server.lifecycle import start
 
     home = home.expanduser()
     read_cluster(cluster)
-    started = start(home, cluster, ray)
-    with closing(_client(home)) as client:
+    if listen is None and (tls_cert or tls_key or allowed_hosts):
+        raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
+    endpoint = endpoint_of(home, listen, tls_cert, tls_key, tuple(allowed_hosts or ())) if listen else None
+    started = start(home, cluster, ray, endpoint)
+    with closing(client_of(home)) as client:
         answer = {"started": started, **service_file(home), **client.cluster()}
+    if (served := kept_endpoint(home)) is not None:
+        answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
     words = "is up" if started else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
     tell(
         answer,
         as_json,
-        f"The service {words}: {answer['name']}, {nodes} devices. MLflow: {answer['tracking_uri']}. Home: {home}",
+        f"The service {words}: {answer['name']}, {nodes} devices. MLflow: {answer['tracking_uri']}. Home: {home}"
+        + (_reachable(served) if served is not None else ""),
     )
 
 
@@ -160,7 +191,7 @@ def submit(
 
     overrides = read_overrides(settings or [])
     specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
-    client = _client(home)
+    client = client_of(home)
     ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     tell({"ids": ids, "late": late, "promises": promises}, as_json, "\n".join(ids))
     for job_id, words in late.items():
@@ -177,7 +208,7 @@ def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_
     from orchestrator.service.terminal.follow import run_to_end
 
     spec = read_job(file, read_overrides(settings or []), home)
-    raise typer.Exit(run_to_end(spec, None, home.expanduser(), as_json))
+    raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
 
 
 @app.command()
@@ -201,7 +232,7 @@ def rehearse(
     if not spec.is_script and step > spec.training.max_steps:
         allowed = f"1 to training.max_steps={spec.training.max_steps}"
         raise SpecError("the job ends before this step", source="--step", got=step, allowed=allowed)
-    raise typer.Exit(run_to_end(spec, Fault(kind=fail, rank=rank, step=step), home.expanduser(), as_json))
+    raise typer.Exit(run_to_end(spec, Fault(kind=fail, rank=rank, step=step), service_of(home), as_json))
 
 
 @app.command()
@@ -213,7 +244,7 @@ def queue(
     """List the jobs: how each stands, with which plan, and why."""
     from orchestrator.service.terminal.tables import queue_table
 
-    jobs = _client(home).jobs(ended)
+    jobs = client_of(home).jobs(ended)
     tell({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
 
 
@@ -222,7 +253,7 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Show how the cluster is shared: what each team and user has a share of, used, holds and waits for."""
     from orchestrator.service.views.teams import teams_table
 
-    shared = _client(home).teams()
+    shared = client_of(home).teams()
     words = "Nothing is shared: the cluster file's `policy` names no teams."
     tell({"teams": shared}, as_json, teams_table(shared) if shared else words)
 
@@ -232,7 +263,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
     """Show everything about one job: attempts, changes, predicted and measured peaks, failures."""
     from orchestrator.service.terminal.tables import job_panel
 
-    job, _ = _client(home).job(job_id)
+    job, _ = client_of(home).job(job_id)
     tell(dict(job), as_json, job_panel(job))
 
 
@@ -241,7 +272,7 @@ def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -
     """Explain a job: bytes by cause and moment beside what was measured, what was wrong, and what it changed."""
     from orchestrator.service.terminal.tables import explanation_panel
 
-    explanation = _client(home).explanation(job_id)
+    explanation = client_of(home).explanation(job_id)
     tell(dict(explanation), as_json, explanation_panel(explanation))
 
 
@@ -257,7 +288,7 @@ def logs(
     """Print what a rank of a job wrote."""
     from orchestrator.service.terminal.follow import log_lines
 
-    lines = log_lines(_client(home), job_id, attempt, rank, follow)
+    lines = log_lines(client_of(home), job_id, attempt, rank, follow)
     for number, text in lines:
         if as_json:
             print(json.dumps({"job": job_id, "attempt": number, "rank": rank, "text": text}), flush=True)
@@ -274,7 +305,7 @@ def cancel(
     as_json: AsJson = False,
 ) -> None:
     """End jobs, all of them or, where one cannot be, none: their ranks get a SIGTERM and ten seconds."""
-    cancelled = _client(home).cancel(job_ids, whole_arrays=whole_arrays)
+    cancelled = client_of(home).cancel(job_ids, whole_arrays=whole_arrays)
     are = "is" if len(cancelled) == 1 else "are"
     tell({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
 
@@ -289,7 +320,7 @@ def drain(
     """Let a node take nothing new: what runs there goes on to its end. Shows who is still on which node."""
     from orchestrator.service.terminal.tables import nodes_table
 
-    client = _client(home)
+    client = client_of(home)
     if node is not None:
         client.drain(node, undo=undo)
     elif undo:
@@ -317,7 +348,7 @@ def plan(
     from orchestrator.service.terminal.tables import forecast_panel
 
     spec = read_job(file, read_overrides(settings or []), home, to_run=False)
-    nodes, observations = hardware_of(home.expanduser(), cluster)
+    nodes, observations = hardware_of(service_of(home), cluster)
     gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
     answer = forecast(spec, nodes, observations)
     tell(dict(answer), as_json, forecast_panel(answer))
@@ -340,7 +371,7 @@ def estimate(
 
     spec = read_job(file, (), home, to_run=False)
     given = read_overrides(settings or [])
-    nodes, observations = hardware_of(home.expanduser(), cluster)
+    nodes, observations = hardware_of(service_of(home), cluster)
     answer = forecast_of(spec, given, nodes, observations)
     tell(dict(answer), as_json, candidate_panel(answer))
 
@@ -481,7 +512,7 @@ def calibrate(
     """Teach the service what attempts of other homes, or of earlier ones, have measured."""
     from orchestrator.backends.mlflow.outcomes import read_outcomes
 
-    client = _client(home)
+    client = client_of(home)
     found = read_outcomes(tracking_uri, experiment)
     kept = client.observe(found)
     tell({"found": len(found), "new": kept}, as_json, f"{len(found)} outcomes found, {kept} of them new.")
@@ -496,10 +527,20 @@ def schema(name: Annotated[SchemaName, typer.Argument()] = SchemaName.JOB) -> No
     print(json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2))
 
 
-def _client(home: Path) -> Client:
-    from orchestrator.service.server.client import Client
+def _reachable(endpoint: Endpoint) -> str:
+    """How other machines reach the service, in words."""
+    return (
+        f"\nOther machines: https://HOST:{endpoint.port} (bound to {endpoint.host}). There, with a token of "
+        f"`orc token create USER`:\n  orc login https://HOST:{endpoint.port} --fingerprint {endpoint.fingerprint()}"
+    )
 
-    return Client(home.expanduser())
+
+app.command()(access.login)
+app.command()(access.logout)
+app.command()(access.whoami)
+app.command()(access.audit)
+app.add_typer(access.users, name="user")
+app.add_typer(access.tokens, name="token")
 
 
 if __name__ == "__main__":

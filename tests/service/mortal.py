@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
@@ -30,6 +31,7 @@ def serve(home: Path) -> None:
         controller = Controller(journal, FolderBackend(home / "world", CLUSTER), time.time)
         service = Service(
             controller=controller,
+            accounts=Accounts(journal.transaction, time.time),
             home=home,
             token=(home / "token").read_text(),
             cluster=CLUSTER.name,

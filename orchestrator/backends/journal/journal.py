@@ -26,7 +26,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.jobs import Jobs
 from orchestrator.specs.state import State
 
-SCHEMA = "0003"  # newest revision in migrations/versions
+SCHEMA = "0004"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
 PAGE = 500  # rows read at a time
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
@@ -91,7 +91,7 @@ class Journal:
 
         Each with what was decided then, as `decisions` says it; None where that was not kept.
         """
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         if row is None:
@@ -113,7 +113,7 @@ class Journal:
             for action in actions
             if isinstance(action, Archive)
         ]
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             connection.execute(_events.insert(), events)
             if records:
                 connection.execute(_outbox.insert(), [{"body": _dump(self._record, record)} for record in records])
@@ -123,7 +123,7 @@ class Journal:
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         """Keep jobs, each with its end, where they are not kept yet."""
         known = sa.select(_jobs.c.id).where(_jobs.c.id.in_([job.id for job, _ in ended]))
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             kept = set(connection.execute(known).scalars())
             rows = [self._row(job, at_s) for job, at_s in ended if job.id not in kept]
             if rows:
@@ -141,7 +141,7 @@ class Journal:
         added = [{"id": one["row"], "body": one["body"]} for one in changed if one["row"] not in self._saved]
         body = _dump(self._state, state, exclude={"jobs"})
         row = _live.c.id == sa.bindparam("row")
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             connection.execute(_snapshots.delete())
             connection.execute(_snapshots.insert().values(id=last, body=body))
             if gone:
@@ -154,7 +154,7 @@ class Journal:
 
     def job(self, job_id: str) -> Job | None:
         """A job that has ended and that the state has forgotten."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             row = connection.execute(sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)).one_or_none()
         return None if row is None else self._read(self._job, _jobs, *row)
 
@@ -165,7 +165,7 @@ class Journal:
             newest = newest.where(
                 _jobs.c.number < sa.select(_jobs.c.number).where(_jobs.c.id == before).scalar_subquery()
             )
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             rows = connection.execute(newest).all()
         return [self._read(self._job, _jobs, *row) for row in rows]
 
@@ -177,7 +177,7 @@ class Journal:
         """Every event, oldest first, with what was decided; `after` skips as many rows."""
         while True:
             page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
-            with self._transaction() as connection:
+            with self.transaction() as connection:
                 rows = connection.execute(page).all()
             for row in rows:
                 yield self._read(self._event, _events, row.id, row.body), row.decided
@@ -188,19 +188,19 @@ class Journal:
     def pending(self, limit: int) -> list[tuple[int, Record]]:
         """At most `limit` undelivered outbox rows as (id, record), oldest first."""
         oldest = sa.select(_outbox.c.id, _outbox.c.body).order_by(_outbox.c.id).limit(limit)
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             rows = connection.execute(oldest).all()
         return [(row.id, self._read(self._record, _outbox, *row)) for row in rows]
 
     def delivered(self, ids: Sequence[int]) -> None:
         """Forget outbox rows: the tracker has them."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             connection.execute(_outbox.delete().where(_outbox.c.id == sa.bindparam("row")), [{"row": i} for i in ids])
 
     def confirm(self) -> None:
         """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
-            with self._transaction():  # which holds the lease anew, or raises
+            with self.transaction():  # which holds the lease anew, or raises
                 pass
 
     def close(self) -> None:
@@ -218,11 +218,11 @@ class Journal:
     def _open(self) -> None:
         """Own the journal and bring its tables to SCHEMA, all or nothing; or see that they can be read."""
         if self._owned is None:
-            with self._transaction() as connection:
+            with self.transaction() as connection:
                 _check_schema(connection, self.name)
             return
         if isinstance(self._owned, FileLock):
-            with self._transaction() as connection:
+            with self.transaction() as connection:
                 _migrate(connection, self.name)
             return
         patience_s = self._owned.patience_s
@@ -256,7 +256,7 @@ class Journal:
         """Renew the lease while the service is idle, until it is lost or given up."""
         while not self._ended.wait(beat_s):
             try:
-                with self._transaction():
+                with self.transaction():
                     pass
             except ServiceError as error:  # the controller asks before it acts, and ends
                 log.error("%s", error)
@@ -283,8 +283,8 @@ class Journal:
             ) from error
 
     @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
-        """All or nothing, on disk at its end, by the owner of the journal alone."""
+    def transaction(self) -> Iterator[sa.Connection]:
+        """A transaction: all or nothing, on disk at its end, by the owner of the journal alone."""
         with self._lock:
             if self._closed:
                 raise ServiceError(f"journal {self.name} is closed in this process: the service is ending.")

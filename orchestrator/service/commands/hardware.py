@@ -7,23 +7,25 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.logins import DEFAULT_HOME, Login
 from orchestrator.service.server.rates import known
 from orchestrator.specs.cluster import Node, idle_nodes
 from orchestrator.specs.observation import Observation
 
 
-def hardware_of(home: Path, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
+def hardware_of(service: Path | Login, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
     """The given cluster with all memory free, else the live one with what it has learned, else the one of `orc up`.
 
     Raises SpecError where the file is none of a cluster, ServiceError where the service does not answer.
     """
-    if cluster is not None or not _is_up(home):
+    home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()  # which knows this machine's rates
+    if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
         kept = home / "cluster.yaml"
         return idle_nodes(known(read_cluster(cluster or (kept if kept.exists() else None)), home)), ()
     from orchestrator.service.server.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 
-    with closing(Client(home)) as client:
+    with closing(Client(service)) as client:
         live = client.cluster()
     return [node_from_view(node) for node in live["nodes"]], observations_from_view(live["observations"])
 

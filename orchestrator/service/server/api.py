@@ -1,23 +1,26 @@
-"""What does the service answer over HTTP? Every route but /healthz wants the token; nobody but this machine may ask."""
+"""The HTTP API of the service. Every route but /healthz and /readyz needs a token, and a role that `ROLES` names."""
 
 from __future__ import annotations
 
-import hmac
 import json
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.endpoint import LOOPBACK
+from orchestrator.service.server.gate import Gate, limiter, refusal
 from orchestrator.service.views.records import (
     JobView,
     explanation_view,
@@ -29,34 +32,49 @@ from orchestrator.service.views.records import (
     promise_view,
 )
 from orchestrator.service.views.teams import teams_view
+from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.spec import JobSpec, UserName
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
-BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 LOG_BYTES_MAX = 2**18  # per answer; the reader asks again from the next offset
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in an answer
 WAIT_S_MAX = 10.0  # of a long poll
 NEVER_SEEN = -1  # a version that no state has
 
-Handler = Callable[[Request], Awaitable[Response]]
+ROLES = {  # needed by each route; one that is missing here needs an admin
+    ("GET", "/whoami"): Role.VIEWER,
+    ("GET", "/jobs"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
+    ("GET", "/cluster"): Role.VIEWER,
+    ("GET", "/teams"): Role.VIEWER,
+    ("POST", "/jobs"): Role.MEMBER,
+    ("POST", "/jobs/batch"): Role.MEMBER,
+    ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
+    ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
+    ("POST", "/observations"): Role.OPERATOR,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What the routes need: the controller, the home folder, the token, and how to end."""
+    """What the routes need: the controller, accounts, the home folder with its token, and how to end."""
 
     controller: Controller
+    accounts: Accounts
     home: Path
-    token: str
+    token: str  # of the home folder: its holder is an admin
     cluster: str  # name of the cluster
     tracking_uri: str
     shut_down: Callable[[], None]
+    hosts: frozenset[str] = LOOPBACK  # that a Host header may name
 
 
 class FaultRequest(BaseModel):
@@ -105,6 +123,21 @@ class DrainRequest(BaseModel):
     undo: bool = False
 
 
+class UserRequest(BaseModel):
+    """A user that is added, or gets another role."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Role
+
+
+class TokenRequest(BaseModel):
+    """A token for a user."""
+
+    model_config = ConfigDict(extra="forbid")
+    user: str
+    lifetime_s: float | None = Field(default=None, gt=0)
+
+
 class ShutdownRequest(BaseModel):
     """`force` ends the service although jobs run."""
 
@@ -113,13 +146,22 @@ class ShutdownRequest(BaseModel):
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; wrong token 401, wrong Host 403, unknown thing 404, bad input 422, refusal 409."""
+    """The application; wrong token 401, wrong Host or role 403, unknown thing 404, bad input 422, refusal 409."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.middleware("http")(lambda request, handler: _guarded(request, handler, service.token))
+    gate = Gate(
+        owner_token=service.token,
+        owner=user_name(),
+        accounts=service.accounts,
+        hosts=service.hosts,
+        roles=ROLES,
+        wrong=limiter(),
+    )
+    app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
     _add_job_routes(app, service)
     _add_service_routes(app, service)
+    _add_account_routes(app, service.accounts)
     return app
 
 
@@ -130,14 +172,14 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
     controller = service.controller
 
     @app.post("/jobs")
-    def submit(request: SubmitRequest) -> dict[str, Any]:
-        job_id = controller.submit(*_asked(request, "the submitted job"))
+    def submit(request: SubmitRequest, sender: Sender) -> dict[str, Any]:
+        job_id = controller.submit(*_asked(request, "the submitted job", sender))
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch")
-    def submit_batch(request: BatchRequest) -> dict[str, Any]:
+    def submit_batch(request: BatchRequest, sender: Sender) -> dict[str, Any]:
         """All or none: one transaction."""
-        asked = [_asked(one, f"submitted job {number}") for number, one in enumerate(request.jobs, 1)]
+        asked = [_asked(one, f"submitted job {number}", sender) for number, one in enumerate(request.jobs, 1)]
         ids = controller.submit_all(asked)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
@@ -165,9 +207,9 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         return dict(explanation_view(controller.state, _job(service, job_id)))
 
     @app.post("/jobs/cancel")
-    def cancel(request: CancelRequest) -> dict[str, Any]:
+    def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
         for job_id in request.jobs:
-            _job(service, job_id)
+            _refuse_other_teams(_job(service, job_id), sender, controller.state.policy)
         return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs")
@@ -194,6 +236,19 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/readyz")
+    def readyz() -> Response:
+        """200 once the service may decide: it owns its journal and has seen nodes."""
+        try:
+            controller.confirm()
+        except ServiceError as error:
+            return refusal(503, str(error))
+        return JSONResponse({"status": "ready"}) if controller.state.nodes else refusal(503, "no node was seen yet")
+
+    @app.get("/whoami")
+    def whoami(sender: Sender) -> dict[str, str]:
+        return {"user": sender.name, "role": sender.role}
 
     @app.get("/cluster")
     def cluster() -> dict[str, Any]:
@@ -232,10 +287,75 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         return {"running": running}
 
 
-def _asked(request: SubmitRequest, source: str) -> tuple[JobSpec, Fault | None]:
+def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
+    """Users, tokens, audit log: for admins alone, since `ROLES` does not name them."""
+
+    @app.get("/users")
+    def users() -> dict[str, Any]:
+        return {"users": [asdict(user) for user in accounts.users()]}
+
+    @app.put("/users/{name}")
+    def set_user(name: UserName, request: UserRequest) -> dict[str, Any]:
+        accounts.set_user(name, request.role)
+        return {}
+
+    @app.delete("/users/{name}")
+    def remove_user(name: str) -> dict[str, Any]:
+        accounts.remove_user(name)
+        return {}
+
+    @app.get("/tokens")
+    def tokens() -> dict[str, Any]:
+        return {"tokens": [asdict(token) for token in accounts.tokens()]}
+
+    @app.post("/tokens")
+    def create_token(request: TokenRequest) -> dict[str, Any]:
+        """The one answer that has the token itself."""
+        secret, token = accounts.create_token(request.user, request.lifetime_s)
+        return {"secret": secret, "token": asdict(token)}
+
+    @app.delete("/tokens/{number}")
+    def revoke_token(number: int) -> dict[str, Any]:
+        accounts.revoke_token(number)
+        return {}
+
+    @app.get("/audit")
+    def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, before: int | None = None) -> dict[str, Any]:
+        return {"rows": [{"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)]}
+
+
+def _sender(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
+
+
+Sender = Annotated[Principal, Depends(_sender)]
+
+
+def _asked(request: SubmitRequest, source: str, sender: Principal) -> tuple[JobSpec, Fault | None]:
+    """The job, whose user is who sent it. The home folder's own token may name any user."""
     asked = request.fault
     fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
-    return job_from_data(request.spec, source), fault
+    spec = job_from_data(request.spec, source)
+    if sender.is_owner:
+        return spec, fault
+    if spec.user not in (None, sender.name):
+        hint = "leave `user` out: the job belongs to the user of the token"
+        what = "another user's name"
+        raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
+    return spec.model_copy(update={"user": sender.name}), fault
+
+
+def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec) -> None:
+    if sender.role.may(Role.OPERATOR) or job.user == sender.name:
+        return
+    if policy.is_shared and job.user and policy.team_of(job.user) == policy.team_of(sender.name):
+        return
+    raise _Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may cancel jobs of its own team only")
+
+
+class _Forbidden(ServiceError):
+    """The role of the sender does not include this."""
 
 
 class _Unknown(ServiceError):
@@ -279,36 +399,18 @@ def _read_from(path: Path, offset: int) -> bytes:
         return b""
 
 
-# -------------------------------------------------------------------------------------------------------- the gate
-
-
-async def _guarded(request: Request, handler: Handler, token: str) -> Response:
-    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-    if host not in ("127.0.0.1", "localhost"):  # a page of another site, whose name was made to lead here
-        return _error(403, "the Host header must be 127.0.0.1")
-    if request.url.path != "/healthz":
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            return _error(401, "wrong token: `orc` reads it from the home folder of the service")
-    length = request.headers.get("content-length", "0")
-    if "transfer-encoding" in request.headers or not length.isdecimal():
-        return _error(411, "a body needs its length")
-    if int(length) > BODY_BYTES_MAX:
-        return _error(413, f"the body is longer than {BODY_BYTES_MAX} bytes")
-    return await handler(request)
+# ------------------------------------------------------------------------------------------------------------- errors
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, _Unknown):
-        return _error(404, str(error))
-    return _error(422 if isinstance(error, SpecError) else 409, str(error))
+        return refusal(404, str(error))
+    if isinstance(error, _Forbidden):
+        return refusal(403, str(error))
+    return refusal(422 if isinstance(error, SpecError) else 409, str(error))
 
 
 async def _malformed(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError), error
     details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-    return _error(422, f"the request is malformed: {details}")
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": message}, status_code=status)
+    return refusal(422, f"the request is malformed: {details}")

@@ -1,10 +1,11 @@
-"""How does a command talk to the service? HTTP on the loopback, with the token that `orc up` made."""
+"""How a command talks to the service: on the loopback with the home folder's token, or under TLS with a login."""
 
 from __future__ import annotations
 
 import json
 import os
 import pwd
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import quote
 
 import httpx
 
+from orchestrator.service.server.logins import Login
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -24,20 +26,27 @@ LONG_POLL_S = 2.0
 
 
 class Client:
-    """One connection to the service of a home folder. Raises ServiceError where it does not answer or refuses."""
+    """One connection to a service. Raises ServiceError where it does not answer or refuses."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, service: Path | Login) -> None:
+        """Connect to the service of a home folder, or to the one of a login."""
+        if isinstance(service, Login):
+            url, token = service.url, service.token
+            trusted = ssl.create_default_context(cadata=service.certificate)
+        else:
+            url, token, trusted = f"http://127.0.0.1:{service_file(service)['port']}", _token(service), None
         self._http = httpx.Client(
-            base_url=f"http://127.0.0.1:{service_file(home)['port']}",
-            headers={"Authorization": f"Bearer {_token(home)}"},
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
             timeout=TIMEOUT_S,
+            verify=trusted or True,
             trust_env=False,  # a proxy would see the token
         )
+        self._names_user = not isinstance(service, Login)  # elsewhere the token says who submits
 
     def submit(self, spec: dict[str, Any], fault: dict[str, Any] | None = None) -> str:
         """The id of the job that is in the queue when this returns."""
-        return self._json("POST", "/jobs", {"spec": _signed(spec), "fault": fault})["id"]
+        return self._json("POST", "/jobs", {"spec": self._signed(spec), "fault": fault})["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
         """The ids of jobs that are all in the queue when this returns.
@@ -45,8 +54,41 @@ class Client:
         With why some will be late for their deadlines, and what is promised to those with a guarantee. Where one is no
         job, none is in the queue.
         """
-        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": _signed(spec)} for spec in specs]})
+        answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": self._signed(spec)} for spec in specs]})
         return answer["ids"], answer["late"], answer["promises"]
+
+    def whoami(self) -> dict[str, str]:
+        """The user and the role that the service knows this token by."""
+        return self._json("GET", "/whoami")
+
+    def users(self) -> list[dict[str, Any]]:
+        """Every user with its role."""
+        return self._json("GET", "/users")["users"]
+
+    def set_user(self, name: str, role: str) -> None:
+        """Add a user, or give one another role."""
+        self._json("PUT", f"/users/{quote(name, safe='')}", {"role": role})
+
+    def remove_user(self, name: str) -> None:
+        """Remove a user with all tokens."""
+        self._json("DELETE", f"/users/{quote(name, safe='')}")
+
+    def tokens(self) -> list[dict[str, Any]]:
+        """Every token: whose, since when, until when, last used when."""
+        return self._json("GET", "/tokens")["tokens"]
+
+    def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, dict[str, Any]]:
+        """A new token, and what the service keeps of it."""
+        answer = self._json("POST", "/tokens", {"user": user, "lifetime_s": lifetime_s})
+        return answer["secret"], answer["token"]
+
+    def revoke_token(self, number: int) -> None:
+        """Let a token admit nobody any more."""
+        self._json("DELETE", f"/tokens/{number}")
+
+    def audit(self, limit: int) -> list[dict[str, Any]]:
+        """The newest rows of the audit log, newest first."""
+        return self._json("GET", f"/audit?limit={limit}")["rows"]
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
         """Every live job, and at most so many of those that ended last, in the order of the queue."""
@@ -100,6 +142,10 @@ class Client:
         """Let go of the connection."""
         self._http.close()
 
+    def _signed(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The job with its user: who submits, where it names nobody."""
+        return spec if spec.get("user") or not self._names_user else {**spec, "user": user_name()}
+
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         return self._send(method, path, body).json()
 
@@ -150,11 +196,6 @@ def process_is_alive(pid: int) -> bool:
         return True
     except (ProcessLookupError, OSError):
         return False
-
-
-def _signed(spec: dict[str, Any]) -> dict[str, Any]:
-    """The job with its user: who submits, where it names nobody."""
-    return spec if spec.get("user") else {**spec, "user": user_name()}
 
 
 def user_name() -> str:

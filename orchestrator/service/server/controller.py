@@ -113,6 +113,10 @@ class Controller:
         with self._changed:
             return self._scheduler.wake_at_s()
 
+    def confirm(self) -> None:
+        """Return where this service owns its journal, and so may act. Raises ServiceError where it does not."""
+        self._journal.confirm()
+
     def job(self, job_id: str) -> Job | None:
         """The job as it stands, or as it ended."""
         return self._state.jobs.get(job_id) or self._journal.job(job_id)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late, each in
 import uvicorn
 from fastapi import FastAPI
 
+from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import MlflowTracker
@@ -30,11 +31,12 @@ from orchestrator.backends.ray import cluster as ray_cluster
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.rates import measured
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.errors import OrchestratorError, ServiceError
 
 MLFLOW_CHECK_S = 5.0
 HOME_CHECK_S = 5.0
@@ -95,15 +97,19 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
 
         token = (home / "token").read_text()
         threading.Thread(target=_watch_home, args=(home, token, shut_down, stop), daemon=True).start()
+        endpoint = kept_endpoint(home)
         service = Service(
             controller=controller,
+            accounts=Accounts(journal.transaction, time.time),
             home=home,
             token=token,
             cluster=cluster.name,
             tracking_uri=mlflow.uri,
             shut_down=shut_down,
+            hosts=endpoint.names() if endpoint else LOOPBACK,
         )
-        with served(create_app(service)) as port:
+        application = create_app(service)
+        with served(application) as port, _served_to_others(application, endpoint):
             write_service_file(home, port)
             is_serving.set()
             log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
@@ -159,13 +165,28 @@ def _keep_tracking(controller: Controller, tracker: MlflowTracker, mlflow: Mlflo
             tracker.notify()
 
 
+def _served_to_others(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:
+    return nullcontext() if endpoint is None else served(app, endpoint)
+
+
 @contextmanager
-def served(app: FastAPI) -> Iterator[int]:
-    """The application on a free port of the loopback, in a thread of its own."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()  # before its port is told: whoever asks then waits until it is answered, and is not refused
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+def served(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
+    """The application in a thread of its own: on a free port of the loopback, or under TLS on an endpoint.
+
+    Raises ServiceError where the address cannot be bound.
+    """
+    host, port = (endpoint.host, endpoint.port) if endpoint else ("127.0.0.1", 0)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    listener.listen()  # before its port is told: a client that connects then waits, and is not refused
+    tls = {"ssl_certfile": endpoint.certificate, "ssl_keyfile": endpoint.key} if endpoint else {}
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **tls)  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     try:

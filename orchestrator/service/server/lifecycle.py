@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
+from orchestrator.service.server.endpoint import FILE as ENDPOINT_FILE
+from orchestrator.service.server.endpoint import Endpoint, endpoint_text
 from orchestrator.specs.errors import ServiceError
 
 UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
@@ -22,15 +24,16 @@ POLL_S = 0.1
 TAIL_LINES = 15
 
 
-def start(home: Path, cluster: Path | None, ray_address: str | None) -> bool:
+def start(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None) -> bool:
     """Bring the service up and wait until it answers; False where it was up already. Raises ServiceError.
 
-    `cluster`, `ray_address` and the variable ORC_JOURNAL (the address of a PostgreSQL journal) are kept in the home
-    folder, so that a restart that names none of them finds the same world.
+    `cluster`, `ray_address`, `endpoint` and the variable ORC_JOURNAL (the address of a PostgreSQL journal) are kept
+    in the home folder, so that a restart that names none of them finds the same world.
     """
     prepare(home)
     with _only_one(home):
-        named = {"ray_address": ray_address, "journal_url": os.environ.get("ORC_JOURNAL")}
+        listen = None if endpoint is None else endpoint_text(endpoint)
+        named = {"ray_address": ray_address, "journal_url": os.environ.get("ORC_JOURNAL"), ENDPOINT_FILE: listen}
         wanted = {name: text for name, text in named.items() if text is not None}
         if cluster is not None:  # the whole world is said anew: without an address it is the embedded Ray's
             wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}

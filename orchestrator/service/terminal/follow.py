@@ -14,6 +14,7 @@ from rich.text import Text
 
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.lifecycle import start
+from orchestrator.service.server.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.service.terminal.tables import attempts_table, progress_line
 from orchestrator.service.views.records import AttemptView, JobView
@@ -25,10 +26,11 @@ PLAIN_EVERY_S = 5.0  # between two lines of progress where there is no terminal
 LOG_POLL_S = 0.5
 
 
-def run_to_end(spec: JobSpec, fault: Fault | None, home: Path, as_json: bool) -> int:
-    """Start the service where it is not up, submit the job, tell what happens to it; the exit code of the command."""
-    start(home, None, None)
-    client = Client(home)
+def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_json: bool) -> int:
+    """Submit the job and tell what happens to it; the exit code of the command. Starts a home's service if needed."""
+    if isinstance(service, Path):
+        start(service, None, None)
+    client = Client(service)
     asked = {"kind": fault.kind, "rank": fault.rank, "step": fault.step} if fault else None
     job_id = client.submit(spec.model_dump(mode="json"), asked)
     try:

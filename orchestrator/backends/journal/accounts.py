@@ -1,0 +1,234 @@
+"""Users, their tokens, and the audit log of what they changed, in the journal's database."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import inf
+
+import sqlalchemy as sa
+
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.errors import ServiceError
+
+PREFIX = "orc_"
+SECRET_BYTES = 32
+SHOWN_CHARACTERS = 8  # of a token, behind the prefix: enough to tell tokens apart, too few to guess one
+TOUCH_S = 60.0  # at most so often is the last use of a token written
+CACHE_S, CACHE_MAX = 10.0, 1000  # principals remembered; every change of accounts forgets them at once
+AUDIT_ROWS_MAX = 1000  # in one answer
+
+_metadata = sa.MetaData()
+_users = sa.Table(
+    "users",
+    _metadata,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("role", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+_tokens = sa.Table(
+    "tokens",
+    _metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("user", sa.Text, sa.ForeignKey("users.name", ondelete="CASCADE"), nullable=False),
+    sa.Column("digest", sa.Text, nullable=False, unique=True),
+    sa.Column("shown", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float),
+    sa.Column("revoked_at", sa.Float),
+    sa.Column("used_at", sa.Float),
+)
+_audit = sa.Table(
+    "audit",
+    _metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("user", sa.Text, nullable=False),
+    sa.Column("role", sa.Text, nullable=False),
+    sa.Column("request_id", sa.Text, nullable=False),
+    sa.Column("action", sa.Text, nullable=False),
+    sa.Column("status", sa.Integer, nullable=False),
+)
+
+Transaction = Callable[[], AbstractContextManager[sa.Connection]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """A person, or a program, with a role."""
+
+    name: str
+    role: Role
+    created_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """What is known of a token. The token itself is kept nowhere."""
+
+    id: int
+    user: str
+    shown: str  # its beginning
+    created_at_s: float
+    expires_at_s: float | None  # None: never
+    revoked_at_s: float | None
+    used_at_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRow:
+    """One request that changed something, or was refused."""
+
+    at_s: float
+    user: str
+    role: str
+    request_id: str
+    action: str
+    status: int  # of the HTTP answer
+
+
+class Accounts:
+    """Reads and writes accounts in transactions of the journal; every method may be called from any thread."""
+
+    def __init__(self, transaction: Transaction, clock: Callable[[], float]) -> None:
+        self._transaction = transaction
+        self._clock = clock
+        self._known: dict[str, tuple[Principal, float]] = {}  # by digest, each with the time until which it counts
+
+    def principal(self, token: str) -> Principal | None:
+        """The user whose token this is; None where it is unknown, expired or revoked.
+
+        Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
+        """
+        if not token.startswith(PREFIX):
+            return None
+        now_s, digest = self._clock(), _digest(token)
+        known, until_s = self._known.get(digest, (None, 0.0))
+        if known is not None and now_s < until_s:
+            return known
+        columns = (_tokens.c.id, _tokens.c.used_at, _tokens.c.expires_at, _users.c.name, _users.c.role)
+        query = (
+            sa.select(*columns)
+            .join(_users, _users.c.name == _tokens.c.user)
+            .where(
+                _tokens.c.digest == digest,
+                _tokens.c.revoked_at.is_(None),
+                sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now_s),
+            )
+        )
+        with self._transaction() as connection:
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                return None
+            if row.used_at is None or row.used_at < now_s - TOUCH_S:
+                connection.execute(_tokens.update().where(_tokens.c.id == row.id).values(used_at=now_s))
+        principal = Principal(name=row.name, role=Role(row.role))
+        if len(self._known) >= CACHE_MAX:
+            self._known.clear()
+        self._known[digest] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
+        return principal
+
+    def set_user(self, name: str, role: Role) -> None:
+        """Add a user, or give one another role."""
+        with self._transaction() as connection:
+            changed = connection.execute(_users.update().where(_users.c.name == name).values(role=role.value))
+            if not changed.rowcount:
+                connection.execute(_users.insert().values(name=name, role=role.value, created_at=self._clock()))
+        self._known.clear()
+
+    def remove_user(self, name: str) -> None:
+        """Remove a user with all tokens. Raises ServiceError where there is none."""
+        with self._transaction() as connection:
+            connection.execute(_tokens.delete().where(_tokens.c.user == name))
+            if not connection.execute(_users.delete().where(_users.c.name == name)).rowcount:
+                raise _unknown_user(name)
+        self._known.clear()
+
+    def users(self) -> Sequence[User]:
+        """Every user, by name."""
+        with self._transaction() as connection:
+            rows = connection.execute(sa.select(_users).order_by(_users.c.name)).all()
+        return [User(name=row.name, role=Role(row.role), created_at_s=row.created_at) for row in rows]
+
+    def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
+        """A new token, which nobody can read again, and what is kept of it. Raises ServiceError for an unknown user."""
+        secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+        now_s = self._clock()
+        kept = {
+            "user": user,
+            "digest": _digest(secret),
+            "shown": secret[: len(PREFIX) + SHOWN_CHARACTERS],
+            "created_at": now_s,
+            "expires_at": None if lifetime_s is None else now_s + lifetime_s,
+        }
+        with self._transaction() as connection:
+            if connection.execute(sa.select(_users.c.name).where(_users.c.name == user)).one_or_none() is None:
+                raise _unknown_user(user)
+            connection.execute(_tokens.insert().values(**kept))
+            row = connection.execute(sa.select(_tokens).where(_tokens.c.digest == kept["digest"])).one()
+        return secret, _token(row)
+
+    def revoke_token(self, number: int) -> None:
+        """Let a token admit nobody any more. Raises ServiceError where there is no live one of this number."""
+        alive = sa.and_(_tokens.c.id == number, _tokens.c.revoked_at.is_(None))
+        with self._transaction() as connection:
+            if not connection.execute(_tokens.update().where(alive).values(revoked_at=self._clock())).rowcount:
+                raise ServiceError(f"there is no live token {number}. `orc token list` shows them")
+        self._known.clear()
+
+    def tokens(self) -> Sequence[Token]:
+        """Every token ever made for a user that exists, oldest first."""
+        with self._transaction() as connection:
+            return [_token(row) for row in connection.execute(sa.select(_tokens).order_by(_tokens.c.id))]
+
+    def record(self, principal: Principal, request_id: str, action: str, status: int) -> None:
+        """Add a row to the audit log."""
+        row = {"at": self._clock(), "user": principal.name, "role": principal.role.value, "request_id": request_id}
+        with self._transaction() as connection:
+            connection.execute(_audit.insert().values(**row, action=action, status=status))
+
+    def audit(self, limit: int, before: int | None = None) -> Sequence[tuple[int, AuditRow]]:
+        """At most `limit` rows of the audit log with their numbers, newest first; `before` pages on."""
+        query = sa.select(_audit).order_by(_audit.c.id.desc()).limit(min(limit, AUDIT_ROWS_MAX))
+        if before is not None:
+            query = query.where(_audit.c.id < before)
+        with self._transaction() as connection:
+            rows = connection.execute(query).all()
+        return [
+            (
+                row.id,
+                AuditRow(
+                    at_s=row.at,
+                    user=row.user,
+                    role=row.role,
+                    request_id=row.request_id,
+                    action=row.action,
+                    status=row.status,
+                ),
+            )
+            for row in rows
+        ]
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _token(row: sa.Row[tuple[object, ...]]) -> Token:
+    said = row._mapping
+    return Token(
+        id=said["id"],
+        user=said["user"],
+        shown=said["shown"],
+        created_at_s=said["created_at"],
+        expires_at_s=said["expires_at"],
+        revoked_at_s=said["revoked_at"],
+        used_at_s=said["used_at"],
+    )
+
+
+def _unknown_user(name: str) -> ServiceError:
+    return ServiceError(f"there is no user {name!r}. `orc user list` shows them")

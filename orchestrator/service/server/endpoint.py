@@ -1,0 +1,137 @@
+"""Where the service listens for other machines: address, names, certificate. The loopback needs none of it."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import socket
+import ssl
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from orchestrator.specs.errors import SpecError
+
+FILE = "endpoint.json"
+VALID = timedelta(days=365)  # of a certificate that the service makes for itself
+PEM_MODE, KEY_MODE = 0o644, 0o600
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+ANY = frozenset({"0.0.0.0", "::"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """An address that other machines reach, always under TLS."""
+
+    host: str  # address to bind; 0.0.0.0 for every interface
+    port: int
+    certificate: str  # path of a PEM file
+    key: str  # path of its private key
+    allowed_hosts: tuple[str, ...] = ()  # names that a Host header may give besides this machine's own
+
+    def names(self) -> frozenset[str]:
+        """Every Host that a request may name: the loopback, this machine, the bound address, and the allowed hosts."""
+        bound = () if self.host in ANY else (self.host,)
+        return LOOPBACK | {socket.gethostname().lower(), *bound, *(name.lower() for name in self.allowed_hosts)}
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, as `orc login --fingerprint` takes it."""
+        return fingerprint_of(Path(self.certificate).read_text())
+
+
+def fingerprint_of(certificate_pem: str) -> str:
+    """`sha256:` and the digest of the first certificate in a PEM text. Raises ValueError where it has none."""
+    first = certificate_pem.partition("-----END CERTIFICATE-----")[0] + "-----END CERTIFICATE-----\n"
+    return f"sha256:{hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest()}"
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Host and port of `--listen HOST:PORT`; an IPv6 address stands in brackets. Raises SpecError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise SpecError("not an address", source="--listen", got=text, allowed="HOST:PORT, such as 0.0.0.0:8443")
+    return host.strip("[]"), int(port)
+
+
+def endpoint_of(
+    home: Path, listen: str, certificate: Path | None, key: Path | None, allowed_hosts: tuple[str, ...]
+) -> Endpoint:
+    """The endpoint that `orc up --listen` asks for; makes a certificate in the home where none is given.
+
+    Raises SpecError where a file cannot be read, or where certificate and key do not belong together.
+    """
+    host, port = parse_listen(listen)
+    if (certificate is None) != (key is None):
+        raise SpecError("a certificate and its key go together", source="--tls-cert", allowed="both, or neither")
+    if certificate is None or key is None:
+        certificate, key = home / "tls" / "certificate.pem", home / "tls" / "key.pem"
+        if not (certificate.exists() and key.exists()):
+            _make_certificate(certificate, key, {host, *allowed_hosts} - ANY)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        hint = "name PEM files that belong together, or neither: the service then makes its own"
+        raise SpecError(f"cannot serve under this certificate: {error}", source=str(certificate), hint=hint) from None
+    return Endpoint(
+        host=host,
+        port=port,
+        certificate=str(certificate.resolve()),
+        key=str(key.resolve()),
+        allowed_hosts=tuple(sorted(allowed_hosts)),
+    )
+
+
+def endpoint_text(endpoint: Endpoint) -> str:
+    """The endpoint as the home folder keeps it."""
+    return json.dumps(asdict(endpoint), sort_keys=True)
+
+
+def kept_endpoint(home: Path) -> Endpoint | None:
+    """The endpoint that the last `orc up --listen` asked for; None: the loopback alone."""
+    path = home / FILE
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    if not text:
+        return None
+    kept = json.loads(text)
+    return Endpoint(**{**kept, "allowed_hosts": tuple(kept["allowed_hosts"])})
+
+
+def _make_certificate(certificate: Path, key: Path, names: set[str]) -> None:
+    """A certificate that signs itself, for trials: clients pin it by its fingerprint."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    private = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "orc")])
+    now = datetime.now(UTC)
+    alternatives = [_alternative(name) for name in sorted({*names, *LOOPBACK, socket.gethostname()})]
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + VALID)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    certificate.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unencrypted = serialization.NoEncryption()
+    key.touch(KEY_MODE)
+    key.write_bytes(private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted))
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    certificate.chmod(PEM_MODE)
+
+
+def _alternative(name: str):  # type: ignore[no-untyped-def]  # cryptography's GeneralName, imported late
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

@@ -1,0 +1,121 @@
+"""What every request passes before a route sees it: host, token, role, size, rate; and the audit log behind it."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote, urlsplit
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from limits import RateLimitItemPerMinute
+from limits.storage import MemoryStorage
+from limits.strategies import MovingWindowRateLimiter
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Match
+
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.errors import ServiceError
+
+BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
+OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
+WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """Admits requests to an application.
+
+    `roles` names the role that each route needs, by method and path; a route that is missing there needs an admin.
+    """
+
+    owner_token: str
+    owner: str  # name of the user who holds it
+    accounts: Accounts
+    hosts: frozenset[str]
+    roles: Mapping[tuple[str, str], Role]
+    wrong: MovingWindowRateLimiter
+
+    async def __call__(self, request: Request, handler: Handler) -> Response:
+        """The answer of the route, or why the request is refused: 401, 403, 411, 413, 429."""
+        given_id = request.headers.get("x-request-id", "")
+        request.state.id = given_id if REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
+        answer = await self._answered(request, handler)
+        answer.headers["X-Request-Id"] = request.state.id
+        return answer
+
+    async def _answered(self, request: Request, handler: Handler) -> Response:
+        if request.url.path in OPEN and request.method == "GET":
+            return await handler(request)
+        host = _host_of(request)
+        if host not in self.hosts:  # a page of another site, whose name was made to lead here
+            return refusal(403, f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it")
+        principal = await run_in_threadpool(self._principal, request)
+        if principal is None:
+            address = request.client.host if request.client else ""
+            if not self.wrong.hit(WRONG_TOKENS, address):
+                return refusal(429, "too many wrong tokens from this address: wait a minute")
+            return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
+        request.state.principal = principal
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or not length.isdecimal():
+            return refusal(411, "a body needs its length")
+        if int(length) > BODY_BYTES_MAX:
+            return refusal(413, f"the body is longer than {BODY_BYTES_MAX} bytes")
+        needed = self._needed(request)
+        if not principal.role.may(needed):
+            answer: Response = refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}")
+        else:
+            answer = await handler(request)
+        if request.method != "GET":
+            await run_in_threadpool(self._record, request, principal, answer.status_code)
+        return answer
+
+    def _principal(self, request: Request) -> Principal | None:
+        given = request.headers.get("authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self.owner_token}".encode()):
+            return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
+        return self.accounts.principal(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
+
+    def _needed(self, request: Request) -> Role:
+        application: FastAPI = request.app
+        for route in application.routes:
+            matched, _ = route.matches(request.scope)
+            if matched is Match.FULL:
+                return self.roles.get((request.method, getattr(route, "path", "")), Role.ADMIN)
+        return Role.VIEWER  # no such route: the answer is 404 or 405
+
+    def _record(self, request: Request, principal: Principal, status: int) -> None:
+        action = f"{request.method} {quote(request.url.path)}"  # quoted: no line of its own in a log
+        log.info("request id=%s user=%s action=%s status=%d", request.state.id, principal.name, action, status)
+        try:
+            self.accounts.record(principal, request.state.id, action, status)
+        except ServiceError:  # the journal is away: what was asked was refused, too
+            log.exception("the audit log cannot be written")
+
+
+def limiter() -> MovingWindowRateLimiter:
+    """Counts wrong tokens by address, in memory."""
+    return MovingWindowRateLimiter(MemoryStorage())
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """An error as every route answers it."""
+    return JSONResponse({"error": message}, status_code=status)
+
+
+def _host_of(request: Request) -> str:
+    try:
+        return (urlsplit(f"//{request.headers.get('host', '')}").hostname or "").lower()
+    except ValueError:
+        return ""

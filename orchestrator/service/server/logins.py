@@ -1,0 +1,112 @@
+"""Which services of other machines this user may reach, with which token: one file of mode 0600."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from orchestrator.service.server.endpoint import fingerprint_of
+from orchestrator.specs.errors import ServiceError, SpecError
+
+DEFAULT_HOME = Path("~/.orc")  # of the service of this machine, where no other home is named
+CONNECT_S = 10.0
+LOGINS_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """How one service is reached."""
+
+    url: str
+    token: str
+    certificate: str | None  # PEM that is trusted for this service alone; None: the system's authorities decide
+
+
+def logins_file() -> Path:
+    """Where logins are kept: below XDG_CONFIG_HOME, else ~/.config."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "orc" / "logins.json"
+
+
+def login_of(url: str) -> Login:
+    """The login kept for a service. Raises SpecError for no URL, ServiceError where nobody has logged in there."""
+    url = normalised(url)
+    kept = _read().get(url)
+    if kept is None:
+        raise ServiceError(f"no login is kept for {url}. `orc login {url}` keeps one")
+    return Login(**kept)
+
+
+def keep(login: Login) -> None:
+    """Remember a login; replaces the one of the same URL."""
+    _write({**_read(), login.url: asdict(login)})
+
+
+def forget(url: str) -> bool:
+    """Drop a login; False where there was none. Raises SpecError for no URL."""
+    kept, url = _read(), normalised(url)
+    if url not in kept:
+        return False
+    _write({name: login for name, login in kept.items() if name != url})
+    return True
+
+
+def normalised(url: str) -> str:
+    """Scheme, host and port of an https URL. Raises SpecError for anything else."""
+    parts = urlsplit(url)
+    try:
+        port: int | None = parts.port or 443
+    except ValueError:
+        port = None
+    if (
+        port is None
+        or parts.scheme != "https"
+        or not parts.hostname
+        or parts.path not in ("", "/")
+        or parts.username is not None
+    ):
+        raise SpecError("not the address of a service", source="--server", got=url, allowed="https://HOST:PORT")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"https://{host}:{port}"
+
+
+def pinned_certificate(url: str, fingerprint: str) -> str:
+    """The PEM that the service shows, where it has this fingerprint.
+
+    Raises ServiceError where it shows another one, or none.
+    """
+    parts = urlsplit(normalised(url))
+    assert parts.hostname is not None, url
+    try:
+        shown = ssl.get_server_certificate((parts.hostname, parts.port or 443), timeout=CONNECT_S)
+    except OSError as error:
+        raise ServiceError(f"{url} does not answer under TLS: {error}") from None
+    if fingerprint_of(shown) != fingerprint.lower():
+        raise ServiceError(
+            f"{url} shows the certificate {fingerprint_of(shown)}, not {fingerprint}. "
+            "`orc up` prints the right one; another one may mean that somebody stands between"
+        )
+    return shown
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    try:
+        return dict(json.loads(logins_file().read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ServiceError(f"{logins_file()} cannot be read ({error}). Remove it and log in again") from None
+
+
+def _write(logins: dict[str, dict[str, Any]]) -> None:
+    path = logins_file()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, LOGINS_MODE)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(logins, file, indent=1)
+    temporary.replace(path)

@@ -1,0 +1,190 @@
+"""Commands about who may use a service: logins on this machine; users, tokens and the audit log on the service."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Home, client_of
+from orchestrator.service.terminal.output import tell
+from orchestrator.specs.access import Role
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.units import parse_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+users = typer.Typer(no_args_is_help=True, help="Users of the service and their roles.")
+tokens = typer.Typer(no_args_is_help=True, help="Tokens by which users of other machines reach the service.")
+
+Name = Annotated[str, typer.Argument(metavar="USER", help="Name of the user.")]
+Url = Annotated[str, typer.Argument(metavar="URL", help="Address of the service, as https://HOST:PORT.")]
+
+
+def login(
+    url: Url,
+    fingerprint: Annotated[
+        str | None, typer.Option("--fingerprint", help="Of the service's own certificate, as `orc up` prints it.")
+    ] = None,
+    authority: Annotated[
+        Path | None, typer.Option("--ca", help="PEM file of the authority; default: the system's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a login for a service of another machine. The token is read from ORC_TOKEN, a prompt, or a pipe."""
+    from orchestrator.service.server.client import Client
+    from orchestrator.service.server.logins import Login, keep, logins_file, normalised, pinned_certificate
+
+    url = normalised(url)
+    if fingerprint is not None and authority is not None:
+        raise SpecError("say one of them", source="--fingerprint", allowed="--fingerprint or --ca")
+    certificate = _read(authority) if authority else None
+    if fingerprint is not None:
+        certificate = pinned_certificate(url, fingerprint)
+    asked = Login(url=url, token=_token(), certificate=certificate)
+    with closing(Client(asked)) as client:
+        who = client.whoami()
+    keep(asked)
+    words = f"Logged in to {url} as {who['user']} ({who['role']}). `orc --server {url} queue` shows its queue."
+    tell({"server": url, **who, "kept_in": str(logins_file())}, as_json, words)
+
+
+def logout(url: Url, as_json: AsJson = False) -> None:
+    """Forget the login for a service."""
+    from orchestrator.service.server.logins import forget
+
+    forgotten = forget(url)
+    tell({"forgotten": forgotten}, as_json, "The login is forgotten." if forgotten else "No login was kept for it.")
+
+
+def whoami(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Show the user and the role that the service knows this machine by."""
+    who = client_of(home).whoami()
+    tell(dict(who), as_json, f"{who['user']} ({who['role']})")
+
+
+def audit(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Rows to show, newest first.")] = 100,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Show who changed what: every request that changes something, with its answer."""
+    rows = client_of(home).audit(limit)
+    columns = ("AT", "USER", "ROLE", "ACTION", "STATUS", "REQUEST")
+    lines = [
+        (_local(row["at_s"]), row["user"], row["role"], row["action"], str(row["status"]), row["request_id"])
+        for row in rows
+    ]
+    tell({"rows": rows}, as_json, _table(columns, lines) if rows else "Nothing was changed over HTTP yet.")
+
+
+@users.command("set")
+def set_user(
+    name: Name,
+    role: Annotated[Role, typer.Option("--role", help="What the user may do.")] = Role.MEMBER,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Add a user, or give one another role."""
+    client_of(home).set_user(name, role)
+    tell({"user": name, "role": role}, as_json, f"{name} is {role}. `orc token create {name}` makes a token.")
+
+
+@users.command("remove")
+def remove_user(name: Name, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Remove a user and all tokens; the user's jobs stay."""
+    client_of(home).remove_user(name)
+    tell({"removed": name}, as_json, f"{name} is removed, with all tokens.")
+
+
+@users.command("list")
+def list_users(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """List the users and their roles."""
+    found = client_of(home).users()
+    lines = [(user["name"], user["role"], _local(user["created_at_s"])) for user in found]
+    words = _table(("USER", "ROLE", "SINCE"), lines) if found else "There are no users. `orc user set NAME` adds one."
+    tell({"users": found}, as_json, words)
+
+
+@tokens.command("create")
+def create_token(
+    name: Name,
+    expires: Annotated[str, typer.Option("--expires", help="Lifetime, such as 12h or 90d; or `never`.")] = "90d",
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Make a token for a user and print it. It is shown once: the service keeps only its SHA-256."""
+    try:
+        lifetime_s = None if expires == "never" else parse_seconds(expires)
+    except ValueError as error:
+        raise SpecError(str(error), source="--expires", got=expires, allowed="a duration, or never") from None
+    secret, kept = client_of(home).create_token(name, lifetime_s)
+    tell({"secret": secret, "token": kept}, as_json, secret)
+
+
+@tokens.command("list")
+def list_tokens(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """List the tokens: whose they are, until when they live, when they were last used."""
+    found = client_of(home).tokens()
+    columns = ("ID", "USER", "TOKEN", "CREATED", "EXPIRES", "LAST USED", "REVOKED")
+    lines = [
+        (
+            str(one["id"]),
+            one["user"],
+            f"{one['shown']}...",
+            *(_local(one[f"{moment}_at_s"]) for moment in ("created", "expires", "used", "revoked")),
+        )
+        for one in found
+    ]
+    words = _table(columns, lines) if found else "There are no tokens. `orc token create USER` makes one."
+    tell({"tokens": found}, as_json, words)
+
+
+@tokens.command("revoke")
+def revoke_token(
+    number: Annotated[int, typer.Argument(metavar="ID", help="As `orc token list` shows it.")],
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Let a token admit nobody any more, from now on."""
+    client_of(home).revoke_token(number)
+    tell({"revoked": number}, as_json, f"Token {number} is revoked.")
+
+
+def _token() -> str:
+    """From ORC_TOKEN, a prompt that shows nothing, or a pipe: never from the command line, which others can read."""
+    given = os.environ.get("ORC_TOKEN")
+    if given is None:
+        given = typer.prompt("Token", hide_input=True) if sys.stdin.isatty() else sys.stdin.readline()
+    return str(given).strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot be read as a PEM file: {error}", source=str(path)) from None
+
+
+def _local(at_s: float | None) -> str:
+    return "-" if at_s is None else datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    return table

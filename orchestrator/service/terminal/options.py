@@ -1,0 +1,38 @@
+"""Options that commands share, and the service that they mean."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from orchestrator.service.server.client import Client
+    from orchestrator.service.server.logins import Login
+
+SERVER: ContextVar[str | None] = ContextVar("SERVER", default=None)  # of `orc --server URL`, for one command
+
+Home = Annotated[Path, typer.Option("--home", envvar="ORC_HOME", help="Folder of the service: queue, logs, records.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+
+
+def service_of(home: Path) -> Path | Login:
+    """The login of `orc --server URL` where it is given, else the home folder.
+
+    Raises SpecError for no URL, ServiceError where no login is kept for it.
+    """
+    url = SERVER.get()
+    if url is None:
+        return home.expanduser()
+    from orchestrator.service.server.logins import login_of
+
+    return login_of(url)
+
+
+def client_of(home: Path) -> Client:
+    """A connection to that service."""
+    from orchestrator.service.server.client import Client
+
+    return Client(service_of(home))

@@ -1,0 +1,31 @@
+"""Who may do what: roles, and who sent a request. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a user may do. Each role may do what those before it may."""
+
+    VIEWER = "viewer"  # read everything
+    MEMBER = "member"  # submit jobs, and cancel those of its own team
+    OPERATOR = "operator"  # cancel every job, drain nodes, hand over observations
+    ADMIN = "admin"  # users, tokens, the audit log, the end of the service
+
+    def may(self, needed: Role) -> bool:
+        """Whether this role includes `needed`."""
+        return _RANKS[self] >= _RANKS[needed]
+
+
+_RANKS = {role: rank for rank, role in enumerate(Role)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Who sent a request."""
+
+    name: str
+    role: Role
+    is_owner: bool = False  # holds the token of the home folder: may name any user of a job

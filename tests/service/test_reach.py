@@ -1,0 +1,173 @@
+"""A service that other machines reach: real processes, real TLS, a login of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from orchestrator.service.server.endpoint import endpoint_of, fingerprint_of, parse_listen
+from orchestrator.service.server.logins import normalised
+from orchestrator.specs.errors import SpecError
+
+COMMAND_S = 240.0
+JOB = """\
+name: quick
+command: {python} -c "print('done')"
+global_batch_size: 1
+probe: never
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A user on some machine: where logins are kept, and which service commands mean."""
+
+    folder: Path
+    server: str | None = None
+
+    def orc(self, *arguments: str, token: str = "", code: int = 0) -> Any:
+        """What a command answered as JSON; where it fails, what it said."""
+        said = {"XDG_CONFIG_HOME": str(self.folder), "ORC_HOME": str(self.folder / "home"), "ORC_SERVER": self.server}
+        dropped = {name for name in os.environ if name.startswith("ORC_")}
+        kept = {name: text for name, text in os.environ.items() if name not in dropped}
+        ended = subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", *arguments, "--json"],
+            env={**kept, **{name: text for name, text in said.items() if text is not None}},
+            input=token,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        assert ended.returncode == code, (arguments, ended.stdout, ended.stderr)
+        return ended.stderr if code else json.loads(ended.stdout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """A service with an endpoint, the machine that it runs on, and a login elsewhere."""
+
+    here: Machine
+    there: Machine
+    url: str
+    fingerprint: str
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def reached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reached]:
+    here = Machine(folder=tmp_path_factory.mktemp("here"))
+    url = f"https://127.0.0.1:{free_port()}"
+    there = Machine(folder=tmp_path_factory.mktemp("there"), server=url)
+    up = here.orc("up", "--listen", url.removeprefix("https://"))
+    try:
+        here.orc("user", "set", "ada", "--role", "member")
+        token = here.orc("token", "create", "ada", "--expires", "1h")["secret"]
+        fingerprint = up["listen"]["fingerprint"]
+        assert there.orc("login", url, "--fingerprint", fingerprint, token=token)["user"] == "ada"
+        yield Reached(here=here, there=there, url=url, fingerprint=fingerprint)
+    finally:
+        here.orc("down", "--force")
+
+
+def test_a_job_submitted_from_elsewhere_runs_and_belongs_to_the_user_of_the_token(reached: Reached) -> None:
+    file = reached.there.folder / "job.yaml"
+    file.write_text(JOB.format(python=sys.executable))
+    (job_id,) = reached.there.orc("submit", str(file))["ids"]
+    shown = _ended(reached, job_id)
+    assert (shown["status"], shown["user"]) == ("succeeded", "ada")
+    assert [job["id"] for job in reached.there.orc("queue")["jobs"]] == [job_id]
+    assert "needs the role admin" in reached.there.orc("audit", code=1)
+    actions = [(row["user"], row["action"]) for row in reached.here.orc("audit")["rows"]]
+    assert ("ada", "POST /jobs/batch") in actions
+
+
+def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reached: Reached) -> None:
+    kept = reached.there.folder / "orc" / "logins.json"
+    assert kept.stat().st_mode & 0o077 == 0
+    assert set(json.loads(kept.read_text())) == {reached.url}
+    other = Machine(folder=reached.there.folder, server="https://127.0.0.1:1")
+    assert "no login is kept" in other.orc("queue", code=1)
+
+
+def test_another_certificate_than_the_pinned_one_is_refused(reached: Reached, tmp_path: Path) -> None:
+    wrong = f"sha256:{'0' * 64}"
+    said = Machine(folder=tmp_path).orc("login", reached.url, "--fingerprint", wrong, token="orc_x", code=1)
+    assert reached.fingerprint in said
+    assert not (tmp_path / "orc").exists()
+    unpinned = Machine(folder=tmp_path).orc("login", reached.url, token="orc_x", code=1)
+    assert "does not answer" in unpinned, "a certificate that nobody vouches for is not trusted"
+
+
+def test_what_is_no_token_is_refused_and_not_kept(reached: Reached, tmp_path: Path) -> None:
+    stranger = Machine(folder=tmp_path)
+    said = stranger.orc("login", reached.url, "--fingerprint", reached.fingerprint, token="orc_wrong", code=1)
+    assert "wrong token" in said
+    assert not (tmp_path / "orc").exists()
+
+
+def test_nothing_is_served_in_the_clear(reached: Reached) -> None:
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(reached.url.replace("https", "http") + "/healthz", timeout=10.0, trust_env=False)
+    trusted = ssl.create_default_context(cafile=str(reached.here.folder / "home" / "tls" / "certificate.pem"))
+    assert httpx.get(f"{reached.url}/healthz", verify=trusted, trust_env=False).json() == {"status": "ok"}
+
+
+def test_commands_about_the_home_folder_are_refused_elsewhere(reached: Reached) -> None:
+    for command in ("up", "down", "doctor", "replay"):
+        assert "works on this machine alone" in reached.there.orc(command, code=2)
+
+
+@pytest.mark.parametrize("text", ["8443", "0.0.0.0:", ":8443", "0.0.0.0:0", "0.0.0.0:65536", "host:port"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="not an address"):
+        parse_listen(text)
+
+
+@pytest.mark.parametrize("url", ["http://a:1", "a:1", "https://", "https://a/b", "https://u:p@a", "https://a:x"])
+def test_what_is_no_https_address_is_refused(url: str) -> None:
+    with pytest.raises(SpecError, match="not the address of a service"):
+        normalised(url)
+
+
+def test_a_service_makes_its_certificate_once_and_its_key_is_private(tmp_path: Path) -> None:
+    first = endpoint_of(tmp_path, "127.0.0.1:1", None, None, ())
+    assert endpoint_of(tmp_path, "0.0.0.0:2", None, None, ("orc.example",)).fingerprint() == first.fingerprint()
+    assert Path(first.key).stat().st_mode & 0o077 == 0
+    assert first.fingerprint() == fingerprint_of(Path(first.certificate).read_text())
+
+
+def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
+    made = endpoint_of(tmp_path / "a", "127.0.0.1:1", None, None, ())
+    other = endpoint_of(tmp_path / "b", "127.0.0.1:1", None, None, ())
+    with pytest.raises(SpecError, match="go together"):
+        endpoint_of(tmp_path, "127.0.0.1:1", Path(made.certificate), None, ())
+    with pytest.raises(SpecError, match="cannot serve under this certificate"):
+        endpoint_of(tmp_path, "127.0.0.1:1", Path(made.certificate), Path(other.key), ())
+
+
+def _ended(reached: Reached, job_id: str) -> Any:
+    """The job once it has ended: its log is followed to that end."""
+    subprocess.run(
+        [sys.executable, "-m", "orchestrator.cli", "logs", job_id, "--follow"],
+        env={**os.environ, "XDG_CONFIG_HOME": str(reached.there.folder), "ORC_SERVER": reached.url},
+        check=True,
+        capture_output=True,
+        timeout=COMMAND_S,
+    )
+    return reached.there.orc("show", job_id)
