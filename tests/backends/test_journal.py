@@ -24,7 +24,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from orchestrator.backends.journal import journal as journal_module
-from orchestrator.backends.journal.journal import SCHEMA, Journal
+from orchestrator.backends.journal.database import SCHEMA
+from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.commands.replay import kept_events, kept_state
 from orchestrator.service.server.controller import Controller
@@ -201,8 +202,8 @@ def test_every_event_record_and_state_comes_back_equal(
     record = Record(job=job, attempt=attempt)
     journal.append([(event, [record])])
     *_, last = journal.events()
-    ((row, kept),) = journal.pending(10)
-    journal.delivered([row])
+    ((row, kept),) = journal.outbox.pending(10)
+    journal.outbox.delivered([row])
     journal.snapshot(state)
 
     assert last == event
@@ -282,7 +283,7 @@ def test_a_journal_of_schema_0001_is_brought_up_to_date_with_its_jobs_where_they
             assert list(controller.state.jobs) == ["runs-3", "wide-5"]
             assert [job.id for job in controller.ended(9)] == ["ends-4", "giant-2", "done-1"]
             assert controller.job("done-1").last.evidence.heartbeats[0].steps_done == 9
-            assert [record.job.id for _, record in journal.pending(9)] == ["ends-4", "wide-5"]
+            assert [record.job.id for _, record in journal.outbox.pending(9)] == ["ends-4", "wide-5"]
             assert [e.order for e in journal.events() if isinstance(e, Submitted)] == [1, 2, 3, 4, 5]
             assert controller.state.submitted == 5
 
@@ -291,13 +292,13 @@ def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journ
     records = [Record(job=Job(id=str(number), spec=SCRIPT, order=number, submitted_at_s=0)) for number in range(5)]
     journal.append([(TimerFired(at_s=0), records[:2])])
     journal.append([(TimerFired(at_s=1), records[2:])])
-    first = journal.pending(3)
+    first = journal.outbox.pending(3)
     assert [record for _, record in first] == records[:3]
-    journal.delivered([row for row, _ in first])
-    assert [record for _, record in journal.pending(99)] == records[3:]
-    journal.delivered([row for row, _ in journal.pending(99)])
+    journal.outbox.delivered([row for row, _ in first])
+    assert [record for _, record in journal.outbox.pending(99)] == records[3:]
+    journal.outbox.delivered([row for row, _ in journal.outbox.pending(99)])
     journal.append([(TimerFired(at_s=2), records[:1])])
-    assert journal.pending(99)[0][0] > 5, "a row's number was given twice"
+    assert journal.outbox.pending(99)[0][0] > 5, "a row's number was given twice"
 
 
 def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
         thread.join(timeout=30)
     kept = [event.at_s for event in journal.events()]
     assert sorted(kept) == [100 * thread + number for thread in range(4) for number in range(20)]
-    assert [record.job.order for _, record in journal.pending(99)] == kept
+    assert [record.job.order for _, record in journal.outbox.pending(99)] == kept
 
 
 def test_a_second_opener_is_told_who_has_the_journal(file_journal: Journal) -> None:
@@ -355,7 +356,7 @@ def test_a_row_that_cannot_be_read_names_file_row_and_remedy(file_journal: Journ
     with closing(sqlite3.connect(file_journal.name)) as other, other:
         other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
     with pytest.raises(ServiceError, match=rf"{file_journal.name}: row 1 of table {table} .*"):
-        (file_journal.pending(1), list(file_journal.events()), file_journal.load())
+        (file_journal.outbox.pending(1), list(file_journal.events()), file_journal.load())
 
 
 def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> None:
@@ -430,7 +431,7 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
 
         with closing(Journal(url(tmp_path))) as journal:
             kept = [event.at_s for event in journal.events()]
-            orders = [record.job.order for _, record in journal.pending(100_000)]
+            orders = [record.job.order for _, record in journal.outbox.pending(100_000)]
             state, tail = journal.load()
         assert kept == list(range(len(kept)))
         assert orders == kept, "an event without its outbox row, or the other way round"
@@ -451,7 +452,7 @@ def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(
     assert "full disk" in message
     with closing(Journal(url(tmp_path))) as journal:
         assert [event.at_s for event in journal.events()] == list(range(int(number)))
-        assert len(journal.pending(1000)) == int(number)
+        assert len(journal.outbox.pending(1000)) == int(number)
 
 
 def test_placements_keep_their_order(journal: Journal) -> None:
@@ -470,4 +471,4 @@ def test_placements_keep_their_order(journal: Journal) -> None:
     journal.append(
         [(TimerFired(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])]
     )
-    assert journal.pending(1)[0][1].attempt.placement == placement
+    assert journal.outbox.pending(1)[0][1].attempt.placement == placement

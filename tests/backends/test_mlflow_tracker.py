@@ -296,7 +296,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     with tracking(journal, server) as tracker:
         for job_id in jobs[:3]:
             say(journal, new_job(job_id, running[job_id]))
-        eventually(lambda: not journal.pending(1) or journal.pending(1)[0][0] > 1)
+        eventually(lambda: not journal.outbox.pending(1) or journal.outbox.pending(1)[0][0] > 1)
         before = server.processes()
         for process in before:
             os.kill(process, signal.SIGKILL)  # in the middle of the third job, or wherever it is
@@ -306,7 +306,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
             say(journal, new_job(job_id, ended(running[job_id]), status=JobStatus.SUCCEEDED, reason="finished"))
             assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
         eventually(lambda: tracker.problem is not None)
-    kept = journal.pending(1000)
+    kept = journal.outbox.pending(1000)
     assert len(kept) >= 2 * len(jobs), "rows were forgotten that no server took"
 
     port = server.port
@@ -314,7 +314,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     assert server.port == port
     assert not set(before) & set(server.processes())
     with monkeypatch.context() as patch, tracking(journal, server):
-        patch.setattr(journal, "delivered", lambda _: None)  # a tracker that dies before it forgets its rows
+        patch.setattr(journal.outbox, "delivered", lambda _: None)  # a tracker that dies before it forgets its rows
         eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
     with tracking(journal, server) as tracker:
         assert tracker.wait_delivered(60)
@@ -399,7 +399,7 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         stopped_s = time.monotonic()
         tracker.stop()
         assert time.monotonic() - stopped_s < 3
-    assert [record.job.id for _, record in journal.pending(9)] == ["waits"]
+    assert [record.job.id for _, record in journal.outbox.pending(9)] == ["waits"]
 
 
 def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:

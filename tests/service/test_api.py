@@ -210,7 +210,7 @@ def test_a_batch_is_kept_whole_in_one_transaction_or_not_at_all(world: World) ->
     assert world.client.get("/jobs").json() == {"jobs": []}
     assert world.client.post("/jobs/batch", json={"jobs": []}).status_code == 422
     commits = []
-    sqlalchemy.event.listen(world.journal._engine, "commit", lambda _: commits.append(1))
+    sqlalchemy.event.listen(world.journal._database.engine, "commit", lambda _: commits.append(1))
     ids = world.client.post("/jobs/batch", json={"jobs": [good] * 30}).json()["ids"]
     assert ids == [f"lm-{number}" for number in range(1, 31)]
     assert len(commits) == 2, "all jobs in one, and the row of the audit log"

@@ -110,7 +110,7 @@ class MlflowTracker:
     def wait_delivered(self, timeout_s: float) -> bool:
         """True once the outbox is empty; False where it is not within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        while self._journal.pending(1):
+        while self._journal.outbox.pending(1):
             if time.monotonic() > deadline_s:
                 return False
             self.notify()
@@ -144,7 +144,7 @@ class MlflowTracker:
 
     def _deliver(self) -> bool:
         """Send what is due; True where more rows wait."""
-        rows = self._journal.pending(ROWS)
+        rows = self._journal.outbox.pending(ROWS)
         curves_due = time.monotonic() >= self._curves_due_s
         if not rows and not curves_due:
             return False
@@ -156,7 +156,7 @@ class MlflowTracker:
         newest = {record.job.id: record.job for _, record in rows}  # a record holds all attempts of its job
         for job in newest.values():
             self._send_unless_refused(contact, job)
-            self._journal.delivered([row for row, record in rows if record.job.id == job.id])
+            self._journal.outbox.delivered([row for row, record in rows if record.job.id == job.id])
         if curves_due:
             for key in self._curves:
                 if key in contact.run_ids:  # else somebody deleted the run

@@ -1,0 +1,225 @@
+"""How is a journal's database opened, owned by one process, migrated, and written to?"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, DatabaseError
+
+from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
+from orchestrator.specs.errors import ServiceError, SpecError
+
+SCHEMA = "0003"  # newest revision in migrations/versions
+BUSY_TIMEOUT_S = 5.0
+OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
+ALLOWED = "sqlite:////absolute/path/journal.db, postgresql+psycopg://user:password@host/database"
+
+log = logging.getLogger(__name__)
+
+
+class Database:
+    """The one connection to a journal's database; threads take turns.
+
+    A SQLite file is locked as long as this process lives. A PostgreSQL database is held by a lease (see `Lease`).
+    A reader of a PostgreSQL database takes no lease and writes nothing. Raises ServiceError where another process owns
+    the database or it refuses, SpecError where the address is none.
+    """
+
+    def __init__(self, url: str, *, reads_only: bool = False) -> None:
+        """Open the database at `url`, made and migrated as needed, if it is not only read."""
+        parsed = _parsed(url)
+        self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
+        self._owned: FileLock | Lease | None
+        if parsed.get_backend_name() == "sqlite":
+            assert not reads_only, "a copy of the file is read"
+            path = Path(str(parsed.database))
+            self.name = str(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # jobs' environments are in it
+            self._owned = FileLock(path)
+        else:
+            self.name = parsed.render_as_string(hide_password=True)
+            self._owned = None if reads_only else Lease(self.name)
+        self.engine = _engine(parsed, reads_only=reads_only)
+        try:
+            self._open()
+        except ServiceError:
+            self.close()
+            raise
+
+    @contextmanager
+    def transaction(self) -> Iterator[sa.Connection]:
+        """All or nothing, on disk at its end, by the owner of the journal alone."""
+        with self._lock:
+            if self._closed:
+                raise ServiceError(f"journal {self.name} is closed in this process: the service is ending.")
+            with self._connected() as connection:
+                if isinstance(self._owned, Lease):
+                    self._owned.renew(connection)
+                yield connection
+
+    def confirm(self) -> None:
+        """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
+        if isinstance(self._owned, Lease) and not self._owned.is_sure:
+            with self.transaction():  # which holds the lease anew, or raises
+                pass
+
+    def close(self) -> None:
+        """Let go of it; another process may open the journal then, and this object refuses every call."""
+        self._ended.set()
+        with self._lock:
+            self._closed = True
+            if isinstance(self._owned, Lease):
+                with suppress(DatabaseError), self.engine.begin() as connection:
+                    self._owned.give_up(connection)
+            self.engine.dispose()
+            if isinstance(self._owned, FileLock):
+                self._owned.close()
+
+    def _open(self) -> None:
+        """Own the journal and bring its tables to SCHEMA, all or nothing; or see that they can be read."""
+        if self._owned is None:
+            with self.transaction() as connection:
+                _check_schema(connection, self.name)
+            return
+        if isinstance(self._owned, FileLock):
+            with self.transaction() as connection:
+                _migrate(connection, self.name)
+            return
+        patience_s = self._owned.patience_s
+        while True:
+            with self._connected() as connection:
+                left_s = self._take(connection, self._owned)
+                holder = self._owned.holder(connection)
+            if not left_s:
+                break
+            if patience_s <= 0:
+                raise ServiceError(
+                    f"journal {self.name} is in use by {holder}. Talk to that service (`orc queue`), or stop it "
+                    "before starting another."
+                )
+            time.sleep(min(left_s, patience_s))
+            patience_s -= left_s
+        threading.Thread(target=self._hold, args=(self._owned.beat_s,), name="journal-lease", daemon=True).start()
+
+    def _take(self, connection: sa.Connection, lease: Lease) -> float:
+        """0 once the lease is ours, and the tables up to date; seconds until it ends where another process has it."""
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
+        exists = sa.inspect(connection).has_table("lease")
+        if not exists:
+            _migrate(connection, self.name)
+        left_s = lease.take(connection)
+        if exists and not left_s:
+            _migrate(connection, self.name)
+        return left_s
+
+    def _hold(self, beat_s: float) -> None:
+        """Renew the lease while the service is idle, until it is lost or given up."""
+        while not self._ended.wait(beat_s):
+            try:
+                with self.transaction():
+                    pass
+            except ServiceError as error:  # the controller asks before it acts, and ends
+                log.error("%s", error)
+
+    @contextmanager
+    def _connected(self) -> Iterator[sa.Connection]:
+        try:
+            with self.engine.begin() as connection:
+                yield connection
+        except DatabaseError as error:
+            raise ServiceError(
+                f"journal {self.name}: {str(error.orig).strip()}. Nothing of this change was kept. Look for a full "
+                "disk, a missing or a damaged file, a database that is away; the service goes on from the journal when "
+                "it is started again."
+            ) from error
+
+
+def _parsed(url: str) -> sa.URL:
+    """Raises SpecError where it is none that can hold a journal."""
+    try:
+        parsed = sa.make_url(url)
+    except ArgumentError:
+        raise SpecError("the address of the journal cannot be read", path="journal", allowed=ALLOWED) from None
+    in_file = parsed.drivername == "sqlite" and parsed.database not in (None, "", ":memory:")
+    if not in_file and parsed.drivername != "postgresql+psycopg":
+        got = parsed.render_as_string(hide_password=True)
+        raise SpecError("no journal can be kept there", path="journal", got=got, allowed=ALLOWED)
+    if not in_file and find_spec("psycopg") is None:
+        raise SpecError("the driver psycopg is missing", path="journal", hint="pip install 'orchestrator[postgres]'")
+    return parsed
+
+
+def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
+    """One connection for all threads, which Journal lets take turns; no error shows what jobs say."""
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(
+            url,
+            pool_size=1,
+            max_overflow=0,
+            pool_pre_ping=True,
+            hide_parameters=True,
+            connect_args=connect_args(),
+            execution_options={"postgresql_readonly": reads_only},
+        )
+    engine = sa.create_engine(
+        url,
+        poolclass=sa.StaticPool,
+        hide_parameters=True,
+        connect_args={"check_same_thread": False, "timeout": BUSY_TIMEOUT_S, "isolation_level": None},
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def _configure(connection: Any, _: object) -> None:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+
+    @sa.event.listens_for(engine, "begin")
+    def _begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver alone would leave table changes outside
+
+    return engine
+
+
+def _check_schema(connection: sa.Connection, name: str) -> None:
+    """Raises ServiceError where no service of this version has opened the journal."""
+    found = _schema(connection)
+    if found != SCHEMA:
+        raise ServiceError(
+            f"journal {name} has {f'schema {found}' if found else 'no tables'}; this version of the orchestrator reads "
+            f"schema {SCHEMA}. Bring its service up (`orc up`) once with this version, or read it with the one it has."
+        )
+
+
+def _schema(connection: sa.Connection) -> str | None:
+    known = sa.inspect(connection).has_table("alembic_version")
+    return connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar() if known else None
+
+
+def _migrate(connection: sa.Connection, name: str) -> None:
+    """Bring the tables to SCHEMA, all or nothing."""
+    found = _schema(connection)
+    if found == SCHEMA:
+        return
+    if found is not None and found > SCHEMA:
+        raise ServiceError(
+            f"journal {name} has schema {found}; this version of the orchestrator knows {SCHEMA} at most. "
+            "Use the newer version, or begin an empty journal elsewhere."
+        )
+    from alembic import command  # half a second of imports that only a new or an old journal needs
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,33 @@
+"""How does a noun become the text of a row, and the text a noun again?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from orchestrator.specs.errors import ServiceError
+
+
+def adapter(noun: Any) -> TypeAdapter[Any]:
+    """Reads and writes the noun as JSON in which a loss may be NaN."""
+    return TypeAdapter(noun | None, config=ConfigDict(ser_json_inf_nan="constants"))  # a bare noun takes no config
+
+
+def dump(noun: TypeAdapter[Any], value: object, exclude: set[str] | None = None) -> str:
+    """The text of a row."""
+    return noun.dump_json(value, exclude=exclude, warnings="error").decode()
+
+
+def read(noun: TypeAdapter[Any], journal: str, table: str, row: object, body: str) -> Any:
+    """The noun that `dump` wrote. Raises ServiceError, with the names of journal, table and row, where it is none."""
+    try:
+        return noun.validate_json(body, extra="forbid")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ServiceError(
+            f"journal {journal}: row {row} of table {table} cannot be read back ({where}: {first['msg']}). "
+            "Another version of the orchestrator wrote it, or it was edited. Open the journal with the version "
+            "that wrote it, or move the file away to begin an empty one."
+        ) from error
