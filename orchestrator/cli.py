@@ -140,10 +140,11 @@ def up(
         answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
     words = "is up" if started else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
+    records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
     tell(
         answer,
         as_json,
-        f"The service {words}: {answer['name']}, {nodes} devices. MLflow: {answer['tracking_uri']}. Home: {home}"
+        f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
         + (_reachable(served) if served is not None else ""),
     )
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from orchestrator.specs.actions import Action, Launch, Stop
+from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import in_short
 from orchestrator.specs.state import State
 
+OutboxRow = tuple[int, Record]  # its number, which is never given again, and what it holds
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
 
 
@@ -47,7 +48,7 @@ class EventLog(Protocol):
         """
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, what was decided, ended jobs, and what the tracker is to be told, all or nothing."""
+        """Keep events, what was decided, ended jobs, and what trackers are to be told, all or nothing."""
 
     def confirm(self) -> None:
         """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
@@ -63,6 +64,29 @@ class EventLog(Protocol):
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """At most `limit` such jobs, the one that ended last first; with `before`, those that ended before that one."""
+
+
+class Tracker(Protocol):
+    """Where people find the records of jobs and attempts. One thread calls it, and calls again after an error.
+
+    Subclass it: `refresh` and `shut_down` need a body only where a tracker has something to do there.
+    """
+
+    address: str  # where people look: a URL or a path
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        """Keep rows of one job, oldest first; on return they are kept. Rows can come again: the same row, the same id.
+
+        A row's job has all attempts up to then, so the last row says what the earlier ones said. Raises OSError while
+        the tracker is away: the rows come again for as long as it takes. Rows that raise another exception five times
+        are dropped.
+        """
+
+    def refresh(self) -> None:
+        """Called every few seconds, for what no row brings: the curves of running attempts, a server to keep up."""
+
+    def shut_down(self) -> None:
+        """End the processes that the tracker started, as `orc down` asks."""
 
 
 def decisions(actions: Sequence[Action]) -> str:

@@ -140,6 +140,19 @@ class ClusterSpec(SpecModel):
     launch_cost: Seconds = Field(default=LAUNCH_COST_S, ge=0)  # from a launch to the first training step
     maintenance: tuple[Maintenance, ...] = ()
     policy: PolicySpec = UNSHARED
+    trackers: tuple[str, ...] = Field(
+        default=("mlflow",),
+        min_length=1,
+        description="Where the records of jobs and attempts go: mlflow (a server of the home's own), jsonl (the file "
+        "records.jsonl in the home), or both.",
+        examples=[["mlflow", "jsonl"]],
+    )
+
+    @model_validator(mode="after")
+    def _distinct_trackers(self) -> ClusterSpec:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError("a tracker is named once")
+        return self
 
     @model_validator(mode="after")
     def _distinct_names(self) -> ClusterSpec:

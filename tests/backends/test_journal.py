@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from hypothesis import HealthCheck, given
@@ -202,8 +203,8 @@ def test_every_event_record_and_state_comes_back_equal(
     record = Record(job=job, attempt=attempt)
     journal.append([(event, [record])])
     *_, last = journal.events()
-    ((row, kept),) = journal.outbox.pending(10)
-    journal.outbox.delivered([row])
+    ((row, kept),) = journal.outbox.pending("mlflow", 10)
+    journal.outbox.delivered("mlflow", row)
     journal.snapshot(state)
 
     assert last == event
@@ -283,22 +284,61 @@ def test_a_journal_of_schema_0001_is_brought_up_to_date_with_its_jobs_where_they
             assert list(controller.state.jobs) == ["runs-3", "wide-5"]
             assert [job.id for job in controller.ended(9)] == ["ends-4", "giant-2", "done-1"]
             assert controller.job("done-1").last.evidence.heartbeats[0].steps_done == 9
-            assert [record.job.id for _, record in journal.outbox.pending(9)] == ["ends-4", "wide-5"]
+            assert [record.job.id for _, record in journal.outbox.pending("mlflow", 9)] == ["ends-4", "wide-5"]
             assert [e.order for e in journal.events() if isinstance(e, Submitted)] == [1, 2, 3, 4, 5]
             assert controller.state.submitted == 5
 
 
+def records_of(*orders: int) -> list[Record]:
+    return [Record(job=Job(id=str(order), spec=SCRIPT, order=order, submitted_at_s=0)) for order in orders]
+
+
+def waiting(journal: Journal, tracker: str) -> list[int]:
+    return [record.job.order for _, record in journal.outbox.pending(tracker, 99)]
+
+
 def test_the_outbox_is_oldest_first_bounded_and_forgets_what_was_delivered(journal: Journal) -> None:
-    records = [Record(job=Job(id=str(number), spec=SCRIPT, order=number, submitted_at_s=0)) for number in range(5)]
-    journal.append([(TimerFired(at_s=0), records[:2])])
-    journal.append([(TimerFired(at_s=1), records[2:])])
-    first = journal.outbox.pending(3)
-    assert [record for _, record in first] == records[:3]
-    journal.outbox.delivered([row for row, _ in first])
-    assert [record for _, record in journal.outbox.pending(99)] == records[3:]
-    journal.outbox.delivered([row for row, _ in journal.outbox.pending(99)])
-    journal.append([(TimerFired(at_s=2), records[:1])])
-    assert journal.outbox.pending(99)[0][0] > 5, "a row's number was given twice"
+    journal.append([(TimerFired(at_s=0), records_of(0, 1))])
+    journal.append([(TimerFired(at_s=1), records_of(2, 3, 4))])
+    first = journal.outbox.pending("mlflow", 3)
+    assert [record for _, record in first] == records_of(0, 1, 2)
+    journal.outbox.delivered("mlflow", first[-1][0])
+    assert waiting(journal, "mlflow") == [3, 4]
+    journal.outbox.delivered("mlflow", journal.outbox.pending("mlflow", 99)[-1][0])
+    journal.append([(TimerFired(at_s=2), records_of(0))])
+    assert journal.outbox.pending("mlflow", 99)[0][0] > 5, "a row's number was given twice"
+
+
+def test_each_tracker_gets_every_row_and_a_row_stays_until_all_have_it(journal: Journal) -> None:
+    journal.outbox.register(["mlflow", "jsonl"])
+    journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
+    rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
+    journal.outbox.delivered("jsonl", rows[2])
+    assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([0, 1, 2], [])
+    journal.outbox.delivered("mlflow", rows[0])
+    assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
+    assert kept_rows(journal) == rows[1:], "rows that every tracker has are removed, and no other"
+
+
+def test_a_new_tracker_begins_at_the_rows_that_are_there_and_one_taken_out_holds_none(journal: Journal) -> None:
+    journal.append([(TimerFired(at_s=0), records_of(0, 1, 2))])
+    rows = [number for number, _ in journal.outbox.pending("mlflow", 99)]
+    journal.outbox.delivered("mlflow", rows[0])
+    journal.outbox.register(["mlflow", "jsonl"])
+    assert waiting(journal, "jsonl") == [1, 2]
+    journal.outbox.delivered("jsonl", rows[2])
+    journal.outbox.register(["jsonl", "mlflow"])  # as at every start: cursors stand where they stood
+    assert (waiting(journal, "mlflow"), waiting(journal, "jsonl")) == ([1, 2], [])
+    journal.outbox.register(["jsonl"])
+    assert kept_rows(journal) == [], "a tracker that was taken out still holds rows"
+    journal.append([(TimerFired(at_s=1), records_of(3))])
+    journal.outbox.register(["jsonl", "mlflow"])
+    assert waiting(journal, "mlflow") == [3]
+
+
+def kept_rows(journal: Journal) -> list[int]:
+    with journal.database.transaction() as connection:
+        return [row.id for row in connection.execute(sqlalchemy.text("SELECT id FROM outbox ORDER BY id"))]
 
 
 def test_more_events_than_one_page_come_back_in_order(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +370,7 @@ def test_threads_append_without_losing_or_mixing(journal: Journal) -> None:
         thread.join(timeout=30)
     kept = [event.at_s for event in journal.events()]
     assert sorted(kept) == [100 * thread + number for thread in range(4) for number in range(20)]
-    assert [record.job.order for _, record in journal.outbox.pending(99)] == kept
+    assert [record.job.order for _, record in journal.outbox.pending("mlflow", 99)] == kept
 
 
 def test_a_second_opener_is_told_who_has_the_journal(file_journal: Journal) -> None:
@@ -356,7 +396,7 @@ def test_a_row_that_cannot_be_read_names_file_row_and_remedy(file_journal: Journ
     with closing(sqlite3.connect(file_journal.name)) as other, other:
         other.execute(f"""UPDATE {table} SET body = '{{"type": "woke", "at": 1}}'""")
     with pytest.raises(ServiceError, match=rf"{file_journal.name}: row 1 of table {table} .*"):
-        (file_journal.outbox.pending(1), list(file_journal.events()), file_journal.load())
+        (file_journal.outbox.pending("mlflow", 1), list(file_journal.events()), file_journal.load())
 
 
 def test_a_journal_of_a_newer_version_is_refused_unchanged(tmp_path: Path) -> None:
@@ -431,7 +471,7 @@ def test_kill_9_loses_no_answered_append_and_leaves_none_half_written(
 
         with closing(Journal(url(tmp_path))) as journal:
             kept = [event.at_s for event in journal.events()]
-            orders = [record.job.order for _, record in journal.outbox.pending(100_000)]
+            orders = [record.job.order for _, record in journal.outbox.pending("mlflow", 100_000)]
             state, tail = journal.load()
         assert kept == list(range(len(kept)))
         assert orders == kept, "an event without its outbox row, or the other way round"
@@ -452,7 +492,7 @@ def test_a_full_disk_refuses_the_whole_append_and_keeps_what_was_there(
     assert "full disk" in message
     with closing(Journal(url(tmp_path))) as journal:
         assert [event.at_s for event in journal.events()] == list(range(int(number)))
-        assert len(journal.outbox.pending(1000)) == int(number)
+        assert len(journal.outbox.pending("mlflow", 1000)) == int(number)
 
 
 def test_placements_keep_their_order(journal: Journal) -> None:
@@ -471,4 +511,4 @@ def test_placements_keep_their_order(journal: Journal) -> None:
     journal.append(
         [(TimerFired(at_s=0), [Record(job=Job(id="j", spec=SCRIPT, order=0, submitted_at_s=0), attempt=attempt)])]
     )
-    assert journal.outbox.pending(1)[0][1].attempt.placement == placement
+    assert journal.outbox.pending("mlflow", 1)[0][1].attempt.placement == placement

@@ -15,13 +15,16 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow import server as mlflow_server
 from orchestrator.backends.mlflow import tracker as mlflow_tracker
-from orchestrator.backends.mlflow.content import compare_url, hider, job_content, parse_curves, run_key
+from orchestrator.backends.mlflow.content import compare_url, job_content, parse_curves, run_key
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker
+from orchestrator.backends.outbox_relay import OutboxRelay
+from orchestrator.backends.redaction import hider
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import (
     Attempt,
@@ -141,21 +144,21 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKER_TEST_TOKEN", SECRET)
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "1")  # `start` sets them; this has them taken back
+        monkeypatch.setenv(name, "1")  # the tracker sets them; this has them taken back
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
     monkeypatch.setenv("no_proxy", "elsewhere.example")
-    monkeypatch.setattr(mlflow_tracker, "RETRY_MAX_S", 1.0)
-    monkeypatch.setattr(mlflow_tracker, "CURVES_S", 0.2)
+    monkeypatch.setattr(outbox_relay, "RETRY_MAX_S", 1.0)
+    monkeypatch.setattr(outbox_relay, "REFRESH_S", 0.2)
 
 
 @contextmanager
-def tracking(journal: Journal, server: MlflowServer, state: Callable[[], State] = State) -> Iterator[MlflowTracker]:
-    tracker = MlflowTracker(journal, server.uri, server.home, state)
-    tracker.start()
+def tracking(journal: Journal, server: MlflowServer, state: Callable[[], State] = State) -> Iterator[OutboxRelay]:
+    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, state), journal.outbox)
+    relay.start()
     try:
-        yield tracker
+        yield relay
     finally:
-        tracker.stop()
+        relay.stop()
 
 
 def say(journal: Journal, job: Job) -> None:
@@ -212,7 +215,6 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         reason = f"finished; {SECRET}"
         say(journal, new_job("gpt-1", failed, ended(second), status=JobStatus.SUCCEEDED, reason=reason))
         assert tracker.wait_delivered(60)
-        address = tracker.compare(("gpt-1",))
 
     told = runs(server, "gpt-1")
     assert set(told) == {"0", "1", "2"}
@@ -240,6 +242,7 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     assert estimate["bytes_by_cause"] == {"parameters": 300, "activations": 1.25 * 700}
     assert "token=[TRACKER_TEST_TOKEN] url=[API_URL]" in artifact(server, one.info.run_id, "logs/rank0.txt", tmp_path)
     assert "Traceback" in artifact(server, one.info.run_id, "tracebacks/rank0.txt", tmp_path)
+    address = parent.data.tags["mlflow.note.content"].partition("[Compare the attempts](")[2].partition(")")[0]
     assert json.loads(parse_qs(urlsplit(unquote(address)).fragment.partition("?")[2])["runs"][0]) == [
         one.info.run_id,
         two.info.run_id,
@@ -296,7 +299,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     with tracking(journal, server) as tracker:
         for job_id in jobs[:3]:
             say(journal, new_job(job_id, running[job_id]))
-        eventually(lambda: not journal.outbox.pending(1) or journal.outbox.pending(1)[0][0] > 1)
+        eventually(lambda: not journal.outbox.pending("mlflow", 1) or journal.outbox.pending("mlflow", 1)[0][0] > 1)
         before = server.processes()
         for process in before:
             os.kill(process, signal.SIGKILL)  # in the middle of the third job, or wherever it is
@@ -306,7 +309,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
             say(journal, new_job(job_id, ended(running[job_id]), status=JobStatus.SUCCEEDED, reason="finished"))
             assert time.monotonic() - said_at_s < 1, "a dead server delayed the journal"
         eventually(lambda: tracker.problem is not None)
-    kept = journal.outbox.pending(1000)
+    kept = journal.outbox.pending("mlflow", 1000)
     assert len(kept) >= 2 * len(jobs), "rows were forgotten that no server took"
 
     port = server.port
@@ -314,7 +317,7 @@ def test_kill_9_of_the_server_and_a_new_tracker_lose_and_repeat_nothing(
     assert server.port == port
     assert not set(before) & set(server.processes())
     with monkeypatch.context() as patch, tracking(journal, server):
-        patch.setattr(journal.outbox, "delivered", lambda _: None)  # a tracker that dies before it forgets its rows
+        patch.setattr(journal.outbox, "delivered", lambda *_: None)  # a tracker that dies before it forgets its rows
         eventually(lambda: all("1" in runs(server, job_id) for job_id in jobs))
     with tracking(journal, server) as tracker:
         assert tracker.wait_delivered(60)
@@ -345,7 +348,7 @@ def test_a_creation_that_came_true_after_its_timeout_leaves_no_second_run(
 def test_a_record_that_mlflow_refuses_holds_nobody_up(
     server: MlflowServer, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_tracker, "RETRY_FIRST_S", 0.05)
+    monkeypatch.setattr(outbox_relay, "RETRY_FIRST_S", 0.05)
     with tracking(journal, server) as tracker:
         say(journal, new_job("refused", attempt("refused", 1)))
         assert tracker.wait_delivered(60)
@@ -387,7 +390,8 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":
             listener.listen()
-        tracker = MlflowTracker(journal, f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, State)
+        nobody = MlflowTracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, State)
+        tracker = OutboxRelay("mlflow", nobody, journal.outbox)
         began_s = time.monotonic()
         tracker.start()
         say(journal, new_job("waits"))
@@ -395,11 +399,10 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         assert time.monotonic() - began_s < 0.5
         eventually(lambda: tracker.problem is not None)
         assert not tracker.wait_delivered(0.1)
-        assert tracker.compare(("waits",)) is None
         stopped_s = time.monotonic()
         tracker.stop()
         assert time.monotonic() - stopped_s < 3
-    assert [record.job.id for _, record in journal.outbox.pending(9)] == ["waits"]
+    assert [record.job.id for _, record in journal.outbox.pending("mlflow", 9)] == ["waits"]
 
 
 def test_curves_read_in_pieces_are_the_curves_read_at_once() -> None:

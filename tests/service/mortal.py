@@ -31,11 +31,11 @@ def serve(home: Path) -> None:
         controller = Controller(journal, FolderBackend(home / "world", CLUSTER), time.time)
         service = Service(
             controller=controller,
-            accounts=Accounts(journal.transaction, time.time),
+            accounts=Accounts(journal.database.transaction, time.time),
             home=home,
             token=(home / "token").read_text(),
             cluster=CLUSTER.name,
-            tracking_uri="",
+            trackers={},
             shut_down=lambda: None,
         )
         with served(create_app(service)) as port:

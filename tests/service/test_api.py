@@ -51,14 +51,14 @@ class World:
         self.controller.turn(1.0)
         self.ended = False
         self.now_s = 1e9
-        self.accounts = Accounts(self.journal.transaction, lambda: self.now_s)
+        self.accounts = Accounts(self.journal.database.transaction, lambda: self.now_s)
         service = Service(
             controller=self.controller,
             accounts=self.accounts,
             home=home,
             token=TOKEN,
             cluster="two-virtual-devices",
-            tracking_uri="http://127.0.0.1:1",
+            trackers={"mlflow": "http://127.0.0.1:1"},
             shut_down=self._shut_down,
         )
         self.app = app = create_app(service)
@@ -210,7 +210,7 @@ def test_a_batch_is_kept_whole_in_one_transaction_or_not_at_all(world: World) ->
     assert world.client.get("/jobs").json() == {"jobs": []}
     assert world.client.post("/jobs/batch", json={"jobs": []}).status_code == 422
     commits = []
-    sqlalchemy.event.listen(world.journal._database.engine, "commit", lambda _: commits.append(1))
+    sqlalchemy.event.listen(world.journal.database.engine, "commit", lambda _: commits.append(1))
     ids = world.client.post("/jobs/batch", json={"jobs": [good] * 30}).json()["ids"]
     assert ids == [f"lm-{number}" for number in range(1, 31)]
     assert len(commits) == 2, "all jobs in one, and the row of the audit log"

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.memory.models.hf import decoder_shape
 from orchestrator.memory.profiles import profile_of
-from orchestrator.service.server.intake import read_cluster, read_job, read_overrides
+from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_cluster, read_job, read_overrides
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.plan import Precision
@@ -295,3 +295,15 @@ def test_a_file_that_says_what_is_learned_is_refused(tmp_path: Path, field: str,
     path.write_text(f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {said}\n")
     with pytest.raises(SpecError, match=f"(?s){field}.*is no setting"):
         read_job(path)
+
+
+def test_a_cluster_file_names_trackers_that_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(EMBEDDED_CLUSTER + "trackers: [mlflow, jsonl]\n")
+    assert read_cluster(path).trackers == ("mlflow", "jsonl")
+    path.write_text(EMBEDDED_CLUSTER + "trackers: [json]\n")
+    with pytest.raises(SpecError, match=r"no such tracker[\s\S]*jsonl"):
+        read_cluster(path)
+    path.write_text(EMBEDDED_CLUSTER + "trackers: []\n")
+    with pytest.raises(SpecError, match="trackers"):
+        read_cluster(path)

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
 from orchestrator.specs.errors import ServiceError, SpecError
 
-SCHEMA = "0003"  # newest revision in migrations/versions
+SCHEMA = "0005"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
 ALLOWED = "sqlite:////absolute/path/journal.db, postgresql+psycopg://user:password@host/database"

@@ -50,9 +50,9 @@ class Journal:
 
     def __init__(self, url: str, *, reads_only: bool = False) -> None:
         """Open the journal at `url`, made and migrated as needed, if it is not only read."""
-        self._database = Database(url, reads_only=reads_only)
-        self.name = self._database.name
-        self.outbox = Outbox(self._database)
+        self.database = Database(url, reads_only=reads_only)
+        self.name = self.database.name
+        self.outbox = Outbox(self.database)
         self._event = adapter(Annotated[Event, Field(discriminator="type")])
         self._state, self._job = adapter(State), adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
@@ -62,7 +62,7 @@ class Journal:
 
         Each with what was decided then, as `decisions` says it; None where that was not kept.
         """
-        with self._database.transaction() as connection:
+        with self.database.transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
             live = connection.execute(sa.select(_live.c.id, _live.c.body)).all()
         if row is None:
@@ -72,7 +72,7 @@ class Journal:
         return state, tuple(self.history(row.id))
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, what was decided, ended jobs, and what the tracker is to be told, all or nothing.
+        """Keep events, what was decided, ended jobs, and what trackers are to be told, all or nothing.
 
         On disk when this returns.
         """
@@ -84,7 +84,7 @@ class Journal:
             for action in actions
             if isinstance(action, Archive)
         ]
-        with self._database.transaction() as connection:
+        with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
             self.outbox.add(connection, records)
             if ended:
@@ -93,7 +93,7 @@ class Journal:
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         """Keep jobs, each with its end, where they are not kept yet."""
         known = sa.select(_jobs.c.id).where(_jobs.c.id.in_([job.id for job, _ in ended]))
-        with self._database.transaction() as connection:
+        with self.database.transaction() as connection:
             kept = set(connection.execute(known).scalars())
             rows = [self._row(job, at_s) for job, at_s in ended if job.id not in kept]
             if rows:
@@ -111,7 +111,7 @@ class Journal:
         added = [{"id": one["row"], "body": one["body"]} for one in changed if one["row"] not in self._saved]
         body = dump(self._state, state, exclude={"jobs"})
         row = _live.c.id == sa.bindparam("row")
-        with self._database.transaction() as connection:
+        with self.database.transaction() as connection:
             connection.execute(_snapshots.delete())
             connection.execute(_snapshots.insert().values(id=last, body=body))
             if gone:
@@ -124,7 +124,7 @@ class Journal:
 
     def job(self, job_id: str) -> Job | None:
         """A job that has ended and that the state has forgotten."""
-        with self._database.transaction() as connection:
+        with self.database.transaction() as connection:
             row = connection.execute(sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)).one_or_none()
         return None if row is None else self._read(self._job, _jobs, *row)
 
@@ -135,7 +135,7 @@ class Journal:
             newest = newest.where(
                 _jobs.c.number < sa.select(_jobs.c.number).where(_jobs.c.id == before).scalar_subquery()
             )
-        with self._database.transaction() as connection:
+        with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
         return [self._read(self._job, _jobs, *row) for row in rows]
 
@@ -147,7 +147,7 @@ class Journal:
         """Every event, oldest first, with what was decided; `after` skips as many rows."""
         while True:
             page = sa.select(_events).where(_events.c.id > after).order_by(_events.c.id).limit(PAGE)
-            with self._database.transaction() as connection:
+            with self.database.transaction() as connection:
                 rows = connection.execute(page).all()
             for row in rows:
                 yield self._read(self._event, _events, row.id, row.body), row.decided
@@ -157,11 +157,11 @@ class Journal:
 
     def confirm(self) -> None:
         """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
-        self._database.confirm()
+        self.database.confirm()
 
     def close(self) -> None:
         """Let go of it; another process may open the journal then, and this object refuses every call."""
-        self._database.close()
+        self.database.close()
 
     def _row(self, job: Job, at_s: float) -> dict[str, object]:
         return {

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
 
+from orchestrator.backends.redaction import Hide
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.plan import settings
@@ -27,11 +27,8 @@ TEXT_MAX = 7_900  # of a tag: MLflow takes 8,000 characters (mlflow/utils/valida
 ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 LOGS_MAX = 8  # failed ranks whose logs are kept
 NOTED_ATTEMPTS = 20
-SHORTEST_HIDDEN = 4  # characters; hiding "1" would leave no text readable
 OUTCOME_TAG = "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
 METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
-
-Hide = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +49,6 @@ class RunContent:
 def run_key(job: Job, number: int) -> str:
     """The tag by which a run is found again; number 0 is the job's own run."""
     return f"{job.key}/{number}"
-
-
-def hider(spec: JobSpec, environment: Mapping[str, str]) -> Hide:
-    """A function that replaces the values of the job's secrets and variables in a text by their names."""
-    values = [(environment.get(name, ""), name) for name in spec.secrets] + [(value, name) for name, value in spec.env]
-    values += [(json.dumps(value)[1:-1], name) for value, name in values]  # as they stand in JSON
-    longest_first = sorted((pair for pair in values if len(pair[0]) >= SHORTEST_HIDDEN), key=lambda p: -len(p[0]))
-
-    def hide(text: str) -> str:
-        for value, name in longest_first:
-            text = text.replace(value, f"[{name}]")
-        return text
-
-    return hide
 
 
 def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +72,7 @@ class Service:
     home: Path
     token: str  # of the home folder: its holder is an admin
     cluster: str  # name of the cluster
-    tracking_uri: str
+    trackers: Mapping[str, str]  # name -> address
     shut_down: Callable[[], None]
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
 
@@ -256,7 +256,7 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         held = holders(state)
         return {
             "name": service.cluster,
-            "tracking_uri": service.tracking_uri,
+            "trackers": service.trackers,
             "nodes": [node_view(node, held, state.drained) for node in state.nodes],
             "drained": state.drained,
             "observations": observations_view(state.observations),

@@ -1,4 +1,4 @@
-"""The service's process: journal, Ray, MLflow, controller and HTTP, put together and taken apart.
+"""The service's process: journal, trackers, Ray, controller and HTTP, put together and taken apart.
 
 Killed at any moment it loses nothing: the journal has every event, training goes on in Ray, and the next start takes
 up what runs.
@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
@@ -25,10 +25,11 @@ from fastapi import FastAPI
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
-from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.mlflow.tracker import MlflowTracker
+from orchestrator.backends.outbox_relay import OutboxRelay
+from orchestrator.backends.ports import Tracker
 from orchestrator.backends.ray import cluster as ray_cluster
 from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
@@ -38,7 +39,7 @@ from orchestrator.service.server.rates import measured
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError
 
-MLFLOW_CHECK_S = 5.0
+NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
 HOME_CHECK_S = 5.0
 STOP_TIMEOUT_S = 5.0
 
@@ -62,9 +63,10 @@ def main() -> None:
 
 
 def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
-    """Run everything until `stop` is set; with `down`, Ray and MLflow end too. Raises OrchestratorError.
+    """Run everything until `stop` is set. Raises OrchestratorError.
 
-    They also end where it never comes to serve, unless Ray ran before: jobs may run there.
+    With `down`, Ray and the trackers' processes end too. They also end where it never comes to serve, unless Ray ran
+    before: jobs may run there.
     """
     prepare(home)
     cluster = read_cluster(_if_there(home / "cluster.yaml"))
@@ -76,20 +78,22 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     with ExitStack() as stack:
         rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
         journal = stack.enter_context(closing(Journal(journal_url(home))))
-        mlflow = MlflowServer(home)
-        stack.callback(_end, mlflow.stop, must_end)
-        mlflow.ensure_running()
+        journal.outbox.register(cluster.trackers)
+        trackers: dict[str, Tracker] = {}
+        for name in cluster.trackers:
+            trackers[name] = TRACKERS[name](home, lambda: controller.state)
+            stack.callback(_end, trackers[name].shut_down, must_end)
         address = _ray_address(home, cluster)
         if (ours := ray_cluster.started(home)) is not None:  # as noted now: another home may stand in this one's place
             stack.callback(_end, partial(ray_cluster.stop, home, ours), must_end)
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # whoever asks first sees the nodes
-        tracker = MlflowTracker(journal, mlflow.uri, home, lambda: controller.state)
-        tracker.start()
-        stack.callback(tracker.stop)
-        keeper = threading.Thread(target=_keep_tracking, args=(controller, tracker, mlflow, stop), daemon=True)
-        keeper.start()
+        relays = [OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()]
+        for relay in relays:
+            relay.start()
+            stack.callback(relay.stop)
+        threading.Thread(target=_notify, args=(controller, relays, stop), daemon=True).start()
 
         def shut_down() -> None:
             down.set()
@@ -100,11 +104,11 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
         endpoint = kept_endpoint(home)
         service = Service(
             controller=controller,
-            accounts=Accounts(journal.transaction, time.time),
+            accounts=Accounts(journal.database.transaction, time.time),
             home=home,
             token=token,
             cluster=cluster.name,
-            tracking_uri=mlflow.uri,
+            trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
             hosts=endpoint.names() if endpoint else LOOPBACK,
         )
@@ -149,20 +153,15 @@ def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: thr
             shut_down()
 
 
-def _keep_tracking(controller: Controller, tracker: MlflowTracker, mlflow: MlflowServer, stop: threading.Event) -> None:
-    """Wake the tracker whenever something happened, and keep its server running."""
-    version, check_s = -1, 0.0
+def _notify(controller: Controller, relays: Sequence[OutboxRelay], stop: threading.Event) -> None:
+    """Wake the relays whenever something happened."""
+    version = -1
     while not stop.is_set():
-        if time.monotonic() >= check_s:
-            try:
-                mlflow.ensure_running()
-            except OSError:
-                log.exception("MLflow could not be started")
-            check_s = time.monotonic() + MLFLOW_CHECK_S
-        seen = controller.wait_for_change(version, MLFLOW_CHECK_S)
+        seen = controller.wait_for_change(version, NOTIFY_TIMEOUT_S)
         if seen != version:
             version = seen
-            tracker.notify()
+            for relay in relays:
+                relay.notify()
 
 
 def _served_to_others(app: FastAPI, endpoint: Endpoint | None) -> AbstractContextManager[int | None]:

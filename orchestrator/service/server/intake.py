@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.launcher import base_env
 from orchestrator.backends.attempts.program import why_not_started
+from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
 from orchestrator.service.server.profiling import traced
 from orchestrator.specs.clock import known_zone
@@ -83,7 +84,9 @@ def read_cluster(path: Path | None) -> ClusterSpec:
     """The cluster in a file; the embedded one of two virtual devices where there is no file. Raises SpecError."""
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
-    return parse_cluster(_read_text(path), str(path))
+    cluster = parse_cluster(_read_text(path), str(path))
+    check_trackers(cluster.trackers, str(path))
+    return cluster
 
 
 def read_overrides(settings: Sequence[str]) -> tuple[Override, ...]:

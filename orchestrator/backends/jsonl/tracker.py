@@ -1,0 +1,80 @@
+"""Records as JSON lines: one object for each row of the outbox, in `records.jsonl` of the home.
+
+The file only grows. It may be moved away at any time: the next record begins a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pydantic import TypeAdapter
+
+from orchestrator.backends.ports import OutboxRow, Tracker
+from orchestrator.backends.redaction import Hide, hider
+from orchestrator.specs.actions import Record
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import State
+
+TAIL_BYTES = 65_536  # read at a time, from the end, in search of the last whole line
+
+
+class JsonLinesTracker(Tracker):
+    """Appends one line for each record. A record that comes again is a second line with the same `id`."""
+
+    def __init__(self, home: Path, state: Callable[[], State]) -> None:  # noqa: ARG002  every tracker is given both
+        self._path = home / "records.jsonl"
+        self.address = str(self._path)
+        self._job, self._attempt = TypeAdapter(Job), TypeAdapter(Attempt | None)
+
+    def send(self, rows: Sequence[OutboxRow]) -> None:
+        """Append the rows and have them on the disk. Raises OSError where the disk is full or away."""
+        lines = "".join(json.dumps(self._object(number, record)) + "\n" for number, record in rows)
+        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            drop_torn_line(file)
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the file's name is on the disk too
+        finally:
+            os.close(folder)
+
+    def _object(self, number: int, record: Record) -> dict[str, Any]:
+        """One record: the job without its attempts and variables, and the attempt that it is about, or None."""
+        job = self._job.dump_python(record.job, mode="json", exclude={"attempts": True, "spec": {"env"}})
+        attempt = self._attempt.dump_python(record.attempt, mode="json")
+        said = {"id": f"{record.job.key}/{number}", "job": job, "attempt": attempt}
+        hidden: dict[str, Any] = _hidden(said, hider(record.job.spec, os.environ))
+        return hidden
+
+
+def drop_torn_line(file: BinaryIO) -> None:
+    """Cut off a last line without its end, and stand behind the whole ones: its record comes again."""
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    file.truncate(end)
+    file.seek(end)
+
+
+def _hidden(value: Any, hide: Hide) -> Any:
+    """The same JSON value, with every text in it hidden where it must be."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, Mapping):
+        return {name: _hidden(each, hide) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(each, hide) for each in value]
+    return value

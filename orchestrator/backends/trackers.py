@@ -1,0 +1,28 @@
+"""Which trackers are there, by their names in a cluster file?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.backends.jsonl.tracker import JsonLinesTracker
+from orchestrator.backends.mlflow.tracker import HomeMlflow
+from orchestrator.backends.ports import Tracker
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.state import State
+
+# Each is made for a home and for what gives its controller's newest state.
+TRACKERS: Mapping[str, Callable[[Path, Callable[[], State]], Tracker]] = {
+    "mlflow": HomeMlflow,
+    "jsonl": JsonLinesTracker,
+}
+
+
+def check_trackers(names: Sequence[str], source: str) -> None:
+    """Raises SpecError at a name that no tracker has; `source` is the cluster file that says it."""
+    for name in names:
+        if name not in TRACKERS:
+            near = closest(name, TRACKERS)
+            hint = f"did you mean {near!r}?" if near else ""
+            allowed = ", ".join(TRACKERS)
+            raise SpecError("no such tracker", source=source, path="trackers", got=name, allowed=allowed, hint=hint)
