@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from orchestrator.backends.ray.backend import RayBackend
+from orchestrator.backends.ports import Backend
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
@@ -86,7 +86,7 @@ def until(condition: Callable[[], Found | None], what: str, deadline_s: float = 
 class Reader:
     """Everything that a backend has told so far."""
 
-    backend: RayBackend
+    backend: Backend
     seen: list[Event] = field(default_factory=list)
 
     def poll(self, timeout_s: float = 0.1) -> None:

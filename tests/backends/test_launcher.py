@@ -18,12 +18,12 @@ from orchestrator.backends.attempts.launcher import (
     clear,
     end_tree,
     free_port,
+    mark_of,
     oom_kills,
     read_epoch,
     write_durably,
 )
 from orchestrator.backends.ray import cluster as ray_cluster
-from orchestrator.backends.ray import gang
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
 from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, write_json
@@ -67,7 +67,7 @@ def test_the_first_failing_rank_is_named_and_ends_the_others(folder: AttemptFold
     assert status["first_ended"][0] == 2
     assert status["exit_codes"] == {0: -9, 1: -9, 2: -9}
     assert time.monotonic() - began_s < 5
-    assert alive(children) == [], "a daemon of a rank in its own session ends too"
+    assert until(lambda: not alive(children), "a daemon of a rank in its own session ends too", 5)
 
 
 def test_a_rank_that_ends_well_leaves_the_others_alone(folder: AttemptFolder, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_ranks_die_with_their_launcher(folder: AttemptFolder) -> None:
 def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_path: Path) -> None:
     """Two services on one machine, or on one Ray, both with a job fits-1: neither takes up or kills the other's."""
     one, two = tmp_path / "one", tmp_path / "two"
-    marks = {gang.mark(JobFolder(home, "fits-1").attempt(1), "local") for home in (one, two)}
+    marks = {mark_of(JobFolder(home, "fits-1").attempt(1), "local") for home in (one, two)}
     assert len(marks) == 2
     assert ray_cluster.namespace(one) != ray_cluster.namespace(two)
     assert ray_cluster.namespace(one) == ray_cluster.namespace(one)

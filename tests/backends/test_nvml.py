@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends import nvml
-from orchestrator.backends.ray import nodes
+from orchestrator.backends.attempts import nodes
 
 MIB = 2**20
 READ_TWICE = """

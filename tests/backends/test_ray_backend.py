@@ -16,7 +16,7 @@ import ray
 
 from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S, write_durably
 from orchestrator.backends.ray import cluster as ray_cluster
-from orchestrator.backends.ray import gang
+from orchestrator.backends.ray import launchers as ray_launchers
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.events import Finished, NodesSeen, Released, Started
@@ -50,7 +50,7 @@ def free_of(reader: Reader) -> tuple[int, ...]:
 
 
 def nothing_is_left(launch: Launch) -> bool:
-    return launch.attempt.name not in group_names() and not gang.find(launch.attempt)
+    return launch.attempt.name not in group_names() and not ray_launchers.RayLaunchers().find(launch.attempt).nodes
 
 
 def test_ends_are_exact_and_nothing_is_left(reader: Reader) -> None:
@@ -262,7 +262,7 @@ def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(
     holder, late = launch_of("holder", script("wait")), launch_of("late", script("exit:0"))
     reader.backend.launch(holder)
     reader.started(holder)
-    monkeypatch.setattr(gang, "PLACE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(ray_launchers, "PLACE_TIMEOUT_S", 0.5)
     reader.backend.launch(late)
     assert "not free" in str(reader.finished(late).evidence.launch_error)
     assert group_names() & {"late-1"} == set()

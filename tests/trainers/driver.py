@@ -1,7 +1,7 @@
 """Drives a job to its end as the service does, on virtual devices of this machine, without Ray.
 
-What decides (`step`), what is started (`launch_request`), who starts and watches it (`Launcher`, `Progress`), and what
-is made of its end (`collect`, `classify`) are the production's own. Only the transport is not there.
+What decides (`step`), and what starts, watches and judges (`AttemptWatch`, `Launcher`), are the production's own. Only
+the transport is another: launchers of this process.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.backends.attempts.evidence import Ending, collect, write_ending
-from orchestrator.backends.attempts.launch_request import LaunchNode, started_ranks
-from orchestrator.backends.attempts.launcher import Launcher, free_port, write_durably
-from orchestrator.backends.attempts.progress import Progress
-from orchestrator.backends.attempts.script_output import output_folder
-from orchestrator.backends.attempts.watch import PROBE_GRACE_S, request_of, write_files
+from orchestrator.backends.attempts.nodes import NodeWatch
+from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.scheduling.step import step
 from orchestrator.specs.actions import Launch, Record
 from orchestrator.specs.attempt import Attempt, Evidence
@@ -28,12 +26,11 @@ from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import JobFolder
 from orchestrator.specs.state import State
+from tests.local_cluster import LocalLaunchers, LocalNodes
 
 SCRIPTS = Path(__file__).parent
 ATTEMPTS_MAX = 8
 ATTEMPT_TIMEOUT_S = 300.0
-TICK_S = 0.25
-MARKED = "driver"
 
 
 def device(memory: str) -> DeviceSpec:
@@ -105,55 +102,29 @@ class Drive:
 
 
 def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evidence:
-    """One attempt on one node, as AttemptWatch leads it."""
-    jobs, spec = JobFolder(home, job.id), job.spec
-    folder = jobs.attempt(planned.number)
-    for path in (folder.path, folder.output if planned.probe else jobs.output, jobs.checkpoints):
-        path.mkdir(parents=True, exist_ok=True)
-    write_durably(jobs.epoch, str(planned.number))
-    node = nodes.nodes[0]
-    seen = LaunchNode(name="local", address="127.0.0.1", device=node.device, devices=node.devices, cpus=2)
-    request = request_of(job, planned, home, {"local": seen}, free_port(), sys.executable)
-    write_files(request)
-    launcher = Launcher(str(folder.path), str(jobs.epoch), planned.number, f"{folder.path}@{MARKED}")
-    ((_, processes),) = request.ranks
-    if request.before is not None:
-        code = launcher.run_before(request.before, dict(processes[0].env), request.workdir)
-        if code:
-            return collect(spec, planned, jobs, Ending(launch_error=f"before: {code}"))
-    started = started_ranks(spec, planned.placement)
-    status = launcher.start(
-        [(one.rank, one.argv, dict(one.env)) for one in processes],
-        request.workdir,
-        planned.plan.world_size // len(processes),
+    """One attempt on one node, led by the production's AttemptWatch."""
+    told: list[Event] = []
+    world = World(
+        home=home,
+        python=sys.executable,
+        nodes=NodeWatch(nodes, LocalNodes(nodes)),
+        launchers=LocalLaunchers(),
+        clock=time.time,
+        emit=told.append,
+        closing=threading.Event(),
     )
-    output = folder.output if planned.probe else output_folder(spec, jobs)
-    progress = Progress(spec, folder, planned.plan.world_size, started, output)
-    hung_for_s, stopped = None, False
-    for _ in range(int(ATTEMPT_TIMEOUT_S / TICK_S)):
-        if status["state"] == "ended":
-            break
-        status = launcher.wait(status["version"], TICK_S)
-        if planned.probe and not stopped and progress.is_probed():
-            stopped = True
-            launcher.stop(PROBE_GRACE_S)
-        if hung_for_s is None:
-            hung_for_s = progress.hung_for_s(0.0, status["cpu_s"])
-            if hung_for_s is not None:
-                launcher.abort(0)
-    else:
-        launcher.abort(0)
-        raise AssertionError(f"attempt {planned.number} did not end: {folder.log(0).read_text()[-2000:]}")
-    ending = Ending(
-        first_ended_rank=status["first_ended"][0] if status["first_ended"] else None,
-        hung_for_s=hung_for_s,
-        launch_error=None if status["pids"] else status["error"],
-        no_program=status["no_program"],
-        counts=progress.counts,
-        stopped=stopped,
-    )
-    write_ending(folder, ending)
-    return collect(spec, planned, jobs, ending)
+    world.nodes.refresh()
+    watch = AttemptWatch(job, planned, world)
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    thread.join(ATTEMPT_TIMEOUT_S)
+    if thread.is_alive():
+        watch.stop(0.0)
+        thread.join()
+        log_path = JobFolder(home, job.id).attempt(planned.number).log(0)
+        raise AssertionError(f"attempt {planned.number} did not end: {log_path.read_text()[-2000:]}")
+    (finished,) = (event for event in told if isinstance(event, Finished))
+    return finished.evidence
 
 
 def checkout(name: str, at: Path) -> Path:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from orchestrator.backends.attempts.process_census import MARK, Census, marked_processes
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
@@ -39,6 +39,26 @@ INHERITED = (
     Path(__file__).resolve().parents[2] / "training" / "guard" / "inherited"
 )  # guards every Python process that trains
 HIDDEN = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # cluster token, own settings, Ray's choices
+
+
+RankStart = tuple[int, tuple[str, ...], dict[str, str]]  # number, argv, environment
+
+
+class LauncherStatus(TypedDict):
+    """How the ranks of one launcher stand."""
+
+    version: int  # grows with each change
+    state: str  # idle -> starting -> running -> ended
+    pids: dict[int, int]
+    exit_codes: dict[int, int | None]
+    ending: bool  # the launcher has set its ranks an end
+    oom: bool  # a rank has reported that it ran out of memory
+    first_ended: tuple[int, int] | None  # (rank, time in ns) of the first that failed
+    host_oom_kills: int
+    cpu_s: float
+    stale: bool  # a newer attempt exists
+    error: str | None  # why ranks did not start
+    no_program: bool  # and would not start again
 
 
 class NoProgram(Exception):
@@ -77,9 +97,7 @@ class Launcher:
         """A TCP port of this node that nobody listens on."""
         return free_port()
 
-    def start(
-        self, ranks: Sequence[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str, each: int = 1
-    ) -> dict[str, Any]:
+    def start(self, ranks: Sequence[RankStart], workdir: str, each: int = 1) -> LauncherStatus:
         """Start (rank, argv, env) once; a second call changes nothing. Answers with the status.
 
         A process may stand for `each` ranks, the first of which is `rank`: it starts them itself.
@@ -107,12 +125,12 @@ class Launcher:
                 check=False,
             ).returncode
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> LauncherStatus:
         """How the ranks stand now."""
         with self._changed:
             return self._status()
 
-    def wait(self, version: int, timeout_s: float) -> dict[str, Any]:
+    def wait(self, version: int, timeout_s: float) -> LauncherStatus:
         """The status once it is newer than `version`, or after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._version > version, timeout=timeout_s)
@@ -142,7 +160,7 @@ class Launcher:
         except OSError:
             return b""
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self) -> LauncherStatus:
         return {
             "version": self._version,
             "state": self._state,
@@ -158,7 +176,7 @@ class Launcher:
             "no_program": self._no_program,
         }
 
-    def _look_after(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
+    def _look_after(self, ranks: list[RankStart], workdir: str) -> None:
         try:
             if self._superseded():
                 self._error = f"a newer attempt than {self._epoch} exists"
@@ -194,7 +212,7 @@ class Launcher:
                 self._state = "ended"
                 self._touch()
 
-    def _start_all(self, ranks: list[tuple[int, tuple[str, ...], dict[str, str]]], workdir: str) -> None:
+    def _start_all(self, ranks: list[RankStart], workdir: str) -> None:
         base = base_env()
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
@@ -294,6 +312,11 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return hook
+
+
+def mark_of(folder: AttemptFolder, node: str) -> str:
+    """What every process of the attempt on this node carries; no other home's attempt of the same name does."""
+    return f"{folder.path}@{node}"
 
 
 def clear(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import ActorUnavailableError, RayError
 
 from orchestrator.backends.attempts.evidence import (
     Ending,
@@ -22,32 +17,27 @@ from orchestrator.backends.attempts.evidence import (
     read_exit_code,
     write_ending,
 )
-from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request, started_ranks
+from orchestrator.backends.attempts.launch_request import started_ranks
 from orchestrator.backends.attempts.launcher import (
-    BEFORE_TIMEOUT_S,
     GRACE_AFTER_FAILURE_S,
     GRACE_AFTER_OOM_S,
+    LauncherStatus,
     read_epoch,
     write_durably,
 )
+from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.progress import Progress
-from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
-from orchestrator.backends.attempts.workdir import link_all_but
-from orchestrator.backends.ray import gang
-from orchestrator.backends.ray.nodes import NodeWatch
+from orchestrator.backends.attempts.script_output import output_folder
+from orchestrator.backends.attempts.start import StartFailed, start_ranks
+from orchestrator.backends.ports import LauncherGroup, Launchers
 from orchestrator.specs.attempt import Attempt, AttemptStatus
-from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
-LONG_POLL_S = 2.0
 TICK_S = 0.25
-CALL_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
-UNAVAILABLE_MAX = 60  # unanswered calls in a row, half a second apart, before a launcher counts as lost
 PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving
-STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +49,7 @@ class World:
     home: Path
     python: str
     nodes: NodeWatch
+    launchers: Launchers
     clock: Callable[[], float]
     emit: Callable[[Event], None]
     closing: threading.Event
@@ -72,23 +63,18 @@ class Closed(Exception):
 class Gang:
     """What the watcher knows of the launchers."""
 
-    launchers: gang.Launchers
-    pending: dict[Any, str] = field(default_factory=dict)  # reference of a long poll -> node
-    statuses: dict[str, dict[str, Any]] = field(default_factory=dict)
-    unanswered: dict[str, int] = field(default_factory=dict)
+    group: LauncherGroup
+    statuses: dict[str, LauncherStatus] = field(default_factory=dict)  # by node, as last reported
     lost: set[str] = field(default_factory=set)
 
     def open(self) -> list[str]:
         """Nodes whose launchers have neither ended nor gone."""
-        return [
-            node
-            for node in self.launchers
-            if node not in self.lost and self.statuses.get(node, {}).get("state") != "ended"
-        ]
+        ended = {node for node, status in self.statuses.items() if status["state"] == "ended"}
+        return [node for node in self.group.nodes if node not in self.lost | ended]
 
     def unending(self) -> list[str]:
         """Of these, the ones whose launchers have not set their ranks an end themselves."""
-        return [node for node in self.open() if not self.statuses.get(node, {}).get("ending")]
+        return [node for node in self.open() if node not in self.statuses or not self.statuses[node]["ending"]]
 
 
 class AttemptWatch:
@@ -124,10 +110,13 @@ class AttemptWatch:
         if written is not None:  # it ended before the service was restarted, and nobody had taken note
             return written
         try:
-            launchers = self._take_up()
-            return launchers if isinstance(launchers, Ending) else self._watch(launchers)
+            group = self._take_up()
+            return group if isinstance(group, Ending) else self._watch(group)
         except Closed:
             raise
+        except StartFailed as error:
+            self._remove()
+            return Ending(launch_error=str(error), no_program=error.no_program)
         except Exception as error:  # the edge: whatever goes wrong with a launch is its end, and nothing else's
             self._check_closing()
             log.exception("attempt %s", self._attempt.name)
@@ -145,29 +134,31 @@ class AttemptWatch:
 
     def _remove(self) -> None:
         try:
-            gang.remove(self._attempt)
-        except RayError:
+            self._world.launchers.end(self._attempt)
+        except OSError:
             self._check_closing()
             log.exception("attempt %s", self._attempt.name)
 
-    def _take_up(self) -> gang.Launchers | Ending:
+    def _take_up(self) -> LauncherGroup | Ending:
         """Launchers whose ranks run; they are started where nothing of the attempt exists."""
         began = any(self._folder.log(rank).exists() for rank in self._started)
-        launchers = gang.find(self._attempt)
-        if not began and len(launchers) < len(self._attempt.placement):
-            gang.remove(self._attempt)
+        group = self._world.launchers.find(self._attempt)
+        if not began and len(group.nodes) < len(self._attempt.placement):
+            self._world.launchers.end(self._attempt)
             placed = self._place()
             if isinstance(placed, Ending):
                 return placed
-            launchers = placed
-        if len(launchers) == len(self._attempt.placement) and self._stop_grace_s is None:
-            if any(_is_idle(launcher) for launcher in launchers.values()):
-                self._start(launchers)
+            group = placed
+        if len(group.nodes) == len(self._attempt.placement) and self._stop_grace_s is None:
+            if group.is_idle():
+                live = self._world.nodes.live()
+                nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
+                start_ranks(self._job, self._attempt, group, nodes, self._world.home, self._world.python)
             if self._attempt.status is AttemptStatus.LAUNCHING:
                 self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
-        return launchers
+        return group
 
-    def _place(self) -> gang.Launchers | Ending:
+    def _place(self) -> LauncherGroup | Ending:
         newest = read_epoch(self._jobs.epoch)
         if newest > self._attempt.number:
             return Ending(launch_error=f"attempt {newest} of this job exists already")
@@ -180,59 +171,13 @@ class AttemptWatch:
             folder.mkdir(parents=True, exist_ok=True)
         write_durably(self._jobs.epoch, str(self._attempt.number))
         self._free_before_bytes = self._world.nodes.free_before(self._devices)
-        launchers = gang.place(self._attempt, self._jobs, live)
-        if isinstance(launchers, str):
-            return Ending(launch_error=launchers)
-        return launchers
+        placed = self._world.launchers.place(self._attempt, self._jobs, live)
+        return Ending(launch_error=placed) if isinstance(placed, str) else placed
 
-    def _start(self, launchers: gang.Launchers) -> None:
-        """Start every rank. Launchers that have started theirs change nothing, so it can be said again."""
-        request = self._request(launchers)
-        secrets = {name: os.environ[name] for name in request.secrets}
-        write_files(request)
-        remove_stale_locks(self._world.home / "torch_extensions")
-        if request.before is not None:
-            first, (rank, *_) = request.ranks[0]
-            env = {**secrets, **dict(rank.env)}
-            answer = launchers[first].run_before.remote(request.before, env, request.workdir)
-            code = ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S)
-            if code != 0:
-                raise OSError(f"what goes before a restart ended with {code}: see {self._folder.before}")
-        devices = {part.node: len(part.devices) for part in self._attempt.placement}
-        answers = [
-            launchers[node].start.remote(
-                [(rank.rank, rank.argv, {**secrets, **dict(rank.env)}) for rank in ranks],
-                request.workdir,
-                devices[node] // len(ranks),
-            )
-            for node, ranks in request.ranks
-        ]
-        for status in ray.get(answers, timeout=CALL_TIMEOUT_S):
-            if status["error"] and not status["pids"]:
-                raise OSError(status["error"])
-
-    def _request(self, launchers: gang.Launchers) -> LaunchRequest:
-        missing = [name for name in self._job.spec.secrets if name not in os.environ]
-        if missing:
-            raise OrchestratorError(f"secret {missing[0]} is not in the environment of the service")
-        live = self._world.nodes.live()
-        nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
-        return request_of(
-            self._job, self._attempt, self._world.home, nodes, self._master_port(launchers), self._world.python
-        )
-
-    def _master_port(self, launchers: gang.Launchers) -> int:
-        """The same port however often the launch is taken up again."""
-        path = self._folder.path / "master_port"
-        if not path.exists():
-            first = launchers[self._attempt.placement[0].node]
-            write_durably(path, str(ray.get(first.free_port.remote(), timeout=CALL_TIMEOUT_S)))
-        return int(path.read_text())
-
-    def _watch(self, launchers: gang.Launchers) -> Ending:
+    def _watch(self, group: LauncherGroup) -> Ending:
         """How the gang ended: by itself, stopped, hung, or with nodes that went away."""
-        known = Gang(launchers)
-        known.lost = {part.node for part in self._attempt.placement if part.node not in launchers}
+        known = Gang(group)
+        known.lost = {part.node for part in self._attempt.placement if part.node not in group.nodes}
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
         progress = Progress(spec, self._folder, self._attempt.plan.world_size, self._started, output)
@@ -255,13 +200,12 @@ class AttemptWatch:
             if grace_s is not None and not aborted:
                 aborted, give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
                 # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
-                told = known.open() if hung_for_s is not None else known.unending()
-                self._tell(known, told, "abort", grace_s)
+                known.group.abort(known.open() if hung_for_s is not None else known.unending(), grace_s)
             if self._attempt.probe and self._stop_grace_s is None and progress.is_probed():
                 self._stop_grace_s = PROBE_GRACE_S
             if self._stop_grace_s is not None and not stopped:
                 stopped, give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
-                self._tell(known, known.open(), "stop", self._stop_grace_s)
+                known.group.stop(known.open(), self._stop_grace_s)
             if time.monotonic() > give_up_at_s:
                 known.lost.update(known.open())
         return self._judge(known, stopped, hung_for_s, progress.counts)
@@ -269,24 +213,11 @@ class AttemptWatch:
     def _poll(self, known: Gang) -> None:
         """Wait at most a tick for news of any launcher."""
         live = self._world.nodes.live()
-        polled = set(known.pending.values())
-        for node in known.open():
-            if node not in polled:
-                version = known.statuses.get(node, {}).get("version", 0)
-                known.pending[known.launchers[node].wait.remote(version, LONG_POLL_S)] = node
-        ready, _ = ray.wait(list(known.pending), num_returns=1, timeout=TICK_S)
-        for reference in ready:
-            node = known.pending.pop(reference)
-            try:
-                known.statuses[node] = ray.get(reference, timeout=CALL_TIMEOUT_S)
-                known.unanswered[node] = 0
-            except ActorUnavailableError:
-                known.unanswered[node] = known.unanswered.get(node, 0) + 1
-                if known.unanswered[node] > UNAVAILABLE_MAX:
-                    known.lost.add(node)
-                time.sleep(2 * TICK_S)
-            except RayError:
+        for node, status in known.group.poll(known.open(), TICK_S).items():
+            if status is None:
                 known.lost.add(node)
+            else:
+                known.statuses[node] = status
         known.lost.update(node for node in known.open() if node not in live)
 
     def _failure_grace_s(self, known: Gang) -> float | None:
@@ -296,15 +227,11 @@ class AttemptWatch:
         failing = any(status["ending"] or status["error"] for status in known.statuses.values())
         return GRACE_AFTER_FAILURE_S if failing or known.lost else None
 
-    def _tell(self, known: Gang, nodes: Iterable[str], verb: str, grace_s: float) -> None:
-        for node in nodes:
-            getattr(known.launchers[node], verb).remote(grace_s)
-
     def _judge(self, known: Gang, stopped: bool, hung_for_s: float | None, counts: tuple[int, int] | None) -> Ending:
         live = self._world.nodes.live()
         for node in sorted(known.lost & live.keys()):
-            pids = known.statuses.get(node, {}).get("pids", {})
-            gang.end_orphans(self._folder, live[node], list(pids.values()))
+            pids = known.statuses[node]["pids"].values() if node in known.statuses else ()
+            self._world.launchers.end_orphans(self._folder, live[node], list(pids))
         firsts = [status["first_ended"] for status in known.statuses.values() if status["first_ended"]]
         first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._started)
         errors = [status["error"] for status in known.statuses.values() if status["error"] and not status["pids"]]
@@ -336,44 +263,3 @@ class AttemptWatch:
     def _check_closing(self) -> None:
         if self._world.closing.is_set():
             raise Closed
-
-
-def _is_idle(launcher: Any) -> bool:
-    """Whether it was never told to start; one that is gone is not (its node counts as lost a moment later)."""
-    try:
-        return bool(ray.get(launcher.status.remote(), timeout=CALL_TIMEOUT_S)["state"] == "idle")
-    except RayError:
-        return False
-
-
-def request_of(
-    job: Job, attempt: Attempt, home: Path, nodes: Mapping[str, LaunchNode], master_port: int, python: str
-) -> LaunchRequest:
-    """What starting `attempt` means, with what the disk says now: the script's config file and its checkpoints."""
-    spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
-    config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
-    return launch_request(
-        job,
-        attempt,
-        home,
-        nodes,
-        master_port=master_port,
-        python=python,
-        resume_from=newest_checkpoint(spec, output) if spec.is_script and not attempt.probe else None,
-        config_text=config,
-    )
-
-
-def write_files(request: LaunchRequest) -> None:
-    """Have everything on the disk that the ranks of the request read."""
-    if request.linked is not None:
-        link_all_but(Path(request.linked[0]), request.linked[1], Path(request.workdir))
-    for path, text in request.files:
-        write_durably(Path(path), text)
-
-
-def remove_stale_locks(extensions: Path) -> None:
-    """Remove locks of C++ builds that were killed: the next build would wait for them for ever, silently."""
-    for lock in extensions.glob("*/lock"):
-        if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
-            lock.unlink(missing_ok=True)

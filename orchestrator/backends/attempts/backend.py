@@ -1,0 +1,117 @@
+"""The `Backend` whose attempts are processes, on whatever cluster has launchers and nodes.
+
+The home folder must be storage that every node of the cluster shares, and the same Python environment must stand under
+the same path on each of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orchestrator.backends.attempts.nodes import NodeWatch
+from orchestrator.backends.attempts.watch import AttemptWatch, World
+from orchestrator.backends.ports import Launchers, NodeSource
+from orchestrator.specs.actions import Launch, Stop
+from orchestrator.specs.attempt import Attempt, attempt_name
+from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
+from orchestrator.specs.events import Event, NodesSeen
+from orchestrator.specs.job_record import Job
+
+REFRESH_EVERY_S = 1.0
+EVENTS_MAX = 256  # handed out at once
+CLOSE_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class ProcessBackend:
+    """Follows each attempt in a thread, and the nodes in another."""
+
+    def __init__(
+        self,
+        home: Path,
+        cluster: ClusterSpec,
+        nodes: NodeSource,
+        launchers: Launchers,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises OSError where the cluster does not answer."""
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._world = World(
+            home=home.resolve(),
+            python=sys.executable,
+            nodes=NodeWatch(cluster, nodes),
+            launchers=launchers,
+            clock=clock,
+            emit=self._events.put,
+            closing=threading.Event(),
+        )
+        self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
+        self._declared, self._policy = idle_nodes(cluster), cluster.policy
+        self._told: tuple[Node, ...] | None = None
+        self._refresh()
+        self._refresher = threading.Thread(target=self._keep_refreshing, name="nodes", daemon=True)
+        self._refresher.start()
+
+    def launch(self, action: Launch) -> None:
+        """Start an attempt, or take it up again where it runs already."""
+        self.adopt(action.job, action.attempt)
+
+    def adopt(self, job: Job, attempt: Attempt) -> None:
+        """Take up an attempt by its name: whatever of it exists is kept, whatever is missing is begun.
+
+        The same work as a launch, since a launch may have been cut short at any point. An attempt whose end is in the
+        journal only releases its devices.
+        """
+        if attempt.released or self._is_watched(attempt.name):
+            return
+        watch = AttemptWatch(job, attempt, self._world)
+        thread = threading.Thread(target=watch.run, name=attempt.name, daemon=True)
+        self._watches[attempt.name] = (watch, thread)
+        thread.start()
+
+    def stop(self, action: Stop) -> None:
+        """End an attempt: SIGTERM, `grace_s` seconds, SIGKILL. Unknown and ended attempts are no error."""
+        name = attempt_name(action.job_id, action.number)
+        if self._is_watched(name):
+            self._watches[name][0].stop(action.grace_s)
+
+    def events(self, timeout_s: float) -> Sequence[Event]:
+        """What happened since the last call; waits at most `timeout_s` for the first."""
+        try:
+            found = [self._events.get(timeout=timeout_s)]
+        except queue.Empty:
+            return ()
+        while len(found) < EVENTS_MAX and not self._events.empty():
+            found.append(self._events.get())
+        return found
+
+    def close(self) -> None:
+        """Let go of everything; running attempts go on."""
+        self._world.closing.set()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in (self._refresher, *(thread for _, thread in self._watches.values())):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _is_watched(self, name: str) -> bool:
+        return name in self._watches and self._watches[name][1].is_alive()
+
+    def _keep_refreshing(self) -> None:
+        while not self._world.closing.wait(REFRESH_EVERY_S):
+            try:
+                self._refresh()
+            except OSError:  # nothing is known, so nothing is told
+                log.exception("the cluster does not answer")
+
+    def _refresh(self) -> None:
+        nodes = self._world.nodes.refresh()
+        if nodes != self._told:
+            self._told = nodes
+            at_s = self._world.clock()
+            self._events.put(NodesSeen(nodes=nodes, declared=self._declared, policy=self._policy, at_s=at_s))

@@ -1,0 +1,151 @@
+"""How many bytes of each device are free, and which devices are occupied?"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.ports import LiveNode, NodeSource
+from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
+
+PROBE_EVERY_S = 5.0
+ROUNDING_BYTES = 64 * 2**20  # free memory is told in these steps
+JITTER_BYTES = 256 * 2**20  # a smaller change of an idle device's free memory is no news
+RELEASE_TIMEOUT_S = 60.0
+RELEASE_POLL_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
+    """What to tell of a device's free memory: the old figure until the new one differs by more than jitter."""
+    if told_bytes is not None and abs(told_bytes - read_bytes) <= JITTER_BYTES and read_bytes >= ROUNDING_BYTES:
+        return told_bytes
+    return read_bytes // ROUNDING_BYTES * ROUNDING_BYTES
+
+
+@dataclass(slots=True)
+class NodeWatch:
+    """The live cluster as last seen. Shared by threads; a busy device keeps the figure of its last idle moment."""
+
+    cluster: ClusterSpec
+    source: NodeSource
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _live: dict[str, LiveNode] = field(default_factory=dict)
+    _busy: dict[tuple[str, int], int] = field(default_factory=dict)  # (node, device) -> attempts on it
+    _free: dict[tuple[str, int], int] = field(default_factory=dict)
+    _idle_free: dict[tuple[str, int], int] = field(default_factory=dict)  # the same to the byte, as NVML told it
+    # (node, device) -> when its attempt was last seen to compute there, and when NVML last told
+    _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    _probed_at_s: dict[str, float] = field(default_factory=dict)
+
+    def live(self) -> dict[str, LiveNode]:
+        """The nodes that lived at the last refresh, by name."""
+        with self._lock:
+            return dict(self._live)
+
+    def refresh(self) -> tuple[Node, ...]:
+        """Ask which nodes live, and read the devices that are due. Raises OSError where the cluster does not answer."""
+        live = self.source.live()
+        with self._lock:
+            self._live = live
+        for name, node in live.items():
+            due = time.monotonic() - self._probed_at_s.get(name, -PROBE_EVERY_S) >= PROBE_EVERY_S
+            if node.launch.device.kind is DeviceKind.CUDA and due:
+                self._probe(node)
+        return tuple(self._node(node) for node in live.values())
+
+    def occupy(self, parts: Sequence[tuple[str, int]]) -> None:
+        """An attempt has these devices: what NVML says of them is no longer what a newcomer can take."""
+        with self._lock:
+            for part in parts:
+                self._busy[part] = self._busy.get(part, 0) + 1
+                self._use.pop(part, None)
+
+    def free_before(self, parts: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+        """Bytes free on each of these devices when NVML last saw it idle; () where it did not see them all."""
+        with self._lock:
+            found = [self._idle_free.get(part) for part in parts]
+        return tuple(free for free in found if free is not None) if None not in found else ()
+
+    def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
+        """How long one of an attempt's devices has not computed that had; 0 where all do, or NVML does not say."""
+        with self._lock:
+            uses = [self._use[part] for part in parts if part in self._use]
+        return max((told_s - used_s for used_s, told_s in uses), default=0.0)
+
+    def release(self, parts: Sequence[tuple[str, int]]) -> None:
+        """The attempt's devices report their memory free again, or do not within 60 s: then what is free is told."""
+        deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
+        waiting = {part for part in parts if self._is_cuda(part[0])}
+        while waiting and time.monotonic() < deadline_s:
+            for name in sorted({name for name, _ in waiting}):
+                node = self.live().get(name)
+                reading = None if node is None else self.source.read_devices(node)
+                if reading is None or reading.error:  # gone, or cannot be asked: nothing to wait for
+                    waiting = {part for part in waiting if part[0] != name}
+                    continue
+                free = {(name, device.index): device.free_bytes for device in reading.devices if not device.error}
+                with self._lock:
+                    before = {part: self._free.get(part, 0) for part in waiting}
+                waiting = {p for p in waiting if p in free and free[p] + JITTER_BYTES < before[p]} | {
+                    p for p in waiting if p[0] != name
+                }
+            if waiting:
+                time.sleep(RELEASE_POLL_S)
+        with self._lock:
+            for part in parts:
+                self._busy[part] = self._busy.get(part, 1) - 1
+                self._probed_at_s.pop(part[0], None)
+
+    def _is_cuda(self, name: str) -> bool:
+        node = self.live().get(name)
+        return node is not None and node.launch.device.kind is DeviceKind.CUDA
+
+    def _probe(self, node: LiveNode) -> None:
+        self.see(node, self.source.read_devices(node), time.monotonic())
+
+    def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
+        """Take note of what NVML says of a node."""
+        name = node.launch.name
+        read = {device.index: device.free_bytes for device in reading.devices}
+        if reading.error:
+            log.warning("node %s: %s", name, reading.error)
+        with self._lock:
+            self._probed_at_s[name] = now_s
+            for device in reading.devices:
+                part = (name, device.index)
+                if device.busy_percent:
+                    self._use[part] = (now_s, now_s)
+                elif part in self._use and device.busy_percent is not None:
+                    self._use[part] = (self._use[part][0], now_s)
+                if not device.error and self._busy.get(part, 0) <= 0:
+                    self._idle_free[part] = device.free_bytes
+            for index in range(node.launch.devices):
+                if self._busy.get((name, index), 0) <= 0:
+                    free = debounced_bytes(self._free.get((name, index)), read.get(index, 0))
+                    self._free[name, index] = min(free, node.launch.device.memory)
+
+    def _node(self, node: LiveNode) -> Node:
+        launch = node.launch
+        with self._lock:
+            free = tuple(
+                launch.device.memory
+                if launch.device.kind is DeviceKind.VIRTUAL
+                else self._free.get((launch.name, index), 0)
+                for index in range(launch.devices)
+            )
+        return Node(
+            name=launch.name,
+            device=launch.device,
+            free_bytes=free,
+            host_free_bytes=node.host_memory_bytes,
+            network_bandwidth=self.cluster.network_bandwidth,
+            launch_cost_s=self.cluster.launch_cost,
+            maintenance=self.cluster.maintenance_of(launch.name),
+            rack=node.rack,
+        )

@@ -1,0 +1,100 @@
+"""How are the ranks of an attempt started, by launchers that are in place?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
+from orchestrator.backends.attempts.launcher import write_durably
+from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
+from orchestrator.backends.attempts.workdir import link_all_but
+from orchestrator.backends.ports import LauncherGroup
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.run import AttemptFolder, JobFolder
+
+STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
+
+
+class StartFailed(Exception):
+    """A launcher could not start its ranks; with `no_program`, it would not start them again either."""
+
+    def __init__(self, why: str, *, no_program: bool) -> None:
+        super().__init__(why)
+        self.no_program = no_program
+
+
+def start_ranks(
+    job: Job, attempt: Attempt, group: LauncherGroup, nodes: Mapping[str, LaunchNode], home: Path, python: str
+) -> None:
+    """Start every rank. Launchers that have started theirs change nothing, so it can be said again.
+
+    Raises OrchestratorError where a secret is missing, OSError where what goes before fails, StartFailed.
+    """
+    missing = [name for name in job.spec.secrets if name not in os.environ]
+    if missing:
+        raise OrchestratorError(f"secret {missing[0]} is not in the environment of the service")
+    folder = JobFolder(home, job.id).attempt(attempt.number)
+    port = _master_port(folder, group, attempt.placement[0].node)
+    request = request_of(job, attempt, home, nodes, port, python)
+    secrets = {name: os.environ[name] for name in request.secrets}
+    write_files(request)
+    remove_stale_locks(home / "torch_extensions")
+    if request.before is not None:
+        first, (rank, *_) = request.ranks[0]
+        code = group.run_before(first, request.before, {**secrets, **dict(rank.env)}, request.workdir)
+        if code != 0:
+            raise OSError(f"what goes before a restart ended with {code}: see {folder.before}")
+    ranks = {
+        node: [(one.rank, one.argv, {**secrets, **dict(one.env)}) for one in processes]
+        for node, processes in request.ranks
+    }
+    each = {part.node: len(part.devices) // len(ranks[part.node]) for part in attempt.placement}
+    for status in group.start(ranks, each, request.workdir):
+        if status["error"] and not status["pids"]:
+            raise StartFailed(status["error"], no_program=status["no_program"])
+
+
+def _master_port(folder: AttemptFolder, group: LauncherGroup, first: str) -> int:
+    """The same port however often the launch is taken up again."""
+    path = folder.path / "master_port"
+    if not path.exists():
+        write_durably(path, str(group.free_port(first)))
+    return int(path.read_text())
+
+
+def request_of(
+    job: Job, attempt: Attempt, home: Path, nodes: Mapping[str, LaunchNode], master_port: int, python: str
+) -> LaunchRequest:
+    """What starting `attempt` means, with what the disk says now: the script's config file and its checkpoints."""
+    spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
+    config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
+    return launch_request(
+        job,
+        attempt,
+        home,
+        nodes,
+        master_port=master_port,
+        python=python,
+        resume_from=newest_checkpoint(spec, output) if spec.is_script and not attempt.probe else None,
+        config_text=config,
+    )
+
+
+def write_files(request: LaunchRequest) -> None:
+    """Have everything on the disk that the ranks of the request read."""
+    if request.linked is not None:
+        link_all_but(Path(request.linked[0]), request.linked[1], Path(request.workdir))
+    for path, text in request.files:
+        write_durably(Path(path), text)
+
+
+def remove_stale_locks(extensions: Path) -> None:
+    """Remove locks of C++ builds that were killed: the next build would wait for them for ever, silently."""
+    for lock in extensions.glob("*/lock"):
+        if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
+            lock.unlink(missing_ok=True)
