@@ -28,6 +28,18 @@ FOREIGN_IMPORTS = {  # which distributions; packages that are not here may impor
     "scheduling": set(),
     "training": {"torch", "deepspeed", "numpy", "transformers", "peft", "accelerate", "safetensors", "bitsandbytes"},
 }
+ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam stands between it and the rest
+    "ray": "orchestrator/backends/ray",
+    "mlflow": "orchestrator/backends/mlflow",
+    "sqlalchemy": "orchestrator/backends/journal",
+    "alembic": "orchestrator/backends/journal",
+}
+BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
+    "orchestrator/backends/ray": {
+        "orchestrator/service/server/daemon.py",
+        "orchestrator/service/server/lifecycle.py",
+    },
+}
 PURE = ("specs", "memory", "planning", "scheduling")
 # A list of what is allowed, since nobody can list all that reads a clock, a file or the environment.
 PURE_STANDARD_LIBRARY = {
@@ -148,6 +160,8 @@ def _import_findings(path: str, package: str | None, name: str, line: int) -> It
         yield f"{said}: standard library only"
     elif package in FOREIGN_IMPORTS and top not in FOREIGN_IMPORTS[package]:
         yield f"{said}: {package} may not"
+    elif top in ONE_ROOM_ONLY and not path.startswith(f"{ONE_ROOM_ONLY[top]}/"):
+        yield f"{said}: only {ONE_ROOM_ONLY[top]} may"
 
 
 def _own_findings(path: str, package: str | None, name: str, said: str) -> Iterator[str]:
@@ -158,6 +172,9 @@ def _own_findings(path: str, package: str | None, name: str, said: str) -> Itera
         yield f"{said}: training reads only what needs the standard library alone"
     if package is not None and imported not in (package, *OWN_IMPORTS[package]):
         yield f"{said}: {package} stands above it"
+    for room, allowed in BEHIND_A_SEAM.items():
+        if f"{module_path(name)}/".startswith(f"{room}/") and not path.startswith(f"{room}/") and path not in allowed:
+            yield f"{said}: backends/ports.py stands between"
 
 
 def module_path(name: str) -> str:
@@ -242,7 +259,10 @@ def test_every_package_and_every_exception_exists() -> None:
     """A renamed package or file may not leave its rule behind."""
     packages = {Path(path).parts[1] for path in modules() if len(Path(path).parts) > 2}
     assert packages == set(LAYERS)
-    assert STANDARD_LIBRARY_ONLY | set(EXCEPTIONS) | set(UNBOUNDED_CACHES) <= set(modules())
+    assert STANDARD_LIBRARY_ONLY | set(EXCEPTIONS) | set(UNBOUNDED_CACHES) | set().union(
+        *BEHIND_A_SEAM.values()
+    ) <= set(modules())
+    assert all((ROOT / room).is_dir() for room in (*ONE_ROOM_ONLY.values(), *BEHIND_A_SEAM))
 
 
 PLANTED = {
@@ -291,6 +311,37 @@ PLANTED = {
     "another unbounded cache": ("memory/new.py", "@lru_cache(maxsize=None)\ndef f(x): return x", "caches f"),
     "ray in training": ("training/new.py", "import ray", "training may not"),
     "mlflow in training": ("training/new.py", "def f():\n    from mlflow import log_metric", "training may not"),
+    "ray beside its room": (
+        "backends/attempts/new.py",
+        "from ray.exceptions import RayError",
+        "only orchestrator/back",
+    ),
+    "ray in a function": ("service/server/new.py", "def f():\n    import ray", "only orchestrator/backends/ray may"),
+    "ray for types only": (
+        "backends/new.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ray.actor import ActorHandle",
+        "only orchestrator/backends/ray may",
+    ),
+    "ray in the commands": ("cli.py", "import ray", "only orchestrator/backends/ray may"),
+    "ray in a folder of that beginning": ("backends/ray_tools/new.py", "import ray", "only orchestrator/backends/ray"),
+    "mlflow in another tracker": ("backends/jsonl/new.py", "import mlflow", "only orchestrator/backends/mlflow may"),
+    "sqlalchemy in the relay": ("backends/new.py", "import sqlalchemy as sa", "only orchestrator/backends/journal may"),
+    "alembic in the service": (
+        "service/new.py",
+        "def f():\n    from alembic import op",
+        "only orchestrator/backends/j",
+    ),
+    "the room of ray": (
+        "backends/attempts/watch.py",
+        "def f():\n    from orchestrator.backends.ray.launchers import RayLaunchers",
+        "ports.py stands between",
+    ),
+    "the room of ray by package": (
+        "service/new.py",
+        "from orchestrator.backends import ray",
+        "ports.py stands between",
+    ),
+    "the room of ray by relative import": ("backends/attempts/new.py", "from ..ray import nodes", "stands between"),
     "pydantic in training": ("training/new.py", "from pydantic import BaseModel", "training may not"),
     "pydantic through specs": (
         "training/new.py",
@@ -321,7 +372,14 @@ ALLOWED = {
     "a cache of one call": ("memory/new.py", "def f():\n    @cache\n    def g(x): return x"),
     "a bounded cache": ("memory/new.py", "@lru_cache(maxsize=64)\ndef f(x): return x"),
     "an exception": ("scheduling/failures/classify.py", "import signal"),
-    "world": ("backends/new.py", "import time, os, ray\nfrom orchestrator.scheduling.step import step"),
+    "world": ("backends/new.py", "import time, os, pynvml\nfrom orchestrator.scheduling.step import step"),
+    "ray in its room": ("backends/ray/new.py", "import ray\nfrom orchestrator.backends.ray.nodes import RayNodes"),
+    "mlflow in its room": ("backends/mlflow/new.py", "def f():\n    from mlflow import MlflowClient"),
+    "the journal's room at every depth": ("backends/journal/migrations/versions/new.py", "import sqlalchemy, alembic"),
+    "who puts the service together": (
+        "service/server/daemon.py",
+        "from orchestrator.backends.ray.backend import RayBackend",
+    ),
     "commands": ("cli.py", "import typer\nfrom orchestrator.service.server.controller import Controller"),
 }
 
