@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart, clear, mark_of
+from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.nvml import NvmlReading
-from orchestrator.backends.ports import LiveNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder

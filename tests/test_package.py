@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from jobs.demo.corpus import write_corpus
-from orchestrator.backends.journal.journal import SCHEMA
+from orchestrator.backends.journal.database import SCHEMA
 from tests.backends.ray_jobs import until
 
 ROOT = Path(__file__).parents[1]

@@ -5,19 +5,14 @@ The simulated world stands behind the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
-from orchestrator.backends.attempts.launch_request import LaunchNode
-from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
-from orchestrator.backends.nvml import NvmlReading
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import in_short
-from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.state import State
 
 OutboxRow = tuple[int, Record]  # its number, which is never given again, and what it holds
@@ -41,73 +36,6 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Let go of everything; running attempts go on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveNode:
-    """A node of the running cluster and what the specification says of it."""
-
-    id: str  # in the words of its cluster
-    launch: LaunchNode
-    host_memory_bytes: int
-    rack: str
-
-
-class NodeSource(Protocol):
-    """Which nodes live, and what is free on their devices. Called from several threads."""
-
-    def live(self) -> dict[str, LiveNode]:
-        """Every node that lives, by name. Raises OSError where the cluster does not answer."""
-
-    def read_devices(self, node: LiveNode) -> NvmlReading:
-        """What NVML says on `node` now. A node that does not answer is an error in the reading."""
-
-
-class LauncherGroup(Protocol):
-    """The launchers of one attempt, at most one on each node of its placement (attempts/launcher.py)."""
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Nodes whose launcher exists."""
-
-    def is_idle(self) -> bool:
-        """Whether a launcher exists that was never told to start."""
-
-    def free_port(self, node: str) -> int:
-        """A TCP port on which `node` does not listen."""
-
-    def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run a command on `node` to its end; its exit code."""
-
-    def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
-    ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
-
-    def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
-        """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
-
-    def stop(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
-
-    def abort(self, nodes: Iterable[str], grace_s: float) -> None:
-        """SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
-
-
-class Launchers(Protocol):
-    """Puts launchers on the nodes of a cluster, where they outlive the service. Raises OSError where it is away."""
-
-    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LauncherGroup | str:
-        """Launchers on every node of the placement, holding its devices; or why there are none (then none is left)."""
-
-    def find(self, attempt: Attempt) -> LauncherGroup:
-        """The launchers of `attempt` that exist."""
-
-    def end(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt`, and give its devices back; none is no error."""
-
-    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""
 
 
 class EventLog(Protocol):

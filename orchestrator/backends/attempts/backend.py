@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.backends.attempts.nodes import NodeWatch
+from orchestrator.backends.attempts.ports import Launchers, NodeSource
 from orchestrator.backends.attempts.watch import AttemptWatch, World
-from orchestrator.backends.ports import Launchers, NodeSource
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
 from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from orchestrator.backends.attempts.ports import LiveNode, NodeSource
 from orchestrator.backends.nvml import NvmlReading
-from orchestrator.backends.ports import LiveNode, NodeSource
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
 
 PROBE_EVERY_S = 5.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
 from orchestrator.backends.attempts.launcher import write_durably
+from orchestrator.backends.attempts.ports import LauncherGroup
 from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
 from orchestrator.backends.attempts.workdir import link_all_but
-from orchestrator.backends.ports import LauncherGroup
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.job_record import Job

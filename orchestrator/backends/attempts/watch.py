@@ -26,10 +26,10 @@ from orchestrator.backends.attempts.launcher import (
     write_durably,
 )
 from orchestrator.backends.attempts.nodes import NodeWatch
+from orchestrator.backends.attempts.ports import LauncherGroup, Launchers
 from orchestrator.backends.attempts.progress import Progress
 from orchestrator.backends.attempts.script_output import output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
-from orchestrator.backends.ports import LauncherGroup, Launchers
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
 from orchestrator.specs.job_record import Job

@@ -20,7 +20,7 @@ from orchestrator.backends.attempts.launcher import (
     clear,
     mark_of,
 )
-from orchestrator.backends.ports import LiveNode
+from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.run import AttemptFolder, JobFolder

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.backends import nvml
 from orchestrator.backends.attempts.launch_request import LaunchNode
-from orchestrator.backends.ports import LiveNode
+from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 
 NODE_LABEL, DEVICE_LABEL = "orc-node", "orc-device"
