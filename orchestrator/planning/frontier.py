@@ -59,12 +59,6 @@ def likeliest(rooms: Iterable[tuple[Candidate, int]], calibrated: Calibration) -
     return candidate if best >= EVEN or (best > 0 and calibrated.belief is not None) else None
 
 
-def fits_as_measured(candidate: Candidate, capacity_bytes: int, peak_bytes: int) -> bool:
-    """Whether the candidate, whose allocated peak was measured, is within `capacity_bytes`: that needs no margin."""
-    estimate = candidate.estimate
-    return peak_bytes + estimate.device_bytes - estimate.allocated_bytes <= capacity_bytes
-
-
 def fitting(
     frontier: Frontier, capacity_bytes: int, calibrated: Calibration, refuted: frozenset[Plan] = frozenset()
 ) -> Iterator[Candidate]:

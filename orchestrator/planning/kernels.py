@@ -113,13 +113,13 @@ def _part(
         forward_s = size * segment.forward_flops / (peak * MODEL_EFFICIENCY)
         return forward_s, (1 + trained) * forward_s, 2.0
     forward_s = backward_s = products = 0.0
-    rates = _product_rates(device, precision)
+    rates = product_rates(device, precision)
     for rows, inner, columns in segment.matmuls:
         products += 2.0 * rows * inner * columns
         count = size * rows
-        forward_s += _matmul_s(count, inner, columns, *rates)
-        backward_s += _matmul_s(count, columns, inner, *rates)
-        backward_s += trained * _matmul_s(inner, count, columns, *rates)
+        forward_s += matmul_s(count, inner, columns, *rates)
+        backward_s += matmul_s(count, columns, inner, *rates)
+        backward_s += trained * matmul_s(inner, count, columns, *rates)
     attention_s = size * max(0.0, segment.forward_flops - products) / (peak * ATTENTION_EFFICIENCY)
     kept = segment.saved_bytes + (_loss_traffic_bytes(segment) if segment.chunks else 0)
     moved_s = size * kept / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
@@ -135,16 +135,7 @@ def _loss_traffic_bytes(segment: Segment) -> int:
     return segment.chunks.sample_tokens * max(per_token for per_token, _ in segment.chunks.peaks)
 
 
-def matmul_s(rows: int, inner: int, columns: int, device: DeviceSpec, precision: Precision) -> float:
-    """Seconds of a product of (rows x inner) and (inner x columns) matrices.
-
-    Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
-    the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3.2).
-    """
-    return _matmul_s(rows, inner, columns, *_product_rates(device, precision))
-
-
-def _product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
+def product_rates(device: DeviceSpec, precision: Precision) -> tuple[int, float, float, int | None, float]:
     """What a product's time depends on beside its sizes: bytes per element, FLOP/s, bytes/s, tiles at once, start."""
     return (
         4 if precision is Precision.FP32 else 2,
@@ -163,7 +154,7 @@ def product_flops(device: DeviceSpec, precision: Precision) -> float:
 
 
 @lru_cache(maxsize=65536)
-def _matmul_s(
+def matmul_s(
     rows: int,
     inner: int,
     columns: int,
@@ -173,6 +164,11 @@ def _matmul_s(
     multiprocessors: int | None,
     start_s: float,
 ) -> float:
+    """Seconds of a product of (rows x inner) and (inner x columns) matrices at the `product_rates` of a device.
+
+    Tiles of the result go to multiprocessors in waves, the last of which is as long as a full one; the largest tile is
+    the fastest where there are enough of them (NVIDIA, Matrix Multiplication Background User's Guide, section 3.2).
+    """
     moved_s = width * (rows * inner + inner * columns + rows * columns) / bandwidth
     if multiprocessors is None:
         return start_s + max(2.0 * rows * inner * columns / flops, moved_s)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.planning.collectives import ring, send_s
 from orchestrator.planning.cost import Hardware, step_s
-from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops
+from orchestrator.planning.kernels import matmul_s, micro_batch, product_flops, product_rates
 from orchestrator.planning.search import plans, profile_for
 from orchestrator.specs.cluster import DeviceSpec
 from orchestrator.specs.devices import DEVICES
@@ -112,7 +112,7 @@ def test_a_product_has_a_rate_for_its_shape() -> None:
     """The best near what was measured; one that fills no wave, or a last wave hardly, below it."""
 
     def share(rows: int, inner: int, columns: int) -> float:
-        taken_s = matmul_s(rows, inner, columns, device(), Precision.BF16)
+        taken_s = matmul_s(rows, inner, columns, *product_rates(device(), Precision.BF16))
         return 2 * rows * inner * columns / taken_s / product_flops(device(), Precision.BF16)
 
     assert 0.95 < share(6912, 2048, 16384) <= 1  # the fastest on A100 (mag-/gpu_benchmark)
@@ -129,11 +129,12 @@ def test_no_product_beats_the_device_and_a_larger_one_never_ends_earlier(
     shape: tuple[int, int, int], name: str, precision: Precision, tiled: bool
 ) -> None:
     one, (rows, inner, columns) = device(name, **({} if tiled else {"multiprocessors": None})), shape
-    taken_s = matmul_s(rows, inner, columns, one, precision)
+    rates = product_rates(one, precision)
+    taken_s = matmul_s(rows, inner, columns, *rates)
     width = 4 if precision is Precision.FP32 else 2
     assert taken_s >= 2 * rows * inner * columns / product_flops(one, precision)
     assert taken_s >= width * (rows * inner + inner * columns + rows * columns) / one.memory_bandwidth
-    assert matmul_s(2 * rows, inner, columns, one, precision) >= taken_s
+    assert matmul_s(2 * rows, inner, columns, *rates) >= taken_s
 
 
 def test_cutting_small_matrices_over_ranks_gains_less_than_cutting_large_ones() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.scheduling.failures.phases import Frame, phase_of, phase_of_frames
+from orchestrator.scheduling.failures.phases import Frame, Markers, phase_of_frames
 from orchestrator.scheduling.failures.signatures import LogScan, read_log
 from orchestrator.specs.attempt import Phase
 from tests.scheduling.corpus import REPORTED
@@ -58,9 +58,14 @@ def test_the_innermost_telling_frame_decides(frames: list[tuple[str, str]], phas
 
 def test_a_programs_own_words_tell_its_phase() -> None:
     words = ["loading", "*** Encode target audio with encodec ***", "***** Running training *****", "Evaluating - x"]
-    told = [phase_of(PARLER, words[:count]) for count in range(1, 5)]
-    assert told == [Phase.STARTUP, Phase.ENCODING, Phase.TRAINING, Phase.EVALUATION]
-    assert phase_of({}, words) is None
+    told, silent = Markers(PARLER), Markers({})
+    phases = []
+    for line in words:
+        told.read(line)
+        silent.read(line)
+        phases.append(told.phase)
+    assert phases == [Phase.STARTUP, Phase.ENCODING, Phase.TRAINING, Phase.EVALUATION]
+    assert silent.phase is None
 
 
 def test_frames_know_more_than_the_programs_words() -> None:

@@ -76,11 +76,3 @@ class Markers:
         for phase, pattern in self._patterns:
             if pattern.search(line):
                 self.phase = phase
-
-
-def phase_of(patterns: Mapping[Phase, str], lines: Iterable[str]) -> Phase | None:
-    """The phase that a program is in after these lines; STARTUP before any marker, None where it has none."""
-    markers = Markers(patterns)
-    for line in lines:
-        markers.read(line)
-    return markers.phase
