@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 
 from orchestrator.memory.engines import deepspeed
 from orchestrator.memory.engines import torch as torch_engines
@@ -16,6 +17,7 @@ from orchestrator.memory.engines.pipeline import in_flight, ranks
 from orchestrator.memory.profiles import autocasts
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import (
+    SETTINGS,
     ActivationCheckpointing,
     Engine,
     Offload,
@@ -53,8 +55,11 @@ def alike(plan: Plan) -> object:
     layout, shards = plan.layout, (plan.layout.dp, False)
     if plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE:
         shards = (plan.layout.dp // plan.dp_replicate, plan.dp_replicate > 1)
-    how = (plan.engine, plan.zero_stage, plan.offload, plan.offload_target, plan.sharding)
-    return (shards, layout.tp, layout.pp, plan.pipeline_stages_per_rank, how, plan.precision, plan.sequence_length)
+    return (shards, layout.tp, layout.pp, _SHARED(plan))
+
+
+_OWN = ("layout", "dp_replicate", "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
+_SHARED = attrgetter(*(one.name for one in SETTINGS if one.name not in _OWN))
 
 
 class DeviceBytes:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
-from itertools import chain
+from itertools import chain, product
 from math import ceil, floor, gcd, inf, log2, prod
+from operator import attrgetter
+from typing import Any
 
 from orchestrator.memory.calibration.correction import corrected_bytes
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
@@ -18,19 +20,21 @@ from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs import replace as changed
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.job.spec import JobSpec, Retries
 from orchestrator.specs.plan import (
+    SETTINGS,
     ActivationCheckpointing,
     Degradation,
     Plan,
     Precision,
+    Setting,
     why_pipeline_stalls,
 )
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
 
-__all__ = ["Hardware", "assumed_profile", "frontier", "layouts", "own_settings", "plans", "profile_for"]
+__all__ = ["Hardware", "asked_settings", "frontier", "layouts", "own_settings", "plans", "profile_for"]
 
 # What a job says that no plan depends on: jobs that differ in nothing else share their frontier.
 UNPLANNED = {
@@ -56,10 +60,9 @@ ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
-    """Arithmetic and data of a family of plans, and how far they leave what the user asked for."""
+    """Settings of a family of plans that `degrade` may touch, and how far they leave what the user asked for."""
 
-    precision: Precision
-    sequence_length: int | None
+    values: Mapping[str, Any]  # by the setting's name
     degradation: Degradation
 
 
@@ -187,11 +190,11 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
     )
     if known is not None:
         return with_held_boundaries(spec, known, plan)
-    assumed = assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
+    assumed = _assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
     return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
 
 
-def assumed_profile(
+def _assumed_profile(
     spec: JobSpec, hardware: Hardware, precision: Precision, sequence_length: int | None
 ) -> ModelProfile:
     """A script that declares nothing: as it was probed, or else its own micro-batch fills a device, nothing is fixed.
@@ -254,22 +257,43 @@ def _fewest_shares(spec: JobSpec) -> int:
 
 def _variants(spec: JobSpec, hardware: Hardware) -> list[_Variant]:
     """What the user asked for, and what `degrade` allows besides, as far as the devices can compute it."""
-    limit, knobs = spec.degrade.limit, spec.knobs
+    asked, device = asked_settings(spec), hardware.device
+    touched = [one for one in SETTINGS if one.degradation is not Degradation.EXACT]
+    choices = [[(asked[one.name], Degradation.EXACT), *_others(spec, device, one, asked[one.name])] for one in touched]
+    found = []
+    for chosen in product(*choices):
+        values = {one.name: value for one, (value, _) in zip(touched, chosen, strict=True)}
+        if device.has(values["precision"]):
+            found.append(_Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
+    return found
+
+
+def asked_settings(spec: JobSpec) -> dict[str, Any]:
+    """The settings that `degrade` may touch, as the job has them."""
+    usual = {one.name: one.usual for one in SETTINGS if one.degradation is not Degradation.EXACT}
     length = spec.data.sequence_length if spec.model is not None else _default_length(spec)
-    precisions = [(spec.precision, Degradation.EXACT)]
-    turnable = spec.model is not None or knobs.precision is not None
-    if limit >= Degradation.NUMERIC and spec.precision is Precision.FP32 and turnable:
-        low = Precision.BF16 if hardware.device.has(Precision.BF16) else Precision.FP16
-        precisions.append((low, Degradation.NUMERIC))
-    lengths: list[tuple[int | None, Degradation]] = [(length, Degradation.EXACT)]
-    if limit >= Degradation.SEMANTIC and (spec.model is not None or knobs.sequence_length is not None):
-        lengths += [(other, Degradation.SEMANTIC) for other in spec.degrade.sequence_lengths if other != length]
-    return [
-        _Variant(precision=precision, sequence_length=tokens, degradation=max(first, second))
-        for precision, first in precisions
-        if hardware.device.has(precision)
-        for tokens, second in lengths
-    ]
+    return usual | {
+        "precision": spec.precision,
+        "optimizer": spec.training.optimizer,
+        "sequence_length": length,
+    }
+
+
+def _others(spec: JobSpec, device: DeviceSpec, setting: Setting, asked: Any) -> Iterator[tuple[Any, Degradation]]:
+    """Values of the setting that `degrade` allows instead of the one asked for, with the class of that change.
+
+    A numeric change takes the best cheaper value that the device computes; semantic ones are named by the job, in
+    `degrade.<setting>s`. A script has to have a knob for it.
+    """
+    is_turnable = spec.model is not None or getattr(spec.knobs, setting.name, None) is not None
+    if not is_turnable or spec.degrade.limit < setting.degradation:
+        return
+    if setting.degradation is Degradation.NUMERIC:
+        others = [value for value in setting.cheaper if device.has(value)][:1] if asked == setting.usual else []
+    else:
+        others = [value for value in getattr(spec.degrade, f"{setting.name}s", ()) if value != asked]
+    for value in others:
+        yield value, setting.degradation
 
 
 def _default_length(spec: JobSpec) -> int | None:
@@ -345,26 +369,17 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
         for strategy in strategies(spec, hardware, layout) if cuts else ():
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
             try:  # which combinations are legal is said once, in specs.plan
-                example = _plan(spec, strategy, variant, prod(pipeline))
+                example = _plan(strategy, variant, prod(pipeline))
             except IllegalPlan:
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
             yield _Family(example=example, modes=checkpointing(spec, strategy), cuts=at_work)
 
 
-def _plan(spec: JobSpec, strategy: Strategy, variant: _Variant, micro_batches: int) -> Plan:
-    return Plan(
-        engine=strategy.engine,
-        layout=strategy.layout,
-        dp_replicate=strategy.dp_replicate,
-        pipeline_stages_per_rank=strategy.pipeline_stages_per_rank,
-        zero_stage=strategy.zero_stage,
-        offload=strategy.offload,
-        offload_target=strategy.offload_target,
-        micro_batch_size=1,
-        gradient_accumulation_steps=micro_batches,
-        precision=variant.precision,
-        optimizer=spec.training.optimizer,
-        sequence_length=variant.sequence_length,
-        sharding=strategy.sharding,
-    )
+STRATEGY = tuple(one.name for one in fields(Strategy))
+_of_strategy = attrgetter(*STRATEGY)
+
+
+def _plan(strategy: Strategy, variant: _Variant, micro_batches: int) -> Plan:
+    chosen = zip(STRATEGY, _of_strategy(strategy), strict=True)
+    return Plan(**dict(chosen), **variant.values, micro_batch_size=1, gradient_accumulation_steps=micro_batches)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum, IntEnum
+from functools import cached_property
+from typing import Any, get_type_hints
 
 from orchestrator.specs.errors import IllegalPlan
 from orchestrator.specs.str_enum import StrEnum
@@ -81,6 +84,9 @@ class Degradation(IntEnum):
     SEMANTIC = 2  # another training: sequence length
 
 
+AXES = ("dp", "tp", "pp")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
     """Degrees of data, tensor and pipeline parallelism; their product is the number of ranks."""
@@ -90,7 +96,7 @@ class ParallelLayout:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "tp", "pp"):
+        for axis in AXES:
             if getattr(self, axis) < 1:
                 raise IllegalPlan(f"{axis}={getattr(self, axis)}: a parallel degree is at least 1")
 
@@ -99,25 +105,133 @@ class ParallelLayout:
         return self.dp * self.tp * self.pp
 
 
+def _declared(
+    degradation: Degradation,
+    *,
+    short: Callable[[Plan], Sequence[str]] | None = None,
+    rows: Callable[[Plan], dict[str, str]] | None = None,
+    cheaper: tuple[Any, ...] = (),
+    is_given: bool = True,
+    alias: str = "",
+) -> dict[str, Any]:
+    """What is declared of a field of `Plan` beside its type and default; `Setting` describes each part."""
+    said = {
+        "degradation": degradation,
+        "short": short,
+        "rows": rows,
+        "cheaper": cheaper,
+        "is_given": is_given,
+        "alias": alias,
+    }
+    return {"setting": said}  # under a key of its own, since pydantic reads keys such as `alias` as its own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One legal way to run a job. An illegal combination raises IllegalPlan and is never constructed."""
+    """One legal way to run a job. An illegal combination raises IllegalPlan and is never constructed.
 
-    engine: Engine
-    layout: ParallelLayout = ParallelLayout()
-    dp_replicate: int = 1  # copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks
-    pipeline_stages_per_rank: int = 1  # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2)
-    zero_stage: ZeroStage = ZeroStage.NONE
-    offload: Offload = Offload.NONE
-    offload_target: OffloadTarget = OffloadTarget.CPU
-    micro_batch_size: int
-    gradient_accumulation_steps: int = 1
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
-    precision: Precision = Precision.FP32
-    optimizer: Optimizer = Optimizer.ADAMW
-    sequence_length: int | None = None  # tokens per sample; None where a script keeps its own
-    sharding: Sharding = Sharding.DEEPSPEED  # of a script
-    phase_batch_sizes: tuple[tuple[str, int], ...] = ()  # of a script outside training, where they were lowered
+    Each field declares its setting: planning, `orc estimate --set`, records and job files read SETTINGS.
+    """
+
+    engine: Engine = field(metadata=_declared(Degradation.EXACT))
+    layout: ParallelLayout = field(
+        default=ParallelLayout(),
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _layout_in_short(plan),
+            rows=lambda plan: {"gpus": str(plan.world_size)} | {axis: str(getattr(plan.layout, axis)) for axis in AXES},
+        ),
+    )
+    # Copies of the shards: hybrid sharding cuts over dp / dp_replicate ranks.
+    dp_replicate: int = field(default=1, metadata=_declared(Degradation.EXACT))
+    # 1: 1F1B; more: interleaved 1F1B (arXiv:2104.04473, section 2.2).
+    pipeline_stages_per_rank: int = field(
+        default=1,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(
+                f"{plan.pipeline_stages_per_rank} stages a rank", plan.pipeline_stages_per_rank > 1
+            ),
+        ),
+    )
+    zero_stage: ZeroStage = field(
+        default=ZeroStage.NONE, metadata=_declared(Degradation.EXACT, short=lambda plan: _sharding_in_short(plan))
+    )
+    micro_batch_size: int = field(
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: [f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}"],
+            alias="micro_batch",
+        )
+    )
+    gradient_accumulation_steps: int = field(
+        default=1, metadata=_declared(Degradation.EXACT, alias="gradient_accumulation")
+    )
+    activation_checkpointing: ActivationCheckpointing = field(
+        default=ActivationCheckpointing.NONE,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: {
+                ActivationCheckpointing.NONE: [],
+                ActivationCheckpointing.SELECTIVE: ["selective checkpointing"],
+                ActivationCheckpointing.FULL: ["checkpointing"],
+            }[plan.activation_checkpointing],
+        ),
+    )
+    offload: Offload = field(
+        default=Offload.NONE,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _where(
+                f"{plan.offload} on {'host' if plan.offload_target is OffloadTarget.CPU else 'NVMe'}",
+                plan.offload is not Offload.NONE,
+            ),
+        ),
+    )
+    offload_target: OffloadTarget = field(default=OffloadTarget.CPU, metadata=_declared(Degradation.EXACT))
+    precision: Precision = field(
+        default=Precision.FP32,
+        metadata=_declared(
+            Degradation.NUMERIC,
+            short=lambda plan: _where(plan.precision, plan.precision is not Precision.FP32),
+            cheaper=(Precision.BF16, Precision.FP16),
+        ),
+    )
+    optimizer: Optimizer = field(
+        default=Optimizer.ADAMW,
+        metadata=_declared(
+            Degradation.SEMANTIC,
+            short=lambda plan: _where(plan.optimizer, plan.optimizer is not Optimizer.ADAMW),
+            is_given=False,
+        ),
+    )
+    # Of a script's ZeRO stages; ours follow from the engine.
+    sharding: Sharding = field(
+        default=Sharding.DEEPSPEED,
+        metadata=_declared(
+            Degradation.EXACT,
+            rows=lambda plan: {"sharding": plan.sharding.value} if plan.sharding is Sharding.FSDP else {},
+            is_given=False,
+        ),
+    )
+    # Of a script: (phase, samples) of the phases outside training whose batch size was lowered.
+    phase_batch_sizes: tuple[tuple[str, int], ...] = field(
+        default=(),
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes],
+            rows=lambda plan: {f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes},
+            is_given=False,
+        ),
+    )
+    # Tokens per sample; None where a script keeps its own.
+    sequence_length: int | None = field(
+        default=None,
+        metadata=_declared(
+            Degradation.SEMANTIC,
+            rows=lambda plan: {} if plan.sequence_length is None else {"sequence_length": str(plan.sequence_length)},
+        ),
+    )
 
     def __post_init__(self) -> None:
         reason = self._why_illegal()
@@ -228,6 +342,59 @@ def why_pipeline_stalls(pp: int, stages_per_rank: int, micro_batches: int) -> st
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of a Plan, as everything outside of memory and cost formulas knows it."""
+
+    name: str
+    kind: Any  # its type
+    usual: Any  # its default; MISSING where every plan says it
+    degradation: Degradation  # what a change of it touches
+    short: Callable[[Plan], Sequence[str]] | None  # its words in a line; None: it has none of its own
+    rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
+    cheaper: tuple[Any, ...]  # values that `degrade: numeric` may take instead of the usual one, the best first
+    is_given: bool  # whether `orc estimate --set` takes it; else it follows from the job
+    alias: str  # what `--set` takes for its name as well
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Names under which `--set` takes it."""
+        return AXES if self.kind is ParallelLayout else (self.name,)
+
+    @cached_property
+    def choices(self) -> dict[str, Any]:
+        """Its values by their text; empty where it is a number."""
+        return {text_of(value): value for value in self.kind} if _is_enum(self.kind) else {}
+
+    def from_json(self, value: Any) -> Any:
+        """The value that `dataclasses.asdict` and JSON made of one."""
+        if self.kind is ParallelLayout:
+            return ParallelLayout(**value)
+        if _is_enum(self.kind):
+            return self.kind(value)
+        return tuple((phase, samples) for phase, samples in value) if isinstance(value, list) else value
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _of_plan() -> tuple[Setting, ...]:
+    kinds = get_type_hints(Plan)
+    return tuple(
+        Setting(name=one.name, kind=kinds[one.name], usual=one.default, **one.metadata["setting"])
+        for one in fields(Plan)
+    )
+
+
+SETTINGS = _of_plan()  # in the order in which people read them
+
+
+def plan_from_json(data: dict[str, Any]) -> Plan:
+    """The plan that `dataclasses.asdict` wrote. Raises IllegalPlan where it names an illegal one."""
+    return Plan(**{one.name: one.from_json(data[one.name]) for one in SETTINGS})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One setting that differs between two plans, as people read it."""
@@ -242,27 +409,15 @@ class Change:
 
 def settings(plan: Plan) -> dict[str, str]:
     """The plan flattened to `setting: value` text, in the order in which people read it."""
-    flat: dict[str, str] = {"engine": plan.engine, "gpus": str(plan.world_size)}
-    flat |= {
-        "dp": str(plan.layout.dp),
-        "tp": str(plan.layout.tp),
-        "pp": str(plan.layout.pp),
-        "dp_replicate": str(plan.dp_replicate),
-        "pipeline_stages_per_rank": str(plan.pipeline_stages_per_rank),
-        "zero_stage": str(int(plan.zero_stage)),
-        "offload": plan.offload,
-        "offload_target": plan.offload_target,
-        "micro_batch_size": str(plan.micro_batch_size),
-        "gradient_accumulation_steps": str(plan.gradient_accumulation_steps),
-        "activation_checkpointing": plan.activation_checkpointing,
-        "precision": plan.precision,
-        "optimizer": plan.optimizer,
-        "global_batch_size": str(plan.global_batch_size),
-    }
-    if plan.sharding is Sharding.FSDP:
-        flat["sharding"] = plan.sharding
-    flat |= {f"{phase}_batch_size": str(samples) for phase, samples in plan.phase_batch_sizes}
-    return flat if plan.sequence_length is None else flat | {"sequence_length": str(plan.sequence_length)}
+    flat: dict[str, str] = {}
+    for one in SETTINGS:
+        flat |= {one.name: text_of(getattr(plan, one.name))} if one.rows is None else one.rows(plan)
+    return flat | {"global_batch_size": str(plan.global_batch_size)}
+
+
+def text_of(value: Any) -> str:
+    """A setting's value in one word."""
+    return str(int(value)) if isinstance(value, int) else str(value)
 
 
 def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
@@ -275,30 +430,28 @@ def changes(before: Plan, after: Plan) -> tuple[Change, ...]:
     )
 
 
+def degradation(asked: Mapping[str, Any], plan: Plan) -> Degradation:
+    """The worst class among the settings that are not as `asked` (values by name); EXACT where all are."""
+    changed = (one for one in SETTINGS if one.name in asked and asked[one.name] != getattr(plan, one.name))
+    return max((one.degradation for one in changed), default=Degradation.EXACT)
+
+
 def in_short(plan: Plan) -> str:
     """The plan in a line: `2 gpus · dp2 · ZeRO-3 · micro 4x2 · checkpointing`."""
+    return " · ".join(words for one in SETTINGS if one.short is not None for words in one.short(plan))
+
+
+def _where(words: str, is_said: bool) -> list[str]:
+    return [words] if is_said else []
+
+
+def _layout_in_short(plan: Plan) -> list[str]:
     layout = plan.layout
     words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
-    words += [f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
-    if plan.pipeline_stages_per_rank > 1:
-        words.append(f"{plan.pipeline_stages_per_rank} stages a rank")
-    words += _sharding(plan)
-    words.append(f"micro {plan.micro_batch_size}x{plan.gradient_accumulation_steps}")
-    if plan.activation_checkpointing is ActivationCheckpointing.FULL:
-        words.append("checkpointing")
-    if plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
-        words.append("selective checkpointing")
-    if plan.offload is not Offload.NONE:
-        words.append(f"{plan.offload} on {'host' if plan.offload_target is OffloadTarget.CPU else 'NVMe'}")
-    if plan.precision is not Precision.FP32:
-        words.append(plan.precision)
-    if plan.optimizer is not Optimizer.ADAMW:
-        words.append(plan.optimizer)
-    words += [f"{phase} {samples}" for phase, samples in plan.phase_batch_sizes]
-    return " · ".join(words)
+    return words + [f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
 
 
-def _sharding(plan: Plan) -> list[str]:
+def _sharding_in_short(plan: Plan) -> list[str]:
     if plan.engine is Engine.TORCH:
         if plan.zero_stage is ZeroStage.NONE:
             return ["DDP"] if plan.layout.dp > 1 or plan.world_size == 1 else []

@@ -38,17 +38,7 @@ from orchestrator.specs.job.model import (
     model_from_json,
     training_from_json,
 )
-from orchestrator.specs.plan import (
-    ActivationCheckpointing,
-    Engine,
-    Offload,
-    OffloadTarget,
-    Optimizer,
-    ParallelLayout,
-    Plan,
-    Precision,
-    ZeroStage,
-)
+from orchestrator.specs.plan import OffloadTarget, Plan, plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
 STALE_EXIT_CODE = 78  # the guard's own: a newer attempt of the job exists
@@ -136,25 +126,6 @@ class TrainingRun:
             return None
         digest = hashlib.sha256(self.job_folder.encode()).hexdigest()[:12]
         return Path(self.nvme_folder) / f"{Path(self.job_folder).name}-{digest}" / str(self.epoch)
-
-
-def plan_from_json(data: dict[str, Any]) -> Plan:
-    """The plan that `dataclasses.asdict` wrote. Raises IllegalPlan where it names an illegal one."""
-    return Plan(
-        engine=Engine(data["engine"]),
-        layout=ParallelLayout(**data["layout"]),
-        dp_replicate=data["dp_replicate"],
-        pipeline_stages_per_rank=data["pipeline_stages_per_rank"],
-        zero_stage=ZeroStage(data["zero_stage"]),
-        offload=Offload(data["offload"]),
-        offload_target=OffloadTarget(data["offload_target"]),
-        micro_batch_size=data["micro_batch_size"],
-        gradient_accumulation_steps=data["gradient_accumulation_steps"],
-        activation_checkpointing=ActivationCheckpointing(data["activation_checkpointing"]),
-        precision=Precision(data["precision"]),
-        optimizer=Optimizer(data["optimizer"]),
-        sequence_length=data["sequence_length"],
-    )
 
 
 def training_run_from_json(data: dict[str, Any]) -> TrainingRun:

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.memory.calibration.calibrate import CONFIDENCE
 from orchestrator.planning.search import frontier, plans
 from orchestrator.scheduling.base.node_groups import groups_of
-from orchestrator.service.commands.plan import SETTINGS, forecast, given_plan
+from orchestrator.service.commands.plan import GIVEN, forecast, given_plan
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.plan import Engine, Optimizer, Plan, settings
 from tests.planning.test_strategies import job, machine
@@ -25,7 +25,7 @@ def test_every_plan_that_is_offered_can_be_said_setting_by_setting(optimizer: Op
     assert len(offered) > 1000
     for plan in offered:
         said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS}
-        assert said.keys() <= set(SETTINGS)
+        assert said.keys() <= set(GIVEN)
         assert given_plan(spec, tuple(said.items())) == plan
 
 

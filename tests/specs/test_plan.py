@@ -21,9 +21,9 @@ from orchestrator.specs.plan import (
     ZeroStage,
     changes,
     in_short,
+    plan_from_json,
     settings,
 )
-from orchestrator.specs.run import plan_from_json
 
 TORCH, DEEPSPEED = Engine.TORCH, Engine.DEEPSPEED
 ON_TWO, TENSOR, PIPELINE = ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from orchestrator.memory.calibration.calibrate import Calibration, calibration
 from orchestrator.memory.calibration.correction import corrected_bytes, is_known
@@ -13,7 +12,7 @@ from orchestrator.memory.estimate import estimate
 from orchestrator.planning.cost import step_s
 from orchestrator.planning.explain import why_nothing_fits
 from orchestrator.planning.frontier import Candidate, fit_probability, fits, likeliest, needed_bytes, why_rejected
-from orchestrator.planning.search import frontier, profile_for
+from orchestrator.planning.search import asked_settings, frontier, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.views.records import EstimateView, estimate_view
@@ -24,40 +23,25 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, together
 from orchestrator.specs.plan import (
-    ActivationCheckpointing,
+    AXES,
+    SETTINGS,
     Degradation,
     Engine,
     Offload,
     OffloadTarget,
     ParallelLayout,
     Plan,
-    Precision,
+    Setting,
     Sharding,
     ZeroStage,
+    degradation,
     in_short,
     settings,
 )
 from orchestrator.specs.profile import ModelProfile
 
-SETTINGS = (
-    "engine",
-    "dp",
-    "tp",
-    "pp",
-    "dp_replicate",
-    "pipeline_stages_per_rank",
-    "zero_stage",
-    "offload",
-    "offload_target",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "activation_checkpointing",
-    "precision",
-    "sequence_length",
-)
-SHORT_SETTINGS = {"micro_batch": "micro_batch_size", "gradient_accumulation": "gradient_accumulation_steps"}
-
-Choice = TypeVar("Choice", bound=Enum)
+GIVEN = {key: one for one in SETTINGS if one.is_given for key in one.keys}  # what `--set` takes
+SHORT = {one.alias: one.name for one in SETTINGS if one.alias}
 
 
 class CandidateView(TypedDict):
@@ -249,51 +233,42 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
 
     Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
     """
-    said = {SHORT_SETTINGS.get(key, key): text for key, text in given}
-    problems = [_unknown_setting(key, text) for key, text in said.items() if key not in SETTINGS]
+    said = {SHORT.get(key, key): text for key, text in given}
+    problems = [_unknown_setting(key, text) for key, text in said.items() if key not in GIVEN]
     if problems:
         raise together(problems, "--set")
-    layout = ParallelLayout(dp=_number(said, "dp", spec.gpus.min), tp=_number(said, "tp", 1), pp=_number(said, "pp", 1))
-    zero_stage = _zero_stage(said)
-    offload = _choice(said, "offload", Offload, Offload.NONE)
-    target = _choice(said, "offload_target", OffloadTarget, OffloadTarget.CPU)
-    copies = _number(said, "dp_replicate", 1)
-    micro_batch_size = _number(said, "micro_batch_size", 1)
+    values = {key: _value(GIVEN[key], key, text) for key, text in said.items()}
+    layout = ParallelLayout(**{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values})
+    micro_batch_size = values.setdefault("micro_batch_size", 1)
+    told_steps = values.pop("gradient_accumulation_steps", None)
     length = spec.data.sequence_length if spec.model is not None else None
-    by_fsdp = spec.is_script and spec.knobs.is_sharded_by_fsdp
-    return Plan(
-        engine=_choice(said, "engine", Engine, _default_engine(spec, layout, zero_stage, offload, target, copies)),
-        layout=layout,
-        dp_replicate=copies,
-        pipeline_stages_per_rank=_number(said, "pipeline_stages_per_rank", 1),
-        zero_stage=zero_stage,
-        offload=offload,
-        offload_target=target,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=_accumulation(spec, said, micro_batch_size, layout.dp),
-        activation_checkpointing=_choice(
-            said, "activation_checkpointing", ActivationCheckpointing, ActivationCheckpointing.NONE
-        ),
-        precision=_choice(said, "precision", Precision, spec.precision),
-        optimizer=spec.training.optimizer,
-        sequence_length=_number(said, "sequence_length", 1) if "sequence_length" in said else length,
-        sharding=Sharding.FSDP if by_fsdp and zero_stage is not ZeroStage.NONE else Sharding.DEEPSPEED,
-    )
+    is_sharded = values.get("zero_stage", ZeroStage.NONE) is not ZeroStage.NONE
+    by_fsdp = spec.is_script and spec.knobs.is_sharded_by_fsdp and is_sharded
+    own = {
+        "precision": spec.precision,
+        "optimizer": spec.training.optimizer,
+        "sequence_length": length,
+        "sharding": Sharding.FSDP if by_fsdp else Sharding.DEEPSPEED,
+        "engine": _default_engine(spec, layout, values),
+    }
+    steps = _accumulation(spec, told_steps, micro_batch_size, layout.dp)
+    return Plan(layout=layout, gradient_accumulation_steps=steps, **own | values)
 
 
-def _default_engine(
-    spec: JobSpec, layout: ParallelLayout, zero_stage: ZeroStage, offload: Offload, target: OffloadTarget, copies: int
-) -> Engine:
+def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any]) -> Engine:
     """DeepSpeed for what only it can do, and for stage 2 where both can."""
     if spec.is_script:
         return Engine.SCRIPT
-    torch_only = layout.tp > 1 or layout.pp > 1 or copies > 1
-    deepspeed_only = zero_stage is ZeroStage.OPTIMIZER or offload is Offload.OPTIMIZER or target is OffloadTarget.NVME
+    zero_stage = values.get("zero_stage", ZeroStage.NONE)
+    torch_only = layout.tp > 1 or layout.pp > 1 or values.get("dp_replicate", 1) > 1
+    by_deepspeed = (ZeroStage.OPTIMIZER, Offload.OPTIMIZER, OffloadTarget.NVME)
+    told = (zero_stage, values.get("offload"), values.get("offload_target"))
+    deepspeed_only = any(one is ours for one, ours in zip(told, by_deepspeed, strict=True))
     either = zero_stage is ZeroStage.GRADIENTS and not torch_only
     return Engine.DEEPSPEED if deepspeed_only or either else Engine.TORCH
 
 
-def _accumulation(spec: JobSpec, said: dict[str, str], micro_batch_size: int, dp: int) -> int:
+def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: int) -> int:
     """What the global batch leaves over; it may be said, but not otherwise."""
     at_once = micro_batch_size * dp
     steps, left = divmod(spec.global_batch_size, at_once)
@@ -305,8 +280,7 @@ def _accumulation(spec: JobSpec, said: dict[str, str], micro_batch_size: int, dp
             got=f"{micro_batch_size} x {dp} = {at_once}",
             allowed=f"a divisor of global_batch_size={spec.global_batch_size}",
         )
-    told = _number(said, "gradient_accumulation_steps", steps)
-    if told != steps:
+    if told not in (None, steps):
         raise SpecError(
             "the global batch would change",
             source="--set",
@@ -319,44 +293,34 @@ def _accumulation(spec: JobSpec, said: dict[str, str], micro_batch_size: int, dp
 
 
 def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
-    if spec.model is not None and plan.sequence_length != spec.data.sequence_length:
-        return Degradation.SEMANTIC
-    return Degradation.EXACT if plan.precision is spec.precision else Degradation.NUMERIC
+    """The class of the plan's change against what the job asks for; a script's own sequence length is not known."""
+    asked = asked_settings(spec)
+    return degradation(asked | {"sequence_length": plan.sequence_length} if spec.is_script else asked, plan)
 
 
 def _unknown_setting(key: str, text: str) -> SpecError:
-    near = closest(key, (*SETTINGS, *SHORT_SETTINGS))
+    near = closest(key, (*GIVEN, *SHORT))
     hint = f"did you mean {near!r}?" if near else ""
     return SpecError(
-        "unknown setting of a plan", source="--set", path=key, got=text, allowed=", ".join(SETTINGS), hint=hint
+        "unknown setting of a plan", source="--set", path=key, got=text, allowed=", ".join(GIVEN), hint=hint
     )
 
 
-def _number(said: dict[str, str], key: str, otherwise: int) -> int:
-    text = said.get(key, str(otherwise))
-    if not text.isdecimal() or int(text) < 1:
-        raise SpecError("not a number of things", source="--set", path=key, got=text, allowed="1 or more")
-    return int(text)
-
-
-def _zero_stage(said: dict[str, str]) -> ZeroStage:
-    text = said.get("zero_stage", "0")
-    if text not in ("0", "1", "2", "3"):
-        raise SpecError("not a ZeRO stage", source="--set", path="zero_stage", got=text, allowed="0, 1, 2, 3")
-    return ZeroStage(int(text))
-
-
-def _choice(said: dict[str, str], key: str, choices: type[Choice], otherwise: Choice) -> Choice:
-    words = {str(choice.value): choice for choice in choices}
-    text = said.get(key, str(otherwise.value))
-    if text not in words:
-        near = closest(text, words)
+def _value(setting: Setting, key: str, text: str) -> Any:
+    """The setting's value that the text says. Raises SpecError."""
+    choices = setting.choices
+    if text in choices:
+        return choices[text]
+    if choices:
+        near = closest(text, choices)
         raise SpecError(
             "not one of the possible values",
             source="--set",
             path=key,
             got=text,
-            allowed=", ".join(words),
+            allowed=", ".join(choices),
             hint=f"did you mean {near!r}?" if near else "",
         )
-    return words[text]
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError("not a number of things", source="--set", path=key, got=text, allowed="1 or more")
+    return int(text)

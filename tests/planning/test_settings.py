@@ -1,0 +1,92 @@
+"""Laws of a plan's settings: each one that is declared has its bytes or seconds, reaches what runs, and has a class."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orchestrator
+from orchestrator.memory.estimate import estimate
+from orchestrator.planning.cost import step_s
+from orchestrator.planning.search import asked_settings, frontier, plans, profile_for
+from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.plan import (
+    SETTINGS,
+    Degradation,
+    Engine,
+    ParallelLayout,
+    Plan,
+    Precision,
+    Setting,
+    Sharding,
+    ZeroStage,
+    degradation,
+)
+from tests.planning.test_strategies import job, machine
+
+MACHINE = machine(nvme_folder="/nvme")
+BY_FSDP = Plan(
+    engine=Engine.SCRIPT,
+    layout=ParallelLayout(dp=2),
+    zero_stage=ZeroStage.PARAMETERS,
+    sharding=Sharding.FSDP,
+    micro_batch_size=1,
+    sequence_length=128,
+)
+OUTSIDE_TRAINING = {"phase_batch_sizes"}  # neither the step nor its peak depends on it
+PACKAGE = Path(orchestrator.__file__).parent
+RUNS_A_PLAN = (*(PACKAGE / "training").rglob("*.py"), PACKAGE / "planning" / "render.py")
+
+
+def others(setting: Setting, plan: Plan) -> Iterator[Plan]:
+    """Legal plans that differ from this one in the setting alone."""
+    value = getattr(plan, setting.name)
+    choices: tuple[Any, ...] = tuple(setting.choices.values())
+    if setting.kind is ParallelLayout:
+        choices = (replace(value, dp=2 * value.dp), replace(value, tp=2 * value.tp), replace(value, pp=2 * value.pp))
+    elif not choices:
+        choices = (2 * value,) if value else ()
+    for choice in choices:
+        if choice != value:
+            try:
+                yield replace(plan, **{setting.name: choice})
+            except IllegalPlan:
+                continue
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda one: one.name)
+def test_every_declared_setting_has_a_memory_or_a_cost_term(setting: Setting) -> None:
+    if setting.name in OUTSIDE_TRAINING:
+        return
+    spec = job()
+    for plan in chain(plans(spec, MACHINE), (BY_FSDP,)):
+        if any(costs(spec, plan) != costs(spec, other) for other in others(setting, plan)):
+            return
+    pytest.fail(f"no formula of orchestrator/memory or planning/cost.py knows {setting.name!r}")
+
+
+def costs(spec: JobSpec, plan: Plan) -> tuple[object, ...]:
+    profile = profile_for(spec, MACHINE, plan)
+    return estimate(profile, plan, MACHINE.device), step_s(profile, plan, MACHINE)
+
+
+def test_every_declared_setting_is_read_by_what_runs_a_plan() -> None:
+    trees = [ast.parse(path.read_text()) for path in RUNS_A_PLAN]
+    read = {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert {one.name for one in SETTINGS} - read == set()
+
+
+@pytest.mark.parametrize("allow", ["exact", "numeric", "semantic"])
+def test_the_class_of_a_candidate_is_that_of_the_settings_in_which_it_differs(allow: str) -> None:
+    degrade = {"allow": allow, "sequence_lengths": (64,) if allow == "semantic" else ()}
+    spec = job(degrade=degrade, precision=Precision.FP32)
+    found = frontier(spec, MACHINE).candidates
+    assert {one.degradation for one in found} == set(range(Degradation[allow.upper()] + 1))
+    assert all(one.degradation == degradation(asked_settings(spec), one.plan) for one in found)
