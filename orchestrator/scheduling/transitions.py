@@ -36,19 +36,6 @@ CANCEL_GRACE_S = 10.0  # between SIGTERM and SIGKILL: time for a small checkpoin
 BACK_OFF_FIRST_S = 2.0  # doubled with each failure of the same budget
 BACK_OFF_MAX_S = 300.0
 
-# Which of the job's budgets a failure uses up. A failure without a budget is final.
-BUDGETS = {
-    FailureKind.DEVICE_OOM: "oom",
-    FailureKind.HOST_OOM: "oom",
-    FailureKind.MEMORY_CONTENTION: "node",
-    FailureKind.NODE_LOST: "node",
-    FailureKind.PREEMPTED: "preemption",
-    FailureKind.HUNG: "hang",
-    FailureKind.STARTUP: "startup",
-}
-REFUTING = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)  # the plan itself is to blame
-AT_ONCE = (*REFUTING, FailureKind.PREEMPTED)  # waiting would change nothing
-
 
 def apply(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
     """The state in which `event` has happened, and what to record or stop at once; nothing is scheduled yet.
@@ -165,19 +152,20 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         step = attempt.evidence.checkpoint_step if attempt.evidence else None
         saved = "" if step is None else f"; saved at step {step}"
         return replace(job, status=JobStatus.QUEUED, reason=f"{failure.reason}{saved}")
-    if failure.kind in REFUTING:
+    restart = failure.kind.restart
+    if restart is not None and restart.refutes_plan:
         job = replace(job, refuted=job.refuted | {attempt.plan})
-    budget = BUDGETS.get(failure.kind)
-    if attempt.probe and (budget is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
+    if attempt.probe and (restart is not None or failure.kind is FailureKind.PROBED or is_of_batch(attempt, failure)):
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
-    if budget is None:
+    if restart is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
-    used = sum(1 for a in job.attempts if a.failure and not a.probe and BUDGETS.get(a.failure.kind) == budget)
-    allowed = getattr(job.spec.retries, budget)
+    endings = [one.failure.kind.restart for one in job.attempts if one.failure and not one.probe]
+    used = sum(one is not None and one.budget == restart.budget for one in endings)
+    allowed = getattr(job.spec.retries, restart.budget)
     if used > allowed:
-        reason = f"{failure.kind}: {failure.reason} (retries.{budget} of {allowed} used up)"
+        reason = f"{failure.kind}: {failure.reason} (retries.{restart.budget} of {allowed} used up)"
         return replace(job, status=JobStatus.FAILED, reason=reason)
-    wait_s = 0.0 if failure.kind in AT_ONCE else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
+    wait_s = 0.0 if restart.at_once else min(BACK_OFF_FIRST_S * 2 ** (used - 1), BACK_OFF_MAX_S)
     reason = f"restarts after {failure.kind}: {failure.reason}"
     return replace(job, status=JobStatus.QUEUED, not_before_s=at_s + wait_s, reason=reason)
 

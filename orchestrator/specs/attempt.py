@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from orchestrator.specs.plan import Change, Plan
 from orchestrator.specs.profile import MemoryEstimate, OwnSettings
@@ -23,22 +24,41 @@ Placement = tuple[NodeDevices, ...]  # all or nothing; ranks are numbered in thi
 PROBE_STEPS = 2  # in the second step, optimizer states and activations are there together
 
 
-class FailureKind(StrEnum):
-    """Why an attempt did not finish."""
+class Restart(NamedTuple):
+    """How a job goes on after a failure."""
 
-    DEVICE_OOM = "device_oom"  # a device had too little memory for the plan
-    HOST_OOM = "host_oom"  # the node had too little memory (or shared memory) for the processes
-    MEMORY_CONTENTION = "memory_contention"  # other processes took the device's memory; the plan is not to blame
-    NODE_LOST = "node_lost"  # node or launcher gone; the plan is not to blame
-    PREEMPTED = "preempted"  # somebody asked the ranks to end
-    MOVED = "moved"  # we asked them to: it goes on elsewhere, later or on other devices, at no cost to its budgets
-    HUNG = "hung"  # no progress within the job's limits
-    STARTUP = "startup"  # it could not be launched
-    GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device: what it needs, nobody knows
+    budget: str  # the field of the job's `retries` that it uses up
+    refutes_plan: bool = False  # the plan itself is to blame and is not tried again
+    at_once: bool = False  # waiting would change nothing; else the restart backs off
+
+
+class FailureKind(StrEnum):
+    """Why an attempt did not finish, and how its job goes on. A kind without `restart` is final."""
+
+    _value_: str
+    restart: Restart | None
+
+    def __new__(cls, word: str, restart: Restart | None = None) -> FailureKind:
+        kind = str.__new__(cls, word)
+        kind._value_, kind.restart = word, restart
+        return kind
+
+    # A device had too little memory for the plan.
+    DEVICE_OOM = "device_oom", Restart(budget="oom", refutes_plan=True, at_once=True)
+    # The node had too little memory, or shared memory, for the processes.
+    HOST_OOM = "host_oom", Restart(budget="oom", refutes_plan=True, at_once=True)
+    # Other processes took the device's memory; the plan is not to blame.
+    MEMORY_CONTENTION = "memory_contention", Restart(budget="node")
+    NODE_LOST = "node_lost", Restart(budget="node")  # node or launcher gone; the plan is not to blame
+    PREEMPTED = "preempted", Restart(budget="preemption", at_once=True)  # the ranks were asked to end from outside
+    MOVED = "moved"  # the scheduler asked them to end: the job goes on elsewhere or later, at no cost to a budget
+    HUNG = "hung", Restart(budget="hang")  # no progress within the job's limits
+    STARTUP = "startup", Restart(budget="startup")  # it could not be launched
+    GUARD_ABSENT = "guard_absent"  # it ran past the cap of its virtual device; what it needs is unknown
     DISK_FULL = "disk_full"  # no space for checkpoints or logs
     USER_ERROR = "user_error"  # the program itself is wrong, or nothing else explains the end
     CANCELLED = "cancelled"  # the user asked for the end
-    PROBED = "probed"  # we ended it: it was to tell what its plan needs, and has told
+    PROBED = "probed"  # the attempt was ended after it had measured what its plan needs
 
 
 class Cause(StrEnum):

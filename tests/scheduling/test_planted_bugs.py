@@ -31,7 +31,7 @@ from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.service.server import controller as service
 from orchestrator.specs import clock
 from orchestrator.specs.actions import Action, Launch, Record
-from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind
+from orchestrator.specs.attempt import Attempt, AttemptStatus, Failure, FailureKind, Restart
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished
 from orchestrator.specs.job.spec import Retries
@@ -85,11 +85,12 @@ def devices_free_before_release(patch: pytest.MonkeyPatch) -> None:
 
 
 def bugs_are_retried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "BUDGETS", core.BUDGETS | {FailureKind.USER_ERROR: "node"})
+    patch.setattr(FailureKind.USER_ERROR, "restart", Restart(budget="node"))
 
 
 def refuted_plans_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "REFUTING", ())
+    for kind in FailureKind:
+        patch.setattr(kind, "restart", kind.restart and kind.restart._replace(refutes_plan=False))
     patch.setattr(core, "observe", lambda *_: None)
     patch.setattr(job_options, "_smallest_refuted", lambda *_: float("inf"))
 
@@ -113,7 +114,8 @@ def budgets_never_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_budget_for_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core, "BUDGETS", dict.fromkeys(core.BUDGETS, "hang"))
+    for kind in FailureKind:
+        patch.setattr(kind, "restart", kind.restart and kind.restart._replace(budget="hang"))
 
 
 def releases_unheard(patch: pytest.MonkeyPatch) -> None:

@@ -246,20 +246,19 @@ def _from_finding(
 def _kind(
     end: RankEnd, finding: Finding, evidence: Evidence, attempt: Attempt, capacity_bytes: int | None
 ) -> FailureKind | None:
+    """The kind that the cause names by its own word, but for those that say less or more."""
     peak = max((beat.peak_bytes for beat in evidence.heartbeats), default=attempt.estimate.allocated_bytes)
     nearly_full = capacity_bytes is not None and peak >= NEARLY_FULL * capacity_bytes
-    kinds = {
+    kinds: dict[Cause, FailureKind | None] = {
         Cause.NOT_OOM: FailureKind.HUNG if _waited_in_vain(end) else FailureKind.USER_ERROR,
         Cause.HANG: FailureKind.HUNG,
         Cause.DEVICE_OOM: FailureKind.DEVICE_OOM,
         Cause.DEVICE_OOM_SUSPECT: FailureKind.DEVICE_OOM if nearly_full else FailureKind.USER_ERROR,
         Cause.SHARED_MEMORY: FailureKind.HOST_OOM,
-        Cause.HOST_OOM: FailureKind.HOST_OOM,
         Cause.HOST_OOM_SUSPECT: FailureKind.HOST_OOM if evidence.host_oom_kills else FailureKind.PREEMPTED,
-        Cause.DISK_FULL: FailureKind.DISK_FULL,
         Cause.SECONDARY: None,
     }
-    return kinds[finding.cause]
+    return kinds[finding.cause] if finding.cause in kinds else FailureKind(finding.cause.value)
 
 
 def _waited_in_vain(end: RankEnd) -> bool:

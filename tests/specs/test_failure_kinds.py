@@ -1,0 +1,28 @@
+"""Laws of the kinds of failures: each says how its job goes on, by a budget of the job file, and survives JSON."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from pydantic import TypeAdapter
+
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.job.spec import Retries
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_a_kind_names_a_budget_of_the_job_file_or_is_final(kind: FailureKind) -> None:
+    assert kind.restart is None or kind.restart.budget in Retries.model_fields
+
+
+def test_every_budget_of_the_job_file_is_used_up_by_a_kind() -> None:
+    assert {kind.restart.budget for kind in FailureKind if kind.restart} == set(Retries.model_fields)
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_a_kind_is_its_word_in_json_and_between_processes(kind: FailureKind) -> None:
+    adapter = TypeAdapter(FailureKind)
+    assert adapter.validate_json(adapter.dump_json(kind)) is kind
+    assert adapter.dump_json(kind) == f'"{kind}"'.encode()
+    assert pickle.loads(pickle.dumps(kind)) is kind
