@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from orchestrator.memory.engines.pipeline import ranks
+from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
 from orchestrator.planning.collectives import Ring, ring, send_s
 from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, host_s, micro_batch
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
@@ -115,7 +116,7 @@ def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
     """Seconds of one micro-batch on a rank that holds `profile`, but for what it waits for."""
     added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
     if plan.gradient_accumulation_steps > 1:
-        added = _width(plan) if plan.engine is Engine.DEEPSPEED else 4
+        added = compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else 4
     return _busy_s(profile, plan.micro_batch_size, plan.activation_checkpointing, plan.precision, added, hardware)
 
 
@@ -214,8 +215,8 @@ def _shared_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
 
 def _moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
     """Bytes of weights that are gathered and of gradients that are reduced in a step."""
-    weights = _width(plan) * profile.parameters
-    gradients = (_width(plan) if plan.engine is Engine.DEEPSPEED else 4) * profile.trained_parameters
+    weights = compute_bytes(plan) * profile.parameters
+    gradients = exchanged_bytes(plan) * profile.trained_parameters
     micro_steps = plan.gradient_accumulation_steps
     if plan.zero_stage is ZeroStage.OPTIMIZER or plan.layout.pp > 1:
         return weights, gradients
@@ -251,12 +252,8 @@ def _optimizer_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float
         return share * traffic / (device.memory_bandwidth * BANDWIDTH_EFFICIENCY)
     fetched = 0.0
     if plan.offload is Offload.PARAMETERS:  # every pass of every micro-batch fetches the weights
-        fetched = plan.gradient_accumulation_steps * 2 * profile.parameters / shards * _width(plan)
-    host_s = share * traffic / HOST_ADAM_BANDWIDTH + (share * 2 * _width(plan) + fetched) / device.host_bandwidth
+        fetched = plan.gradient_accumulation_steps * 2 * profile.parameters / shards * compute_bytes(plan)
+    host_s = share * traffic / HOST_ADAM_BANDWIDTH + (share * 2 * compute_bytes(plan) + fetched) / device.host_bandwidth
     if plan.offload_target is OffloadTarget.CPU:
         return host_s
     return host_s + (share * 2 * MASTER_AND_MOMENTS_BYTES + fetched) / device.nvme_bandwidth
-
-
-def _width(plan: Plan) -> int:
-    return 4 if plan.precision is Precision.FP32 else 2

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from orchestrator.memory.engines.deepspeed_buckets import Reduction, filling, largest_share
 from orchestrator.memory.engines.moments import FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
-from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, Precision, ZeroStage
+from orchestrator.memory.engines.widths import compute_bytes
+from orchestrator.specs.plan import ActivationCheckpointing, Offload, Plan, ZeroStage
 from orchestrator.specs.profile import ModelProfile
 
 
@@ -39,7 +40,7 @@ def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> lis
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
     profile, dp, stage = rank.held, plan.layout.dp, plan.zero_stage
-    count, width = profile.trained_parameters, _width(plan)
+    count, width = profile.trained_parameters, compute_bytes(plan)
     shard = -(-count // dp)
     share = count if stage is ZeroStage.NONE else shard
     at_once = max(profile.turns, default=count)  # of recipes that train in turn, each has an engine of its own
@@ -90,7 +91,7 @@ def nvme_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
     (deepspeed/runtime/zero/offload_config.py).
     """
     largest = -(-max(segment.largest_parameter for segment in profile.segments) // plan.layout.dp)
-    return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * _width(plan) * largest
+    return 4 * FP32_BYTES * CUDA_BUCKETS.swapped + 5 * compute_bytes(plan) * largest
 
 
 def _build(rank: Rank, plan: Plan) -> Moment:
@@ -98,7 +99,7 @@ def _build(rank: Rank, plan: Plan) -> Moment:
 
     Stages 1 and 2 then copy what is trained of it into a flat tensor.
     """
-    profile, width = rank.held, _width(plan)
+    profile, width = rank.held, compute_bytes(plan)
     made, cast = profile.weight_bytes(profile.parameter_bytes), profile.weight_bytes(width)
     if plan.zero_stage is ZeroStage.PARAMETERS:
         layer = max((part.weight_bytes(FP32_BYTES) for part in profile.segments if part.is_unit), default=0)
@@ -117,7 +118,7 @@ def _transients(profile: ModelProfile, plan: Plan, buckets: Buckets, passage: Pa
     reduced for the first time, and what it copied for that has gone (`copy_grads_in_partition` behind `average_tensor`
     in deepspeed/runtime/zero/stage_1_and_2.py).
     """
-    width, stage, dp = _width(plan), plan.zero_stage, plan.layout.dp
+    width, stage, dp = compute_bytes(plan), plan.zero_stage, plan.layout.dp
     count = passage.turn or profile.trained_parameters
     accumulates = plan.gradient_accumulation_steps > 1
     begun = passage.backward and passage.done + passage.own > 0
@@ -215,7 +216,7 @@ def _last_reduction(profile: ModelProfile, plan: Plan, buckets: Buckets) -> Caus
     it (`average_tensor`), stage 3 sorts all by ranks (`reduce_scatter_coalesced` in
     deepspeed/runtime/comm/coalesced_collectives.py).
     """
-    width, dp = _width(plan), plan.layout.dp
+    width, dp = compute_bytes(plan), plan.layout.dp
     at_once, leaves = max(profile.turns, default=profile.trained_parameters), plan.zero_stage is ZeroStage.PARAMETERS
     rest = min(buckets.reduce, at_once) if profile.turns else filling(profile, buckets.reduce, leaves=leaves).rest
     if plan.zero_stage is ZeroStage.GRADIENTS:
@@ -290,7 +291,3 @@ def _partition(profile: ModelProfile, dp: int) -> int:
         return largest_share(profile, dp)
     most = max(profile.turns)
     return min(most, -(-most // dp) + 2 * profile.largest_trained)
-
-
-def _width(plan: Plan) -> int:
-    return FP32_BYTES if plan.precision is Precision.FP32 else 2

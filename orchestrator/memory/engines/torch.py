@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from orchestrator.memory.engines.moments import FORWARDED, FP32_BYTES, Causes, Moment, Passage, Point, Rank
 from orchestrator.memory.engines.optimizers import state_bytes, temporaries
-from orchestrator.specs.plan import Offload, Plan, Precision, ZeroStage
+from orchestrator.memory.engines.widths import compute_bytes, exchanged_bytes
+from orchestrator.specs.plan import Offload, Plan, ZeroStage
 
 
 def ddp_moments(
@@ -62,7 +63,7 @@ def fsdp2_moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool, 
     the same file), beside those to which they are added.
     """
     profile, shards = rank.held, plan.layout.dp // plan.dp_replicate
-    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
+    compute = compute_bytes(plan)
     device, fixed = _on_device(plan), _shards(rank, plan)
     copies = int(plan.dp_replicate > 1)
     of_turn: dict[int, int] = {}  # gradients by the end of it, those of recipes out of turn among them
@@ -129,6 +130,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
     the shard that is to be added lies beside: under HSDP it is among those that wait for their copies. At stage 2
     nothing is gathered any more.
     """
+    exchanged = exchanged_bytes(plan, rank.held.parameter_bytes)
     segment, keeps, alone = passage.segment, plan.zero_stage is ZeroStage.GRADIENTS, shards == 1
     gathered, reducing, named = rank.parameters - passage.units_done if keeps else rank.end_parameters, 0, 0
     ahead, behind = passage.ahead, passage.behind
@@ -142,9 +144,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
             last = behind.last_gradient if behind and not alone else 0
             reduction = waiting, last, reducing * (2 if gloo and not alone else 1) + added
             start = unit + max(waiting, arriving), 0, reducing
-            here = max(
-                reduction, start, key=lambda one: compute * (one[0] + one[1]) + rank.held.parameter_bytes * one[2]
-            )
+            here = max(reduction, start, key=lambda one: compute * (one[0] + one[1]) + exchanged * one[2])
         gathered, named, reducing = gathered + here[0], here[1], here[2]
     elif segment.is_unit and rank.stage.moments:
         flat = 0 if alone else segment.parameters  # stays until the next unit's is there
@@ -155,7 +155,7 @@ def _unit(rank: Rank, plan: Plan, passage: Passage, compute: int, shards: int, *
         # The root goes on: forward it has the last one's flat buffer until it is done, backward it gathers that ahead.
         earlier = reversed(rank.stage.segments[: passage.place])
         gathered += next((each.parameters for each in earlier if each.is_unit), 0)
-    whole = compute * (passage.ends_done + passage.own + named) + rank.held.parameter_bytes * reducing
+    whole = compute * (passage.ends_done + passage.own + named) + exchanged * reducing
     return (("gathered parameters", compute * gathered), ("whole gradients", whole))
 
 
@@ -203,19 +203,19 @@ def _root_reduction(rank: Rank, plan: Plan, shards: int, device: int, *, gloo: b
     (`foreach_reduce` in torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13.0). Under a pipeline its
     weights are still there, and one shard of it in the compute type more than these explain (two gloo ranks, 2026-11).
     """
-    compute = FP32_BYTES if plan.precision is Precision.FP32 else 2
-    width = rank.held.parameter_bytes
+    compute = compute_bytes(plan)
+    width, exchanged = rank.held.parameter_bytes, exchanged_bytes(plan, rank.held.parameter_bytes)
     root, trained = rank.end_parameters, rank.trained_end_parameters
     reduced = rank.trained_parameters - (0 if plan.gradient_accumulation_steps > 1 else trained)
     if plan.dp_replicate > 1 and plan.gradient_accumulation_steps > 1:
         reduced += rank.trained_parameters - trained
     shard = width * -(-trained // shards)
     if plan.layout.pp > 1:
-        gathered, whole = compute * (root + -(-root // shards)), 2 * width * trained + shard
+        gathered, whole = compute * (root + -(-root // shards)), 2 * exchanged * trained + shard
     else:
         last = next((each.last_gradient for each in reversed(rank.held.segments) if not each.is_unit), 0)
         named, copies = (compute * last, 1 + gloo) if shards > 1 else (0, 1)
-        gathered, whole = 0, max((compute + width) * trained, copies * width * trained + shard + named)
+        gathered, whole = 0, max((compute + exchanged) * trained, copies * exchanged * trained + shard + named)
     return (
         ("gradients", device * width * -(-reduced // shards)),
         ("gathered parameters", gathered),
