@@ -33,12 +33,12 @@ class Frontier:
 
 def needed_bytes(candidate: Candidate, calibrated: Calibration) -> int:
     """Free bytes that one device must have for the candidate: its corrected estimate and the margin."""
-    return calibration.needed_bytes(candidate.plan, candidate.estimate, calibrated)
+    return calibration.plan_needed_bytes(candidate.plan, candidate.estimate, calibrated)
 
 
 def fit_probability(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> float:
     """The probability that the candidate runs within `capacity_bytes` of one device."""
-    return calibration.fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
+    return calibration.plan_fit_probability(candidate.plan, candidate.estimate, calibrated, capacity_bytes)
 
 
 def fits(candidate: Candidate, capacity_bytes: int, calibrated: Calibration) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.evidence import CHUNK_BYTES, Ending, collect, scan_log
-from orchestrator.scheduling.failures.classify import classify, needed_bytes, oom_reports
+from orchestrator.scheduling.failures.classify import classify, oom_needed_bytes, oom_reports
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.attempt import Cause, Evidence, FailureKind, Phase
 from orchestrator.specs.job.spec import JobSpec
@@ -115,7 +115,7 @@ def test_a_child_without_a_guard_still_calibrates(tmp_path: Path) -> None:
     (report,) = oom_reports(evidence)
     assert (report.requested_bytes, report.live_bytes) == (2 * 2**30, 2 * 2**30)
     assert report.capacity_bytes == in_bytes("23.64 GiB")
-    assert needed_bytes(report) == 4 * 2**30
+    assert oom_needed_bytes(report) == 4 * 2**30
 
 
 def test_what_a_script_goes_on_from_is_no_longer_left_to_do(tmp_path: Path) -> None:

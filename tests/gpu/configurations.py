@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, needed_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.engines.overhead import supposed_overhead_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
@@ -74,7 +74,7 @@ class Measurement:
 
     def fits(self, kind: DeviceKind) -> bool:
         """Whether the planner says so."""
-        return needed_bytes(self.plan, self.predicted(kind), UNMEASURED) <= self.capacity_bytes
+        return plan_needed_bytes(self.plan, self.predicted(kind), UNMEASURED) <= self.capacity_bytes
 
 
 def device_of(kind: DeviceKind) -> DeviceSpec:

@@ -23,8 +23,8 @@ from orchestrator.memory.calibration.calibrate import (
     _student,
     _student_quantile,
     calibration,
-    fit_probability,
-    needed_bytes,
+    plan_fit_probability,
+    plan_needed_bytes,
     remembered,
 )
 from orchestrator.memory.calibration.correction import corrected_bytes, lasting, observed_correction
@@ -100,10 +100,10 @@ def test_a_plan_fits_no_better_where_it_needs_more_and_no_worse_where_there_is_m
     found = learned(drawn(rows))
     for overhead in (1, 2):
         light, heavy = estimate(counted, 1000, overhead), estimate(counted + more, 1000, overhead)
-        here = fit_probability(PLAN, light, found, capacity_bytes)
+        here = plan_fit_probability(PLAN, light, found, capacity_bytes)
         assert 0.0 <= here <= 1.0
-        assert fit_probability(PLAN, heavy, found, capacity_bytes) <= here
-        assert fit_probability(PLAN, light, found, capacity_bytes + room) >= here
+        assert plan_fit_probability(PLAN, heavy, found, capacity_bytes) <= here
+        assert plan_fit_probability(PLAN, light, found, capacity_bytes + room) >= here
 
 
 @given(outcomes, st.integers(1, 2**37))
@@ -114,8 +114,8 @@ def test_what_is_said_to_fit_fits_with_the_stated_share(
     found = learned([one for one in drawn(rows) if not one.ran_out])
     for overhead in (1, 2):
         asked = estimate(overhead=overhead)
-        share = fit_probability(PLAN, asked, found, capacity_bytes)
-        assert (share >= CONFIDENCE - 1e-9) == (needed_bytes(PLAN, asked, found) <= capacity_bytes)
+        share = plan_fit_probability(PLAN, asked, found, capacity_bytes)
+        assert (share >= CONFIDENCE - 1e-9) == (plan_needed_bytes(PLAN, asked, found) <= capacity_bytes)
 
 
 @given(outcomes, st.integers(0, 2**36))
@@ -136,7 +136,7 @@ def test_a_refuted_plan_never_fits_what_it_burst_whatever_else_is_seen(
     )
     after = [observation(ratio=one, number=100 + at, at_s=100.0 + at) for at, one in enumerate(kinder)]
     found = learned([failed, *drawn(rows), *after])
-    assert fit_probability(PLAN, asked, found, burst_bytes) == 0.0
+    assert plan_fit_probability(PLAN, asked, found, burst_bytes) == 0.0
     assert found.refutes(PLAN, asked, burst_bytes)
     lighter = estimate(counted=asked.allocated_bytes - 40 * MIB - 1)
     assert not learned([failed]).refutes(PLAN, lighter, burst_bytes), "a smaller model of the family is another matter"
@@ -151,9 +151,9 @@ def test_a_plan_that_ended_a_training_fits_again_where_it_did_whatever_else_is_s
     ended = observation(job="ended", number=1, at_s=200.0, plan=plan, measured_bytes=measured_bytes, finished=True)
     found = learned([*drawn(rows), ended])
     took_bytes = max(measured_bytes, asked.allocated_bytes)
-    needed = needed_bytes(plan, asked, found)
+    needed = plan_needed_bytes(plan, asked, found)
     assert took_bytes < needed <= 1.001 * MARGIN * took_bytes
-    assert fit_probability(plan, asked, found, needed) >= CONFIDENCE
+    assert plan_fit_probability(plan, asked, found, needed) >= CONFIDENCE
     assert corrected_bytes(asked, found.correction_of(plan, asked)) == pytest.approx(took_bytes, abs=1)
     larger = estimate(activations=41 * MIB)
     assert found.judging(plan, larger) == found.errors_of(plan.engine, larger.source), "another training"
@@ -161,9 +161,9 @@ def test_a_plan_that_ended_a_training_fits_again_where_it_did_whatever_else_is_s
 
 def test_a_plan_that_ended_a_training_and_ran_out_of_memory_in_another_is_judged_as_the_others() -> None:
     ended = [observation(correction=20.0, number=at, at_s=float(at), finished=True) for at in (1, 2)]
-    assert needed_bytes(PLAN, estimate(), learned(ended)) < 910 * MIB
+    assert plan_needed_bytes(PLAN, estimate(), learned(ended)) < 910 * MIB
     burst = observation(correction=21.0, job="burst", number=1, at_s=0.0, ran_out=True)
-    assert needed_bytes(PLAN, estimate(), learned([burst, *ended])) > 910 * MIB
+    assert plan_needed_bytes(PLAN, estimate(), learned([burst, *ended])) > 910 * MIB
 
 
 @given(
@@ -244,7 +244,7 @@ def test_where_the_allocator_is_not_measured_the_margin_never_falls_below_the_do
     precise = learned(seen_of(PRECISE * 3))
     assert precise.errors_of(Engine.TORCH, Source.DECLARED).margin < MARGIN
     asked = estimate(overhead=2)
-    assert needed_bytes(PLAN, asked, precise) >= MARGIN * asked.device_bytes
+    assert plan_needed_bytes(PLAN, asked, precise) >= MARGIN * asked.device_bytes
 
 
 def test_engines_share_the_correction_of_activations_but_not_the_precision_of_their_own_terms() -> None:
@@ -271,10 +271,10 @@ def test_a_trace_needs_less_room_than_other_profiles_but_on_virtual_devices_only
     for source in Source:
         asked = replace(estimate(), source=source)
         room = MARGINS[source]
-        assert needed_bytes(PLAN, asked, UNMEASURED) == pytest.approx(room * asked.device_bytes)
-        assert fit_probability(PLAN, asked, UNMEASURED, needed_bytes(PLAN, asked, UNMEASURED)) >= CONFIDENCE
+        assert plan_needed_bytes(PLAN, asked, UNMEASURED) == pytest.approx(room * asked.device_bytes)
+        assert plan_fit_probability(PLAN, asked, UNMEASURED, plan_needed_bytes(PLAN, asked, UNMEASURED)) >= CONFIDENCE
         allocator = replace(estimate(overhead=2), source=source)
-        assert needed_bytes(PLAN, allocator, UNMEASURED) == pytest.approx(MARGIN * allocator.device_bytes)
+        assert plan_needed_bytes(PLAN, allocator, UNMEASURED) == pytest.approx(MARGIN * allocator.device_bytes)
     assert min(MARGINS.values()) == MARGINS[Source.TRACED] < MARGIN
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.memory.calibration.calibrate import UNMEASURED, needed_bytes
+from orchestrator.memory.calibration.calibrate import UNMEASURED, plan_needed_bytes
 from orchestrator.memory.estimate import estimate
 from orchestrator.memory.profiles import autocasts, profile_of
 from orchestrator.specs.errors import IllegalPlan
@@ -109,7 +109,7 @@ def _range(name: str, ranks: int) -> tuple[int, int]:
 
 
 def _needed(name: str, plan: Plan) -> int:
-    return needed_bytes(plan, estimate(_profile(name, plan), plan, DEVICE), UNMEASURED)
+    return plan_needed_bytes(plan, estimate(_profile(name, plan), plan, DEVICE), UNMEASURED)
 
 
 def _profile(name: str, plan: Plan) -> ModelProfile:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.scheduling.failures.classify import classify, needed_bytes
+from orchestrator.scheduling.failures.classify import classify, oom_needed_bytes
 from orchestrator.specs.attempt import ErrorReport, Evidence, FailureKind, Heartbeat, OomReport, RankEnd
 from orchestrator.specs.run import OOM_EXIT_CODE, STALE_EXIT_CODE
 from tests.scheduling.factories import MIB, attempt, job, script_spec
@@ -199,6 +199,8 @@ def test_a_job_accepts_what_its_script_catches_unless_it_stands_still_after_it()
 def test_what_context_and_communicators_hold_is_no_part_of_what_a_tensor_would_have_needed() -> None:
     """Of a device of 80 GiB whose context holds 1 GiB, tensors have 79."""
     report = replace(OOM, live_bytes=70 << 30, requested_bytes=2 << 30, capacity_bytes=80 << 30)
-    assert needed_bytes(report) == (80 << 30) + 1, "where nothing is known of the context"
-    assert needed_bytes(replace(report, overhead_bytes=1 << 30)) == (79 << 30) + 1
-    assert needed_bytes(replace(report, overhead_bytes=20 << 30)) == 72 << 30, "never less than it had and asked for"
+    assert oom_needed_bytes(report) == (80 << 30) + 1, "where nothing is known of the context"
+    assert oom_needed_bytes(replace(report, overhead_bytes=1 << 30)) == (79 << 30) + 1
+    assert oom_needed_bytes(replace(report, overhead_bytes=20 << 30)) == 72 << 30, (
+        "never less than it had and asked for"
+    )

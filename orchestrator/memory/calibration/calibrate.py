@@ -286,7 +286,7 @@ def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
     return tuple(reversed(kept[:OBSERVATIONS_MAX]))
 
 
-def needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
+def plan_needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) -> int:
     """Free bytes that one device must have for the plan: its corrected estimate and the margin."""
     margin = calibrated.judging(plan, estimate).margin
     if _has_unmeasured_cache(estimate):
@@ -294,7 +294,7 @@ def needed_bytes(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration) 
     return math.ceil(corrected_bytes(estimate, calibrated.correction_of(plan, estimate)) * margin)
 
 
-def fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int) -> float:
+def plan_fit_probability(plan: Plan, estimate: MemoryEstimate, calibrated: Calibration, capacity_bytes: int) -> float:
     """The probability that the plan runs within `capacity_bytes` of one device; 0 where the family saw it fail."""
     if calibrated.refutes(plan, estimate, capacity_bytes):
         return 0.0

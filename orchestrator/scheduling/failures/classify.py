@@ -117,7 +117,7 @@ def oom_reports(evidence: Evidence) -> tuple[OomReport, ...]:
     return evidence.ooms or evidence.caught or tuple(report for report in told if report is not None)
 
 
-def needed_bytes(report: OomReport) -> int:
+def oom_needed_bytes(report: OomReport) -> int:
     """What the rank would have needed at the least, in allocated bytes."""
     at_least = report.live_bytes + (report.requested_bytes or 0)
     return at_least if report.foreign_bytes else max(at_least, report.capacity_bytes - report.overhead_bytes + 1)
@@ -131,7 +131,7 @@ def _device_oom(attempt: Attempt, report: OomReport, finding: Finding | None) ->
         f"asked for {asked} with {format_bytes(report.live_bytes)} of {format_bytes(report.capacity_bytes)} in use"
     )
     kind = FailureKind.DEVICE_OOM
-    if report.foreign_bytes and needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes:
+    if report.foreign_bytes and oom_needed_bytes(report) <= attempt.correction * attempt.estimate.allocated_bytes:
         kind, facts = (
             FailureKind.MEMORY_CONTENTION,
             f"{facts}; {format_bytes(report.foreign_bytes)} of it held by other processes",

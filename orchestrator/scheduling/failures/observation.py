@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.memory.calibration.correction import corrected_allocated_bytes, lasting
-from orchestrator.scheduling.failures.classify import caught_in_words, needed_bytes, oom_reports
+from orchestrator.scheduling.failures.classify import caught_in_words, oom_needed_bytes, oom_reports
 from orchestrator.scheduling.failures.phases import OUTSIDE_TRAINING
 from orchestrator.specs.attempt import Attempt, FailureKind, Heartbeat, OomReport
 from orchestrator.specs.job_record import Job
@@ -60,7 +60,9 @@ def measured_bytes(attempt: Attempt, capacity_bytes: int | None) -> int | None:
         return None
     peaks = [beat.peak_bytes for beat in evidence.heartbeats if beat.steps_done > 0 and beat.peak_bytes > 0]
     if ran_out(attempt) or is_truncated(attempt):
-        peaks += [needed_bytes(report) for report in oom_reports(evidence)] or [_burst_bytes(attempt, capacity_bytes)]
+        peaks += [oom_needed_bytes(report) for report in oom_reports(evidence)] or [
+            _burst_bytes(attempt, capacity_bytes)
+        ]
     return max(peaks, default=None)
 
 
@@ -78,7 +80,7 @@ def _worst_report(attempt: Attempt) -> OomReport | None:
     """That of the rank that needed most; None where none ran out of memory, or none told."""
     if attempt.evidence is None or not ran_out(attempt):
         return None
-    return max(oom_reports(attempt.evidence), key=needed_bytes, default=None)
+    return max(oom_reports(attempt.evidence), key=oom_needed_bytes, default=None)
 
 
 def _steps_left(job: Job, burst: OomReport) -> int | None:
