@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.service.server import lifecycle
 from orchestrator.service.server.client import Client, service_file
-from orchestrator.service.server.intake import read_job
+from orchestrator.service.server.intake import EMBEDDED_CLUSTER, read_job
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.checkpoint import folder as checkpoint_folder
 
@@ -60,7 +60,9 @@ model:
 data: {{text: [corpus.txt], sequence_length: 64}}
 training: {{max_steps: {STEPS}, checkpoint_every_steps: 10}}
 """)
-        lifecycle.start(self.home, None, None)
+        cluster = folder / "cluster.yaml"
+        cluster.write_text(EMBEDDED_CLUSTER + "trackers: [mlflow, jsonl]\n")
+        lifecycle.start(self.home, cluster, None)
 
     def submit(self) -> str:
         return self.client().submit(read_job(self.job_file).model_dump(mode="json"))
@@ -202,3 +204,15 @@ def test_no_record_is_missing_after_the_tracking_server_was_killed(orchestra: Or
         return found == {name: ENDINGS.get(outcome, "FAILED") for name, outcome in wanted.items()}
 
     until(complete, f"the record of {wanted}")
+    until(lambda: written(orchestra.home) == wanted, f"the lines of {wanted}")
+
+
+def written(home: Path) -> dict[str, str]:
+    """Outcome of every ended attempt in the JSON lines; fails where two lines with one id differ."""
+    lines = [json.loads(line) for line in (home / "records.jsonl").read_text().splitlines()]
+    by_id = {line["id"]: line for line in lines}
+    assert all(line == by_id[line["id"]] for line in lines)
+    ended = [line["attempt"] for line in by_id.values() if line["attempt"] and line["attempt"]["status"] == "ended"]
+    return {
+        f"{one['job_id']}-{one['number']}": one["failure"]["kind"] if one["failure"] else "succeeded" for one in ended
+    }
