@@ -1,4 +1,4 @@
-"""What do this machine's NVIDIA devices hold? Through pynvml; a missing driver or a lost device is data."""
+"""Memory, use and processes of this machine's NVIDIA devices, through pynvml; a missing driver is data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NvmlProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlDevice:
-    """One device, in the order of the PCI bus. Nothing is free on a device that cannot be asked."""
+    """One device, in PCI bus order. A device that cannot be read has 0 bytes free."""
 
     index: int
     name: str = ""
@@ -72,7 +72,7 @@ def _device(index: int) -> NvmlDevice:
 def _busy_percent(handle: object) -> int | None:
     try:
         return int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError:  # as of a device that is cut into MIG instances; its memory is told all the same
+    except pynvml.NVMLError:  # as of a device in MIG mode, whose memory can be read
         return None
 
 

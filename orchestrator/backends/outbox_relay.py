@@ -1,4 +1,4 @@
-"""How does one tracker get the outbox's rows, however long it is away?"""
+"""The relay: brings the outbox's rows to one tracker, and retries while it is away."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class OutboxRelay:
         return len(rows) == ROWS
 
     def _send(self, job_id: str, rows: list[OutboxRow]) -> None:
-        """Send one job's rows; drop them where they, and not the way to the tracker, fail too often."""
+        """Send one job's rows; drop them after REFUSALS_MAX refusals in a row."""
         try:
             self._tracker.send(rows)
         except OSError:

@@ -1,7 +1,4 @@
-"""The narrow doors between the core and the world, and between the core and what it must never forget.
-
-The simulated world stands behind the same ones.
-"""
+"""Protocols between the controller and the world: backend, nodes, launchers, event log, trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided 
 
 
 class Backend(Protocol):
-    """Where attempts run. Every call returns at once; what becomes of it arrives as an event."""
+    """Where attempts run. Every call returns at once; results arrive as events."""
 
     def launch(self, action: Launch) -> None:
         """Start an attempt, or take it up again where it runs already (after a restart of the service)."""
@@ -35,35 +32,35 @@ class Backend(Protocol):
         """What happened since the last call; waits at most `timeout_s` for the first."""
 
     def close(self) -> None:
-        """Let go of everything; running attempts go on."""
+        """Stop watching; running attempts continue."""
 
 
 class EventLog(Protocol):
-    """Where everything that happened is kept. Every method may be called from any thread."""
+    """Durable log of events. Every method may be called from any thread."""
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
 
-        Each with what was decided then, as `decisions` says it; None where that was not kept.
+        Each event comes with its decisions as text (`decisions`); None where they were not kept.
         """
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, what was decided, ended jobs, and what trackers are to be told, all or nothing."""
+        """Keep events, decisions, ended jobs and records for trackers, all or nothing."""
 
     def confirm(self) -> None:
-        """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
+        """Return while this process owns the journal and may act. Raises ServiceError once it does not."""
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
-        """Keep jobs, each with its end, where they are not kept yet."""
+        """Keep ended jobs, each with the time of its end, unless they are kept already."""
 
     def snapshot(self, state: State) -> None:
-        """Keep `state`, which every appended event has led to, so that `load` need not fold them again."""
+        """Keep the state after all appended events; `load` folds only later ones."""
 
     def job(self, job_id: str) -> Job | None:
-        """A job that has ended and that the state has forgotten."""
+        """An ended job that has left the state; None where there is none."""
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` such jobs, the one that ended last first; with `before`, those that ended before that one."""
+        """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
 
 
 class Tracker(Protocol):
@@ -90,7 +87,7 @@ class Tracker(Protocol):
 
 
 def decisions(actions: Sequence[Action]) -> str:
-    """What was decided, one line for each attempt to start or to end."""
+    """Decisions as text: one line for each attempt to start or to end."""
     return "\n".join(_decision(action) for action in actions if isinstance(action, Launch | Stop))
 
 

@@ -1,4 +1,4 @@
-"""Which words may no record show? The values of a job's secrets and variables."""
+"""Hides the values of a job's secrets and variables in records."""
 
 from __future__ import annotations
 

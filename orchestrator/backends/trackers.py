@@ -1,4 +1,4 @@
-"""Which trackers are there, by their names in a cluster file?"""
+"""Registry of trackers, by their names in a cluster file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The `Backend` whose attempts are processes, on whatever cluster has launchers and nodes.
+"""Attempts as processes: a `Backend` made of any `NodeSource` and `Launchers`.
 
-The home folder must be storage that every node of the cluster shares, and the same Python environment must stand under
-the same path on each of them.
+All nodes share the home folder. The same Python environment stands under the same path on each node.
 """
 
 from __future__ import annotations
@@ -64,10 +63,10 @@ class ProcessBackend:
         self.adopt(action.job, action.attempt)
 
     def adopt(self, job: Job, attempt: Attempt) -> None:
-        """Take up an attempt by its name: whatever of it exists is kept, whatever is missing is begun.
+        """Take up an attempt by its name: keep what runs, start what is missing.
 
-        The same work as a launch, since a launch may have been cut short at any point. An attempt whose end is in the
-        journal only releases its devices.
+        A launch does the same work, since an earlier launch may have been cut short anywhere. An attempt whose end is
+        in the journal only releases its devices.
         """
         if attempt.released or self._is_watched(attempt.name):
             return
@@ -93,7 +92,7 @@ class ProcessBackend:
         return found
 
     def close(self) -> None:
-        """Let go of everything; running attempts go on."""
+        """Stop watching; running attempts continue."""
         self._world.closing.set()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (self._refresher, *(thread for _, thread in self._watches.values())):
@@ -106,7 +105,7 @@ class ProcessBackend:
         while not self._world.closing.wait(REFRESH_EVERY_S):
             try:
                 self._refresh()
-            except OSError:  # nothing is known, so nothing is told
+            except OSError:  # no news of nodes is no event
                 log.exception("the cluster does not answer")
 
     def _refresh(self) -> None:

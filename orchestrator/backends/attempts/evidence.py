@@ -1,4 +1,4 @@
-"""What is left of an attempt? Evidence from the files of its folder, and from what its ranks wrote elsewhere."""
+"""Evidence of one attempt, collected from its folder and from the output of its script."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What only the watcher of an attempt saw. Kept beside the other files, so that a restarted service knows it."""
+    """Facts about an end that only the watcher saw; written to the attempt's folder for a restarted service."""
 
     nodes_lost: tuple[str, ...] = ()
     first_ended_rank: int | None = None
@@ -75,7 +75,7 @@ def _ending_path(folder: AttemptFolder) -> Path:
 
 
 def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) -> Evidence:
-    """Everything that the attempt's folder tells, and what its watcher saw."""
+    """Evidence of the attempt: the files of its folder, and what its watcher saw."""
     folder = jobs.attempt(attempt.number)
     world_size = sum(len(part.devices) for part in attempt.placement)
     ranks = range(world_size)
@@ -107,7 +107,7 @@ def collect(spec: JobSpec, attempt: Attempt, jobs: JobFolder, ending: Ending) ->
 
 
 def _unwatched(folder: AttemptFolder, beats: tuple[Heartbeat, ...], ending: Ending) -> tuple[str, ...]:
-    """Which processes trained without the guard, and why. A program that only counts aloud trains as well."""
+    """Processes that trained without the guard, each with the reason; logged steps without a guarded process count."""
     told = tuple(log_tail(folder.unwatched).splitlines()[:UNWATCHED_MAX])
     if told or ending.counts is None or any(beat.torch_version for beat in beats):
         return told
@@ -131,7 +131,7 @@ def _end_of(spec: JobSpec, attempt: Attempt, jobs: JobFolder, rank: int, beats: 
 
 
 def scan_log(spec: JobSpec, path: Path) -> LogScan:
-    """What the whole log names as causes, however long it is; nothing where there is none."""
+    """Causes found in the whole log, read in chunks; no finding where there is no log."""
     markers = {Phase(phase): pattern for phase, pattern in spec.phases}
     scan = LogScan(log=path.name, command=spec.command or (), markers=markers)
     for offset, line in _lines(path):
@@ -142,7 +142,7 @@ def scan_log(spec: JobSpec, path: Path) -> LogScan:
 def _with_workers(
     spec: JobSpec, attempt: Attempt, jobs: JobFolder, findings: tuple[Finding, ...]
 ) -> tuple[Finding, ...]:
-    """With what the ranks say that dora (dora/executor.py) lets write to files of their own; the first to die first."""
+    """The findings with those in the logs of dora's workers (dora/executor.py); the worker that died first leads."""
     died = next((int(match[1]) for one in findings if (match := WORKER_DIED.search(one.line))), 0)
     found = [replace(finding, rank=0) for finding in findings]
     for path in sorted(jobs.output.rglob("worker_*.log"))[:WORKERS_MAX]:
@@ -172,7 +172,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Finding:
-    """The finding with what it says of device memory: all that is known of a child process without a guard."""
+    """The finding with its line's bytes as an out-of-memory report, where the line has them."""
     live, capacity = oom_report.allocated_bytes(finding.line), oom_report.capacity_bytes(finding.line)
     if finding.cause is not Cause.DEVICE_OOM or live is None or capacity is None:
         return finding
@@ -191,12 +191,12 @@ def _in_bytes(finding: Finding, rank: int, beats: tuple[Heartbeat, ...]) -> Find
 
 
 def heartbeats(folder: AttemptFolder, world_size: int) -> tuple[Heartbeat, ...]:
-    """The last sign of life of every rank that gave one."""
+    """The last heartbeat of each rank that wrote one."""
     return _reports(Heartbeat, folder.heartbeat, range(world_size))
 
 
 def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
-    """Exit code, or minus the signal; None where nobody could tell."""
+    """Exit code, or minus the signal; None where none was written."""
     try:
         return int(folder.exit_code(rank).read_text())
     except (OSError, ValueError):
@@ -204,7 +204,7 @@ def read_exit_code(folder: AttemptFolder, rank: int) -> int | None:
 
 
 def first_ended(folder: AttemptFolder, ranks: Iterable[int]) -> int | None:
-    """The rank whose failing exit code was written first, for want of a launcher that saw it."""
+    """The rank whose failing exit code was written first; used where no launcher reported it."""
     failed = [rank for rank in ranks if read_exit_code(folder, rank)]
     return min(failed, key=lambda rank: folder.exit_code(rank).stat().st_mtime_ns, default=None)
 
@@ -220,7 +220,7 @@ def log_tail(path: Path, size: int = LOG_TAIL_BYTES) -> str:
 
 
 def _reports(kind: Callable[..., Report], path: Callable[[int], Path], ranks: range) -> tuple[Report, ...]:
-    """Readable reports only: a rank that was killed, or a user's program, may leave anything."""
+    """Reports that can be read; a killed rank or a user's program may leave others."""
     found = []
     for rank in ranks:
         data = _read_json(path(rank))

@@ -1,4 +1,4 @@
-"""What exactly would be started? Files, arguments and variables of an attempt, as a printable value."""
+"""The files, arguments and variables with which an attempt starts, as a printable value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS_WITH_A_WORD = ("-X", "-W", "--check-hash-based-pycs")  # of the Python int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchNode:
-    """A node as a launch has to know it."""
+    """Facts about a node that a launch needs."""
 
     name: str
     address: str  # under which its ranks are reached from the other nodes
@@ -78,7 +78,7 @@ def launch_request(
     resume_from: str | None = None,
     config_text: str = "",
 ) -> LaunchRequest:
-    """Everything that starting `attempt` means.
+    """The request that starts `attempt`.
 
     `nodes` holds every node of the placement, `python` is the interpreter that `python` and our own modules mean,
     `resume_from` the newest checkpoint of a script, `config_text` what its config file says. Raises SpecError where
@@ -117,7 +117,7 @@ def launch_request(
 
 
 def _before(spec: JobSpec, told: RenderedCommand, resume_from: str | None, python: str) -> tuple[str, ...] | None:
-    """What the job wants run before it goes on from a checkpoint; None where there is nothing to go on from."""
+    """The command to run before a restart from a checkpoint; None without a checkpoint."""
     if spec.resume.before is None or resume_from is None:
         return None
     filled: list[str] = []
@@ -127,7 +127,7 @@ def _before(spec: JobSpec, told: RenderedCommand, resume_from: str | None, pytho
 
 
 def _own_python(spec: JobSpec, python: str) -> str:
-    """The interpreter beside the script's program, or that itself; `python` where the command names no path to one."""
+    """The interpreter that the command names or that stands beside its program; `python` without such a path."""
     program = Path(spec.command[0] if spec.command else "").expanduser()
     beside = program if is_python(program.name) else program.with_name("python")
     return str(beside) if len(program.parts) > 1 and (Path(spec.workdir or ".") / beside).is_file() else python
@@ -200,20 +200,20 @@ def _workdir(spec: JobSpec, paths: AttemptFolder) -> str:
 
 
 def _output_dir(spec: JobSpec, output: Path, paths: AttemptFolder) -> str:
-    """An output folder as the script is told of it."""
+    """The output folder's path as the script's knob takes it."""
     if spec.knobs.output_dir is None or not spec.knobs.output_dir.relative:
         return str(output)
     return os.path.relpath(os.path.realpath(output), os.path.realpath(_workdir(spec, paths)))
 
 
 def _config_path(spec: JobSpec, paths: AttemptFolder) -> Path:
-    """Where the attempt's copy of the config file is: beside its logs, or where the script looks for it."""
+    """Path of the attempt's copy of the config file: beside its logs, or where the script reads it."""
     assert spec.config is not None, "only a job with a config file has a copy of it"
     return _links(paths) / spec.config.file if spec.config.flag is None else paths.path / Path(spec.config.file).name
 
 
 def _told(job: Job, attempt: Attempt, folder: JobFolder, python: str, resume_from: str | None) -> RenderedCommand:
-    """The program of every rank of a model's engine is under the guard already; a script is as the user says it."""
+    """Arguments of a rank: the engine's own program, already guarded, or the script's command."""
     spec, paths = job.spec, folder.attempt(attempt.number)
     if spec.command is None:
         module = ("-m", "orchestrator.training.main", str(paths.run))
@@ -244,9 +244,9 @@ def guarded(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[st
 
 
 def _self_started(argv: tuple[str, ...], guard_settings: str, python: str) -> tuple[str, ...]:
-    """A program that starts its ranks itself: each inherits the guard by its environment.
+    """The program of a job that starts its ranks itself; each rank inherits the guard by its environment.
 
-    A Python that was told to ignore that (-I, -E, -S) is given the guard by its path; so far as it passes its flags on,
+    A Python with -I, -E or -S ignores that and runs the guard by its path; so far as it passes its flags on,
     its children stay unwatched, and the record says so.
     """
     if not is_python(argv[0]):
@@ -297,7 +297,7 @@ def _launchers(
 def _launcher_words(
     spec: JobSpec, attempt: Attempt, node: int, gang: Mapping[str, str], paths: AttemptFolder
 ) -> tuple[str, ...]:
-    """What stands between interpreter and script: the module that starts ranks, and where they meet.
+    """Arguments between interpreter and script: the module that starts ranks, and its rendezvous.
 
     torch/distributed/run.py; accelerate/commands/launch.py; deepspeed/launcher/launch.py, which the `deepspeed` command
     itself starts on every node (deepspeed/launcher/runner.py) and which needs no ssh.
@@ -325,7 +325,7 @@ def _launcher_words(
 
 
 def _gang(attempt: Attempt, nodes: Mapping[str, LaunchNode], master_port: int) -> dict[str, str]:
-    """Where the ranks meet."""
+    """Variables of the process group's rendezvous."""
     alone = len(attempt.placement) == 1
     first = nodes[attempt.placement[0].node]
     return {"MASTER_ADDR": "127.0.0.1" if alone else first.address, "MASTER_PORT": str(master_port)}
@@ -355,7 +355,7 @@ def _ranks(
 
 
 def _defaults(node: LaunchNode) -> dict[str, str]:
-    """What the job's own `env` may replace."""
+    """Variables that the job's own `env` overrides."""
     defaults = {"OMP_NUM_THREADS": str(max(1, node.cpus // node.devices))}
     if node.device.kind is DeviceKind.CUDA:
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -363,7 +363,7 @@ def _defaults(node: LaunchNode) -> dict[str, str]:
 
 
 def _device_env(node: LaunchNode, devices: tuple[int, ...]) -> dict[str, str]:
-    """NVML counts devices in the order of the PCI bus; CUDA does only when it is told to."""
+    """Variables that select the devices in PCI bus order, as NVML counts them."""
     if node.device.kind is DeviceKind.VIRTUAL:
         return {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices)}

@@ -1,4 +1,4 @@
-"""Starts the ranks of one attempt on one node, tells exactly how each ended, and leaves none behind.
+"""Starts the ranks of one attempt on one node, reports each exit code, and leaves no process behind.
 
 Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library only.
 """
@@ -62,12 +62,12 @@ class LauncherStatus(TypedDict):
 
 
 class NoProgram(Exception):
-    """Exec failed as it would again: no such program or folder, or nothing that this machine can run."""
+    """Exec failed for a lasting reason: no such program or folder, or no executable for this machine."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Rank:
-    """A rank's process while we look after it."""
+    """A rank's process, and its exit code once it ended."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -94,7 +94,7 @@ class Launcher:
         self._census = Census(mark, self._folder.guard, self._folder.unwatched)
 
     def free_port(self) -> int:
-        """A TCP port of this node that nobody listens on."""
+        """A free TCP port of this node."""
         return free_port()
 
     def start(self, ranks: Sequence[RankStart], workdir: str, each: int = 1) -> LauncherStatus:
@@ -111,7 +111,7 @@ class Launcher:
             return self._status()
 
     def run_before(self, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
-        """Run what goes before the ranks to its end; its exit code. Raises TimeoutExpired after 15 minutes."""
+        """Exit code of the command that runs before the ranks. Raises TimeoutExpired after 15 minutes."""
         self._folder.path.mkdir(parents=True, exist_ok=True)
         with self._folder.before.open("ab") as log:
             return subprocess.run(
@@ -126,7 +126,7 @@ class Launcher:
             ).returncode
 
     def status(self) -> LauncherStatus:
-        """How the ranks stand now."""
+        """The status now."""
         with self._changed:
             return self._status()
 
@@ -148,7 +148,7 @@ class Launcher:
             self._kill_within(grace_s)
 
     def abort(self, grace_s: float) -> None:
-        """SIGKILL to what lives after `grace_s`: ranks on another node failed, or nothing moves any more."""
+        """SIGKILL to all ranks after `grace_s`: ranks on another node failed, or the attempt hangs."""
         self._kill_within(grace_s)
 
     def read(self, rank: int, offset: int, size: int = 65536) -> bytes:
@@ -252,7 +252,7 @@ class Launcher:
             self._touch()
 
     def _notice_failure(self) -> None:
-        """On the first rank that failed, give the others a moment for their reports."""
+        """End all ranks soon after the first failed; the others have time for their reports."""
         for rank in self._ranks.values():
             if self._any(self._folder.oom, rank.number):
                 self._kill_within(GRACE_AFTER_OOM_S)
@@ -262,11 +262,11 @@ class Launcher:
                 self._kill_within(GRACE_AFTER_ERROR_S)
 
     def _any(self, report: Callable[[int], Path], number: int) -> bool:
-        """Whether any rank that the process `number` stands for has left this report."""
+        """Whether a rank of the process `number` has left this report."""
         return any(report(rank).exists() for rank in range(number, number + self._each))
 
     def _kill_within(self, grace_s: float) -> None:
-        """Kill what lives after `grace_s`; an earlier time that was set before holds."""
+        """SIGKILL all ranks after `grace_s`, or at an earlier time that is already set."""
         at_s = time.monotonic() + grace_s
         with self._changed:
             if self._kill_at_s is None:
@@ -289,21 +289,21 @@ class Launcher:
 
 
 def base_env() -> dict[str, str]:
-    """What ranks inherit. Extensions are built by tools of this environment (ninja)."""
+    """Variables that ranks inherit; PATH has the tools of this environment, such as ninja for extensions."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
     base["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), base.get("PATH", os.defpath)])
     return base
 
 
 def _with_guard(env: dict[str, str]) -> dict[str, str]:
-    """The variables with those by which Python processes find the guard, before what they name themselves."""
+    """The variables with the guard's folder first in PYTHONPATH, where the rank is guarded."""
     if not env.get("ORC_GUARD"):
         return env
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(INHERITED), env.get("PYTHONPATH")]))}
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """A hook for the child between fork and exec: SIGKILL once the forking thread is gone."""
+    """A `preexec_fn` that has the kernel SIGKILL the child once the forking thread has ended."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def hook() -> None:
@@ -315,7 +315,7 @@ def dies_with_parent() -> Callable[[], None]:
 
 
 def mark_of(folder: AttemptFolder, node: str) -> str:
-    """What every process of the attempt on this node carries; no other home's attempt of the same name does."""
+    """The mark that all processes of the attempt on this node carry; unique across homes."""
     return f"{folder.path}@{node}"
 
 
@@ -355,7 +355,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def read_epoch(path: Path) -> int:
-    """Number of the job's newest attempt; 0 where none was ever launched."""
+    """Number of the job's newest attempt; 0 before the first launch."""
     try:
         return int(path.read_text())
     except FileNotFoundError:
@@ -363,7 +363,7 @@ def read_epoch(path: Path) -> int:
 
 
 def oom_kills() -> int:
-    """How often this kernel has killed a process for lack of memory (`oom_kill` of /proc/vmstat); 0 if it won't say."""
+    """Processes that the kernel killed for lack of memory (`oom_kill` of /proc/vmstat); 0 where it has no counter."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -372,7 +372,7 @@ def oom_kills() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now. Raises OSError where 100 tries found none."""
+    """A TCP port that is free now. Raises OSError after 100 tries."""
     for port in random.SystemRandom().sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

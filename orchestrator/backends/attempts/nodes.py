@@ -13,8 +13,8 @@ from orchestrator.backends.nvml import NvmlReading
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
 
 PROBE_EVERY_S = 5.0
-ROUNDING_BYTES = 64 * 2**20  # free memory is told in these steps
-JITTER_BYTES = 256 * 2**20  # a smaller change of an idle device's free memory is no news
+ROUNDING_BYTES = 64 * 2**20  # free memory is reported in these steps
+JITTER_BYTES = 256 * 2**20  # a smaller change on an idle device is not reported
 RELEASE_TIMEOUT_S = 60.0
 RELEASE_POLL_S = 0.5
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
-    """What to tell of a device's free memory: the old figure until the new one differs by more than jitter."""
+    """Free memory to report: the reported figure until a reading differs by more than JITTER_BYTES."""
     if told_bytes is not None and abs(told_bytes - read_bytes) <= JITTER_BYTES and read_bytes >= ROUNDING_BYTES:
         return told_bytes
     return read_bytes // ROUNDING_BYTES * ROUNDING_BYTES
@@ -30,7 +30,7 @@ def debounced_bytes(told_bytes: int | None, read_bytes: int) -> int:
 
 @dataclass(slots=True)
 class NodeWatch:
-    """The live cluster as last seen. Shared by threads; a busy device keeps the figure of its last idle moment."""
+    """Nodes and free memory as last read, shared by threads. An occupied device keeps its last idle figure."""
 
     cluster: ClusterSpec
     source: NodeSource
@@ -60,26 +60,26 @@ class NodeWatch:
         return tuple(self._node(node) for node in live.values())
 
     def occupy(self, parts: Sequence[tuple[str, int]]) -> None:
-        """An attempt has these devices: what NVML says of them is no longer what a newcomer can take."""
+        """Mark devices as occupied by an attempt; their free memory is not updated meanwhile."""
         with self._lock:
             for part in parts:
                 self._busy[part] = self._busy.get(part, 0) + 1
                 self._use.pop(part, None)
 
     def free_before(self, parts: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-        """Bytes free on each of these devices when NVML last saw it idle; () where it did not see them all."""
+        """Bytes free on each device at its last idle reading; () where a device has none."""
         with self._lock:
             found = [self._idle_free.get(part) for part in parts]
         return tuple(free for free in found if free is not None) if None not in found else ()
 
     def idle_for_s(self, parts: Sequence[tuple[str, int]]) -> float:
-        """How long one of an attempt's devices has not computed that had; 0 where all do, or NVML does not say."""
+        """Longest time since a device that had computed was last busy; 0 where NVML reports no use."""
         with self._lock:
             uses = [self._use[part] for part in parts if part in self._use]
         return max((told_s - used_s for used_s, told_s in uses), default=0.0)
 
     def release(self, parts: Sequence[tuple[str, int]]) -> None:
-        """The attempt's devices report their memory free again, or do not within 60 s: then what is free is told."""
+        """Wait until the devices' memory is free again, at most 60 s, and mark them as not occupied."""
         deadline_s = time.monotonic() + RELEASE_TIMEOUT_S
         waiting = {part for part in parts if self._is_cuda(part[0])}
         while waiting and time.monotonic() < deadline_s:
@@ -110,7 +110,7 @@ class NodeWatch:
         self.see(node, self.source.read_devices(node), time.monotonic())
 
     def see(self, node: LiveNode, reading: NvmlReading, now_s: float) -> None:
-        """Take note of what NVML says of a node."""
+        """Record a reading of a node's devices."""
         name = node.launch.name
         read = {device.index: device.free_bytes for device in reading.devices}
         if reading.error:

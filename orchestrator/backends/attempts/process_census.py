@@ -1,4 +1,4 @@
-"""What do the processes of an attempt do on this node? Processor time, and PyTorch without the guard. Linux only."""
+"""Processor time of an attempt's processes on this node, and those that run PyTorch without the guard. Linux only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _is_marked(entry: Path, carried: bytes, sessions: Container[int]) -> bool:
 
 
 class Census:
-    """Counts the processes of one attempt again and again."""
+    """Repeated census of one attempt's processes."""
 
     def __init__(self, mark: str, guard_settings: Path, told: Path) -> None:
         self._carried, self._told_path = f"{MARK}={mark}".encode(), told
@@ -50,7 +50,7 @@ class Census:
         return self._ended_cpu_s + sum(self._cpu_s.values())
 
     def take(self, sessions: Container[int]) -> None:
-        """Look at every process of the attempt; write down each that has loaded PyTorch without the guard, once."""
+        """Read every process of the attempt; record once each that has loaded PyTorch without the guard."""
         here = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._foreign &= here
         for pid in self._cpu_s.keys() - here:

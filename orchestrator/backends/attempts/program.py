@@ -29,7 +29,7 @@ class Problem(NamedTuple):
 
 
 def why_not_started(program: str, workdir: str, env: Mapping[str, str]) -> Problem | None:
-    """Why exec of `program` in `workdir` fails, or its Python ends at `-c ''`; None where nothing speaks against it.
+    """Why exec of `program` in `workdir` fails, or its Python ends at `-c ''`; None where both work.
 
     Only Python interpreters are run, the program's own or the one that its first line names.
     """
@@ -68,7 +68,7 @@ def _found(program: str, workdir: str, env: Mapping[str, str]) -> Path | Problem
 
 
 def interpreter_of(file: Path) -> str | None:
-    """What the first line of a script names, through `env` too; None for what is no script."""
+    """The interpreter in a script's first line, through `env` too; None where there is no such line."""
     try:
         with file.open("rb") as opened:
             first = opened.read(SHEBANG_BYTES_MAX).partition(b"\n")[0]

@@ -1,4 +1,4 @@
-"""Does an attempt still get on? Steps that its ranks and its log tell of, checkpoints, and how long none was new."""
+"""Progress of an attempt: steps in heartbeats and logs, checkpoints, and the time since the last of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU_SHARE = 0.05
 
 @dataclass(slots=True)
 class LogCounter:
-    """Follows logs and knows the first and the last number that a pattern counted in them."""
+    """First and last number that a pattern matched in growing logs."""
 
     pattern: re.Pattern[bytes]
     first: int | None = None
@@ -34,7 +34,7 @@ class LogCounter:
     _read: dict[Path, tuple[int, bytes]] = field(default_factory=dict)  # log -> bytes read, and its unended line
 
     def follow(self, logs: Sequence[Path]) -> None:
-        """Read on where each log was left."""
+        """Read what each log has grown by."""
         for path in logs:
             offset, rest = self._read.get(path, (0, b""))
             try:
@@ -57,7 +57,7 @@ class LogCounter:
 
 
 class Progress:
-    """The watchdog: how long an attempt has stood still beyond its job's limits, and how fast it is."""
+    """The watchdog: time without progress beyond the job's limits, and the pace of steps."""
 
     def __init__(
         self, spec: JobSpec, folder: AttemptFolder, world_size: int, started: Sequence[int], output: Path
@@ -72,14 +72,14 @@ class Progress:
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """The first and the last number that the log told, as `progress` of the job counts."""
+        """First and last number of the job's `progress` in the log; None where it has none."""
         if self._counter is None:
             return None
         self._counter.follow(self._logs)
         return self._counter.counts
 
     def pace(self, known_step_s: float, at_s: float) -> Pace | None:
-        """How fast its slowest rank was when last asked whether it hangs; None where that is known, or too early."""
+        """Pace of the slowest rank at the last check for a hang; None where it is known already, or too early."""
         timed = [(beat.step_s, beat.steps_done) for beat in self._beats if beat.step_s]
         step_s, steps = max((one for one, _ in timed), default=0.0), min((done for _, done in timed), default=0)
         if steps < PACE_STEPS or 1 / ANOTHER_PACE < step_s / max(known_step_s, 1e-9) < ANOTHER_PACE:
@@ -87,7 +87,7 @@ class Progress:
         return Pace(steps_done=steps, step_s=step_s, at_s=at_s)
 
     def is_probed(self) -> bool:
-        """Whether every rank has shown what a step of its plan needs, or has had its time for it."""
+        """Whether every rank has measured a step of its plan, or its time for that is over."""
         beats = heartbeats(self._folder, self._world_size)
         trained = len(beats) == self._world_size and all(beat.steps_done >= PROBE_STEPS for beat in beats)
         return trained or time.monotonic() - self._began_s > PROBE_S_MAX
@@ -95,12 +95,13 @@ class Progress:
     def hung_for_s(self, devices_idle_s: float, cpu_s: float) -> float | None:
         """Seconds without a training step or a checkpoint, where they are too many; None otherwise.
 
-        A step is one that the guard of some rank saw, or a number that the log counts; before the first, a backward
-        pass. Where nobody watches and nothing is counted, a log that grows is the progress, or processor time
-        (`cpu_s`), unless a device that computed has stood idle for as long (`devices_idle_s`): a loop may swallow every
-        exception and tell of each. That a device is busy tells nothing: a rank that waits in a collective for one that
-        is gone keeps its own at 100 % (NVIDIA/nccl, src/device: its kernels poll). It keeps its processor busy, too: a
-        hang of that kind ends a watched program only, since one that trains unseen must never be taken for hung.
+        A step is one that a guard saw or the log counts; before the first step, a backward pass counts.
+
+        Without a guard and without counted steps, progress is a growing log or processor time (`cpu_s`). A device that
+        has stood idle as long (`devices_idle_s`) overrules both: a loop may catch and log every exception. A busy
+        device proves nothing: a rank that waits in a collective keeps its device at 100 % (NVIDIA/nccl, src/device: the
+        kernels poll). That rank uses processor time, too. So this kind of hang is found in guarded programs only; an
+        unguarded program that trains must not be ended.
         """
         beats, counts = heartbeats(self._folder, self._world_size), self.counts
         self._beats = beats
@@ -124,7 +125,7 @@ class Progress:
         return still_s if still_s > limit_s else None
 
     def _backwards(self) -> int:
-        """Backward passes that were seen; 0 where one ran out of memory: a loop may try the same for ever."""
+        """Backward passes that the guard saw; 0 after an out-of-memory error, which a loop may repeat for ever."""
         if any(self._folder.caught(rank).exists() for rank in range(self._world_size)):
             return 0
         return sum(beat.backwards for beat in self._beats)

@@ -1,4 +1,4 @@
-"""What has a script left, what does it go on from, and what does it lose on the way?"""
+"""Output of a script: artifacts, checkpoints to resume from, and progress that a restart loses."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SAFETENSORS_LENGTH_BYTES = 8
 
 
 def output_folder(spec: JobSpec, jobs: JobFolder) -> Path:
-    """Where a script leaves what it makes: where it is told to, or in its own working directory."""
+    """The script's output folder: the one of its knob, or its working directory."""
     return jobs.output if spec.knobs.output_dir or not spec.workdir else Path(spec.workdir)
 
 
 def missing(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iterable[int]) -> tuple[str, ...]:
-    """What `success` asks for and this attempt has not left: files newer than its start, a line of its log."""
+    """Parts of `success` that this attempt lacks: files newer than its start, a line of its log."""
     output, absent = output_folder(spec, jobs), []
     began_ns = folder.guard.stat().st_mtime_ns if folder.guard.exists() else 0
     for name in spec.success.artifacts:
@@ -40,7 +40,7 @@ def missing(spec: JobSpec, jobs: JobFolder, folder: AttemptFolder, started: Iter
 def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
     """The newest whole checkpoint in a script's output folder; None where there is none.
 
-    One of the job's last step is passed over: scripts that end when they count to their last step never end there.
+    A checkpoint of the job's last step is skipped: a script that compares steps for equality would never end.
     """
     resume, found = spec.resume, []
     for path in {path for pattern in resume.checkpoints for path in output.glob(pattern)}:
@@ -52,7 +52,7 @@ def newest_checkpoint(spec: JobSpec, output: Path) -> str | None:
 
 
 def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
-    """What the job's next attempt goes on from: optimizer steps, or whatever else a script's `resume.step` counts."""
+    """Step of the checkpoint that the next attempt resumes from, in the unit of `resume.step`."""
     if spec.is_script:
         path = newest_checkpoint(spec, output := output_folder(spec, jobs))
         return None if path is None else counted(spec.resume.step, str(Path(path).relative_to(output)))
@@ -61,27 +61,27 @@ def saved_step(spec: JobSpec, jobs: JobFolder) -> int | None:
 
 
 def last_saved_s(spec: JobSpec, output: Path) -> float | None:
-    """When anything of a script's checkpoints was last written, in seconds since 1970; None where there are none."""
+    """Time of the last write to a checkpoint, in seconds since 1970; None without checkpoints."""
     newest = None
     try:
         for path in {path for pattern in spec.resume.checkpoints for path in output.glob(pattern)}:
             for one in (path, *(path.rglob("*") if path.is_dir() else ())):
                 newest = max(newest or 0.0, one.stat().st_mtime)
-    except OSError:  # one is being removed: whoever removes it gets on
+    except OSError:  # the script is removing one, which is progress
         return time.time()
     return newest
 
 
 def counted(pattern: str | None, text: str) -> int | None:
-    """The number that the last match of a pattern counts; None where nothing matches."""
+    """The number in the last match of a pattern; None without a match."""
     matches = re.findall(pattern, text) if pattern is not None else []
     return int(matches[-1]) if matches and matches[-1].isdecimal() else None
 
 
 def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, before: int | None) -> Iterator[str]:
-    """What a script that was to go on from `checkpoint` did not take up again.
+    """State that a script did not restore from `checkpoint`.
 
-    `counts` are the first and last number that it told of its progress, `before` the highest of the attempts before.
+    `counts` are its first and last logged step, `before` the highest step of earlier attempts.
     """
     if checkpoint is None:
         return
@@ -92,7 +92,7 @@ def lost(spec: JobSpec, checkpoint: str | None, counts: tuple[int, int] | None, 
 
 
 def _is_whole(resume: Resume, path: Path) -> bool:
-    """Whether a checkpoint has every file that it should have, and each to its end."""
+    """Whether a checkpoint has every required file, none truncated."""
     try:
         files = [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file()]
         held = all(any(path.glob(pattern)) for pattern in resume.holds) if path.is_dir() else True
@@ -102,7 +102,7 @@ def _is_whole(resume: Resume, path: Path) -> bool:
 
 
 def _is_torn(file: Path) -> bool:
-    """Whether a file stops before its own end, as one does whose writer was killed; only some formats tell.
+    """Whether a file is truncated, as after a killed writer; only some formats show it.
 
     torch.save writes a ZIP archive, whose directory stands last (torch/serialization.py). A file of safetensors begins
     with the length of its header, which says where the last tensor ends (huggingface/safetensors, README.md, Format).

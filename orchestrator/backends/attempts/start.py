@@ -1,4 +1,4 @@
-"""How are the ranks of an attempt started, by launchers that are in place?"""
+"""Starts the ranks of an attempt on launchers that are in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STALE_LOCK_S = 900.0  # a C++ build takes up to 350 s on a busy 2-core machine
 
 
 class StartFailed(Exception):
-    """A launcher could not start its ranks; with `no_program`, it would not start them again either."""
+    """A launcher could not start its ranks; with `no_program`, a retry would fail the same way."""
 
     def __init__(self, why: str, *, no_program: bool) -> None:
         super().__init__(why)
@@ -31,7 +31,7 @@ class StartFailed(Exception):
 def start_ranks(
     job: Job, attempt: Attempt, group: LauncherGroup, nodes: Mapping[str, LaunchNode], home: Path, python: str
 ) -> None:
-    """Start every rank. Launchers that have started theirs change nothing, so it can be said again.
+    """Start every rank; launchers that have started theirs change nothing.
 
     Raises OrchestratorError where a secret is missing, OSError where what goes before fails, StartFailed.
     """
@@ -60,7 +60,7 @@ def start_ranks(
 
 
 def _master_port(folder: AttemptFolder, group: LauncherGroup, first: str) -> int:
-    """The same port however often the launch is taken up again."""
+    """The port of the process group, kept in the attempt's folder for a launch that is taken up again."""
     path = folder.path / "master_port"
     if not path.exists():
         write_durably(path, str(group.free_port(first)))
@@ -70,7 +70,7 @@ def _master_port(folder: AttemptFolder, group: LauncherGroup, first: str) -> int
 def request_of(
     job: Job, attempt: Attempt, home: Path, nodes: Mapping[str, LaunchNode], master_port: int, python: str
 ) -> LaunchRequest:
-    """What starting `attempt` means, with what the disk says now: the script's config file and its checkpoints."""
+    """The request that starts `attempt`, with the script's config file and newest checkpoint read from the disk."""
     spec, output = job.spec, output_folder(job.spec, JobFolder(home, job.id))
     config = "" if spec.config is None else (Path(spec.workdir or ".") / spec.config.file).read_text(encoding="utf-8")
     return launch_request(
@@ -86,7 +86,7 @@ def request_of(
 
 
 def write_files(request: LaunchRequest) -> None:
-    """Have everything on the disk that the ranks of the request read."""
+    """Write the files of the request, and link its working directory."""
     if request.linked is not None:
         link_all_but(Path(request.linked[0]), request.linked[1], Path(request.workdir))
     for path, text in request.files:
@@ -94,7 +94,7 @@ def write_files(request: LaunchRequest) -> None:
 
 
 def remove_stale_locks(extensions: Path) -> None:
-    """Remove locks of C++ builds that were killed: the next build would wait for them for ever, silently."""
+    """Remove locks of killed C++ builds, for which the next build would wait for ever."""
     for lock in extensions.glob("*/lock"):
         if time.time() - lock.stat().st_mtime > STALE_LOCK_S:
             lock.unlink(missing_ok=True)

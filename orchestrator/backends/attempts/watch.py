@@ -1,4 +1,4 @@
-"""What becomes of one attempt? Started or taken up, watched, told how it ended, its devices released."""
+"""The life of one attempt: start or take up, watch, report the end, release the devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What every watcher shares."""
+    """What the watchers of one backend share."""
 
     home: Path
     python: str
@@ -56,12 +56,12 @@ class World:
 
 
 class Closed(Exception):
-    """The service is closing: let go of the attempt, which goes on."""
+    """The service is closing: stop watching; the attempt continues."""
 
 
 @dataclass(slots=True)
 class Gang:
-    """What the watcher knows of the launchers."""
+    """The launchers of an attempt and their last statuses."""
 
     group: LauncherGroup
     statuses: dict[str, LauncherStatus] = field(default_factory=dict)  # by node, as last reported
@@ -73,7 +73,7 @@ class Gang:
         return [node for node in self.group.nodes if node not in self.lost | ended]
 
     def unending(self) -> list[str]:
-        """Of these, the ones whose launchers have not set their ranks an end themselves."""
+        """Nodes of `open` whose launchers are not ending their ranks yet."""
         return [node for node in self.open() if node not in self.statuses or not self.statuses[node]["ending"]]
 
 
@@ -87,14 +87,14 @@ class AttemptWatch:
         self._started = started_ranks(job.spec, attempt.placement)
         self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
         self._stop_grace_s: float | None = None
-        self._free_before_bytes: tuple[int, ...] = ()  # nobody knows it any more where a restarted service takes it up
+        self._free_before_bytes: tuple[int, ...] = ()  # unknown where a restarted service takes the attempt up
 
     def stop(self, grace_s: float) -> None:
-        """Ask for the end; the thread obeys within a tick."""
+        """Request the end; the thread sees it within TICK_S."""
         self._stop_grace_s = grace_s
 
     def run(self) -> None:
-        """The whole life; returns early, and silently, where the service closes."""
+        """Follow the attempt to the release of its devices; returns early where the service closes."""
         self._world.nodes.occupy(self._devices)
         try:
             if self._attempt.evidence is None:
@@ -107,7 +107,7 @@ class AttemptWatch:
 
     def _ending(self) -> Ending:
         written = read_ending(self._folder)
-        if written is not None:  # it ended before the service was restarted, and nobody had taken note
+        if written is not None:  # it ended before the service was restarted, which did not reach the journal
             return written
         try:
             group = self._take_up()
@@ -140,7 +140,7 @@ class AttemptWatch:
             log.exception("attempt %s", self._attempt.name)
 
     def _take_up(self) -> LauncherGroup | Ending:
-        """Launchers whose ranks run; they are started where nothing of the attempt exists."""
+        """Launchers whose ranks run, placed and started where the attempt has not begun."""
         began = any(self._folder.log(rank).exists() for rank in self._started)
         group = self._world.launchers.find(self._attempt)
         if not began and len(group.nodes) < len(self._attempt.placement):
@@ -221,7 +221,7 @@ class AttemptWatch:
         known.lost.update(node for node in known.open() if node not in live)
 
     def _failure_grace_s(self, known: Gang) -> float | None:
-        """How long the other nodes still have, where one has failed; None where all is well."""
+        """Seconds that the other nodes have once one has failed; None without a failure."""
         if any(status["oom"] for status in known.statuses.values()):
             return GRACE_AFTER_OOM_S
         failing = any(status["ending"] or status["error"] for status in known.statuses.values())
@@ -248,7 +248,7 @@ class AttemptWatch:
         )
 
     def _all_told(self, node: str) -> bool:
-        """Whether every rank of `node` had ended, with its exit code on the disk, before its launcher went."""
+        """Whether every rank of `node` left its exit code on the disk before its launcher went."""
         rank = 0
         for part in self._attempt.placement:
             ranks = range(rank, rank := rank + len(part.devices))

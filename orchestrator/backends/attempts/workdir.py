@@ -1,4 +1,4 @@
-"""What does a script find in its working directory, and in the config file that says its plan?"""
+"""Builds a script's working directory and the config file that carries its plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the co
 
 
 def rewritten(text: str, keys: Mapping[str, str], *, is_json: bool) -> str:
-    """A config file after dotted keys have taken new values, written as YAML reads them; nothing else has another.
+    """Text of a config file with new values at dotted keys; all other values stay.
 
     YAML is changed in its own syntax tree: a number keeps its digits and an interpolation its braces; only comments are
     lost. JSON is read as such: YAML 1.1 sees a word in its 1e-3. Raises OrchestratorError where a key leads through a

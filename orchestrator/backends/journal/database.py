@@ -1,4 +1,4 @@
-"""How is a journal's database opened, owned by one process, migrated, and written to?"""
+"""The journal's database: address, connection, ownership by one process, migration, transactions."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class Database:
                 yield connection
 
     def confirm(self) -> None:
-        """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
+        """Return while this process owns the journal and may act. Raises ServiceError once it does not."""
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
             with self.transaction():  # which holds the lease anew, or raises
                 pass
 
     def close(self) -> None:
-        """Let go of it; another process may open the journal then, and this object refuses every call."""
+        """Close the journal; another process may open it then, and every later call is refused."""
         self._ended.set()
         with self._lock:
             self._closed = True
@@ -86,7 +86,7 @@ class Database:
                 self._owned.close()
 
     def _open(self) -> None:
-        """Own the journal and bring its tables to SCHEMA, all or nothing; or see that they can be read."""
+        """Take ownership and migrate the tables to SCHEMA, all or nothing; a reader only checks the schema."""
         if self._owned is None:
             with self.transaction() as connection:
                 _check_schema(connection, self.name)
@@ -112,7 +112,7 @@ class Database:
         threading.Thread(target=self._hold, args=(self._owned.beat_s,), name="journal-lease", daemon=True).start()
 
     def _take(self, connection: sa.Connection, lease: Lease) -> float:
-        """0 once the lease is ours, and the tables up to date; seconds until it ends where another process has it."""
+        """0 once this process has the lease and the tables are migrated; else seconds until another's lease ends."""
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(OPENING)))
         exists = sa.inspect(connection).has_table("lease")
         if not exists:
@@ -145,7 +145,7 @@ class Database:
 
 
 def _parsed(url: str) -> sa.URL:
-    """Raises SpecError where it is none that can hold a journal."""
+    """The address, parsed. Raises SpecError where no journal can be kept there."""
     try:
         parsed = sa.make_url(url)
     except ArgumentError:
@@ -160,7 +160,7 @@ def _parsed(url: str) -> sa.URL:
 
 
 def _engine(url: sa.URL, *, reads_only: bool) -> sa.Engine:
-    """One connection for all threads, which Journal lets take turns; no error shows what jobs say."""
+    """An engine with one connection, which threads use in turn; its errors show no parameters."""
     if url.get_backend_name() != "sqlite":
         return sa.create_engine(
             url,

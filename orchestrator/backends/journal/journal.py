@@ -43,7 +43,7 @@ class Journal:
     """The one writer of a journal; every method may be called from any thread.
 
     A SQLite file is locked as long as this process lives; a PostgreSQL database is held by a lease (see `Lease`).
-    Whoever only reads a PostgreSQL journal leaves it to its service, and can write nothing.
+    A reader of a PostgreSQL journal takes no lease and writes nothing.
     Raises ServiceError where another process has the journal open, where the database refuses, or where a row cannot
     be read back; the message says what to do.
     """
@@ -60,7 +60,7 @@ class Journal:
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
 
-        Each with what was decided then, as `decisions` says it; None where that was not kept.
+        Each event comes with its decisions as text (`decisions`); None where they were not kept.
         """
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_snapshots.c.id, _snapshots.c.body)).one_or_none()
@@ -72,7 +72,7 @@ class Journal:
         return state, tuple(self.history(row.id))
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, what was decided, ended jobs, and what trackers are to be told, all or nothing.
+        """Keep events, decisions, ended jobs and records for trackers, all or nothing.
 
         On disk when this returns.
         """
@@ -91,7 +91,7 @@ class Journal:
                 connection.execute(_jobs.insert(), ended)
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
-        """Keep jobs, each with its end, where they are not kept yet."""
+        """Keep ended jobs, each with the time of its end, unless they are kept already."""
         known = sa.select(_jobs.c.id).where(_jobs.c.id.in_([job.id for job, _ in ended]))
         with self.database.transaction() as connection:
             kept = set(connection.execute(known).scalars())
@@ -100,7 +100,7 @@ class Journal:
                 connection.execute(_jobs.insert(), rows)
 
     def snapshot(self, state: State) -> None:
-        """Keep `state`, which every appended event has led to, so that `load` need not fold them again.
+        """Keep the state after all appended events; `load` folds only later ones.
 
         Only jobs that changed since the last snapshot are written.
         """
@@ -123,13 +123,13 @@ class Journal:
         self._saved = state.jobs
 
     def job(self, job_id: str) -> Job | None:
-        """A job that has ended and that the state has forgotten."""
+        """An ended job that has left the state; None where there is none."""
         with self.database.transaction() as connection:
             row = connection.execute(sa.select(_jobs.c.number, _jobs.c.body).where(_jobs.c.id == job_id)).one_or_none()
         return None if row is None else self._read(self._job, _jobs, *row)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` such jobs, the one that ended last first; with `before`, those that ended before that one."""
+        """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
         newest = sa.select(_jobs.c.number, _jobs.c.body).order_by(_jobs.c.number.desc()).limit(limit)
         if before is not None:
             newest = newest.where(
@@ -156,11 +156,11 @@ class Journal:
             after = rows[-1].id
 
     def confirm(self) -> None:
-        """Return where this process still owns the journal, and so may act. Raises ServiceError where it does not."""
+        """Return while this process owns the journal and may act. Raises ServiceError once it does not."""
         self.database.confirm()
 
     def close(self) -> None:
-        """Let go of it; another process may open the journal then, and this object refuses every call."""
+        """Close the journal; another process may open it then, and every later call is refused."""
         self.database.close()
 
     def _row(self, job: Job, at_s: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Which records does each tracker not have yet?
+"""The outbox: records that trackers have yet to get.
 
 One queue with a cursor for each tracker (the transactional outbox: microservices.io/patterns/data). A row is removed
 once every registered tracker has passed it.
@@ -34,7 +34,7 @@ class Outbox:
             connection.execute(_outbox.insert(), [{"body": dump(self._record, record)} for record in records])
 
     def register(self, trackers: Sequence[str]) -> None:
-        """Have exactly these trackers, at least one.
+        """Register exactly these trackers, at least one.
 
         A new tracker begins at the oldest row that is there. A tracker that is not named loses its cursor and holds no
         row any more; named again, it is new.

@@ -1,4 +1,4 @@
-"""Who may write a journal? One process: it holds a lock of the kernel, or a lease whose number every write checks.
+"""Ownership of a journal by one process: a file lock, or a lease whose fence every write checks.
 
 A lease can be lost without notice, by a process that was stopped or a network that was cut; a fence, the number of
 the holder, keeps such a process from writing (M. Kleppmann, "How to do distributed locking", 2016).
@@ -31,7 +31,7 @@ _now = sa.func.clock_timestamp()
 
 
 class FileLock:
-    """The journal's file for this process alone; the kernel frees it however the process ends."""
+    """An exclusive lock on the journal's file; the kernel frees it when the process ends."""
 
     def __init__(self, path: Path) -> None:
         """Raises ServiceError where another process has it."""
@@ -50,7 +50,7 @@ class FileLock:
         os.write(self._descriptor, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """Let others have it."""
+        """Free the lock."""
         os.close(self._descriptor)
 
 
@@ -58,28 +58,28 @@ class Lease:
     """The journal's only row in the table `lease`, taken by this process until it falls silent for LEASE_S."""
 
     def __init__(self, journal: str) -> None:
-        """`journal` is its name in what is said. Nothing is held before `take`."""
+        """`journal` is its name in errors. Nothing is held before `take`."""
         self._journal = journal
         self._fence: int | None = None
         self._renewed_s = -LEASE_S  # by the monotonic clock
 
     @property
     def is_sure(self) -> bool:
-        """Whether nobody else can hold it yet, whatever happened in the meantime."""
+        """Whether no other process can hold the lease yet."""
         return time.monotonic() < self._renewed_s + SURE * LEASE_S
 
     @property
     def beat_s(self) -> float:
-        """How often a holder that is idle renews it."""
+        """Seconds between renewals by an idle holder."""
         return LEASE_S / 3
 
     @property
     def patience_s(self) -> float:
-        """Within this time, the lease of a holder that lives is renewed, and that of a dead one ends."""
+        """Seconds to wait for another's lease: by then a living holder renews it, a dead one's ends."""
         return 1.5 * LEASE_S
 
     def take(self, connection: sa.Connection) -> float:
-        """0 once it is ours; seconds until the lease of another process ends."""
+        """0 once this process has the lease; else seconds until another's ends."""
         asked_s = time.monotonic()
         left = sa.extract("epoch", _lease.c.expires_at - _now)
         row = connection.execute(sa.select(_lease.c.fence, left.label("left_s")).with_for_update()).one()
@@ -92,7 +92,7 @@ class Lease:
         return 0.0
 
     def renew(self, connection: sa.Connection) -> None:
-        """Hold it for another LEASE_S, and for this transaction alone. Raises ServiceError where it is lost."""
+        """Hold the lease for another LEASE_S, and lock its row. Raises ServiceError where it is lost."""
         asked_s = time.monotonic()
         mine = _lease.update().where(_lease.c.fence == self._fence)
         if connection.execute(mine.values(expires_at=_now + _interval())).rowcount != 1:
@@ -103,12 +103,12 @@ class Lease:
         self._renewed_s = asked_s
 
     def give_up(self, connection: sa.Connection) -> None:
-        """Let others take it at once."""
+        """End the lease now."""
         self._renewed_s = -LEASE_S
         connection.execute(_lease.update().where(_lease.c.fence == self._fence).values(expires_at=_now))
 
     def holder(self, connection: sa.Connection) -> str:
-        """Whose it is, or was last."""
+        """Name of the current or last holder."""
         return str(connection.execute(sa.select(_lease.c.holder)).scalar_one())
 
 
@@ -117,7 +117,7 @@ def _interval() -> sa.ColumnElement[object]:
 
 
 def connect_args() -> dict[str, object]:
-    """Of a holder's connection: the server ends what a stopped process left open, and nobody waits for ever."""
+    """Connection settings of a holder: the server bounds idle transactions and waits for locks."""
     lease_ms = round(1000 * LEASE_S)
     options = f"-c idle_in_transaction_session_timeout={lease_ms} -c lock_timeout={2 * lease_ms}"
     return {"options": options, "connect_timeout": 10}

@@ -1,4 +1,4 @@
-"""How does a noun become the text of a row, and the text a noun again?"""
+"""Nouns as the text of a row, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.specs.errors import ServiceError
 
 
 def adapter(noun: Any) -> TypeAdapter[Any]:
-    """Reads and writes the noun as JSON in which a loss may be NaN."""
+    """Adapter between a noun and JSON that allows NaN, as a loss may be."""
     return TypeAdapter(noun | None, config=ConfigDict(ser_json_inf_nan="constants"))  # a bare noun takes no config
 
 
@@ -20,7 +20,7 @@ def dump(noun: TypeAdapter[Any], value: object, exclude: set[str] | None = None)
 
 
 def read(noun: TypeAdapter[Any], journal: str, table: str, row: object, body: str) -> Any:
-    """The noun that `dump` wrote. Raises ServiceError, with the names of journal, table and row, where it is none."""
+    """The noun that `dump` wrote. Raises ServiceError with journal, table and row where the text is no such noun."""
     try:
         return noun.validate_json(body, extra="forbid")
     except ValidationError as error:

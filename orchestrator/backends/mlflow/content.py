@@ -1,4 +1,4 @@
-"""What MLflow is told of a job and of its attempts, as plain text and numbers. Nothing here talks to a server."""
+"""Content of the MLflow runs of a job and its attempts, as plain text and numbers. Pure: no server is asked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def attempt_content(
 ) -> RunContent:
     """The run of one attempt: what was planned, what was measured, how it ended and why it differs from the last.
 
-    `said` are the lessons of its end, `seen` is the outcome that calibrates later predictions.
+    `said` explains its end; `seen` is the outcome that calibrates later predictions.
     """
     failure = attempt.failure
     ended = attempt.status is AttemptStatus.ENDED

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def read_outcomes(tracking_uri: str, experiment: str) -> tuple[Observation, ...]:
-    """What the attempts of an experiment have measured, as far as it is worth keeping, oldest first.
+    """Outcomes of an experiment's attempts that are worth keeping, oldest first.
 
     Raises ServiceError where MLflow does not answer, SpecError where it has no such experiment, or where no MLflow is:
     one would be made.

@@ -25,8 +25,8 @@ STOP_S = 3.0
 class MlflowServer:
     """The MLflow server of one home, on 127.0.0.1 and a port that is kept in `home/mlflow.json`.
 
-    It is detached: it outlives the service, and the next service takes it up again. Whoever can reach the loopback
-    device of this machine can read it.
+    It outlives the service, and the next service finds it again. It needs no password: every user of this machine
+    can read it.
     """
 
     def __init__(self, home: str | Path) -> None:
@@ -43,9 +43,9 @@ class MlflowServer:
         return f"http://127.0.0.1:{self.port}"
 
     def ensure_running(self) -> bool:
-        """True where the server answers now; otherwise it is on its way, or its next start is due within a minute.
+        """True where the server answers now; else it is starting, or starts within a minute.
 
-        To be called every few seconds; takes 2 s at most and waits for no start.
+        Call it every few seconds. It takes at most 2 s.
         """
         now_s = time.monotonic()
         if self._process is not None:
@@ -74,7 +74,7 @@ class MlflowServer:
                 self._process.wait(STOP_S)
 
     def processes(self) -> tuple[int, ...]:
-        """Process ids of the server, whoever started it; known by their environment, so no other is ever meant."""
+        """Process ids of this home's server, found by a variable in their environment."""
         mark = f"{MARK}={self.home}".encode()
         found = []
         for folder in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Which runs has MLflow of a job and its attempts? A parent run for the job, a child for each attempt, its curves."""
+"""The MLflow tracker: a parent run for each job, a child run for each attempt, with its curves."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class _Curves:
 
 
 class _Contact:
-    """A server that answered, and what is known of its runs; dropped at the first failure and made anew."""
+    """Connection to a server and the run ids known there; replaced after any error."""
 
     def __init__(self, tracking_uri: str) -> None:
-        from mlflow import MlflowClient  # 2 s of imports that nobody but the sender should wait for
+        from mlflow import MlflowClient  # 2 s of imports, in the relay's thread
 
         self.client: MlflowClient = MlflowClient(tracking_uri)
         experiment = self.client.get_experiment_by_name(EXPERIMENT)
@@ -62,7 +62,7 @@ class _Contact:
 
 
 class MlflowTracker(Tracker):
-    """Jobs and attempts as MLflow runs; rows and curves that are sent again change nothing."""
+    """Jobs and attempts as MLflow runs; sending a row or a curve again changes nothing."""
 
     def __init__(self, tracking_uri: str, home: Path, state: Callable[[], State]) -> None:
         """Nothing is sent yet. `state` gives the newest one: explanations and pictures of ended jobs come from it."""
@@ -82,7 +82,7 @@ class MlflowTracker(Tracker):
             self._send_job(contact, rows[-1][1].job)
 
     def refresh(self) -> None:
-        """Send what the curves of running attempts have grown by."""
+        """Send new points of running attempts' curves."""
         with self._contacted() as contact:
             for key in self._curves:
                 if key in contact.run_ids:  # else somebody deleted the run
@@ -93,7 +93,7 @@ class MlflowTracker(Tracker):
 
     @contextmanager
     def _contacted(self) -> Iterator[_Contact]:
-        """The server, which is asked anew for what it has after any error."""
+        """The connection, made anew after any error."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -112,7 +112,7 @@ class MlflowTracker(Tracker):
             raise
 
     def _take_up(self, contact: _Contact) -> None:
-        """Go on with the curves of attempts that ran before this process began."""
+        """Continue the curves of attempts that ran before this process began."""
         running = contact.client.search_runs([contact.experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
         for run in running:
             tags = run.data.tags
@@ -214,7 +214,7 @@ class MlflowTracker(Tracker):
 
 
 class HomeMlflow(MlflowTracker):
-    """The same on a server of the home's own, which is started and kept running."""
+    """MLflow on a local server of the home, which is started and kept running."""
 
     def __init__(self, home: Path, state: Callable[[], State]) -> None:
         """Start the server, or find the one that runs; nothing waits for it."""

@@ -1,4 +1,4 @@
-"""Attempts on a Ray cluster: the `Backend` of everyday life."""
+"""The `Backend` of production: attempts on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ class RayBackend(ProcessBackend):
         super().__init__(home, cluster, RayNodes(cluster), RayLaunchers(), clock)
 
     def close(self) -> None:
-        """Let go of everything; running attempts go on."""
+        """Stop watching and disconnect; running attempts continue."""
         super().close()
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""Is there a Ray cluster? Starts and stops an embedded one of virtual devices, and connects to any.
+"""Starts, finds and stops the embedded Ray cluster, and connects to any.
 
 The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it.
 """
@@ -48,7 +48,7 @@ RAY_ENV = {
 def start(home: Path, cluster: ClusterSpec) -> str:
     """Start an embedded Ray with a raylet for every node of `cluster`; answers with its address.
 
-    One that runs already under this home is taken as it is, and nodes that it has lost are started again. Raises
+    A cluster that runs under this home is kept, and its lost nodes are started again. Raises
     ServiceError with the end of Ray's own output.
     """
     state = started(home)
@@ -81,7 +81,7 @@ def find(home: Path) -> str | None:
 
 
 def started(home: Path) -> dict[str, Any] | None:
-    """What `start` noted of the Ray of this home; None where it has none of its own."""
+    """State of this home's embedded Ray as `start` wrote it; None where there is none."""
     try:
         return json.loads((home / "ray.json").read_text())
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def connect(address: str, home: Path) -> None:
 
 
 def namespace(home: Path) -> str:
-    """Where the names of this home's actors and placement groups count: another home may have a job of the same id."""
+    """Ray namespace of this home: another home may have a job of the same id."""
     return f"orc-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
 
 
@@ -174,7 +174,7 @@ def stay_on_loopback() -> None:
 
 
 def _start_nodes(home: Path, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool) -> None:
-    """Start `nodes` at the same time and note each in ray.json before anything can go wrong with it."""
+    """Start `nodes` at the same time, and write each to ray.json at once."""
     starting = []
     for name, node in nodes:
         process, log = _start_node(home, Path(state["temp_dir"]), state["address"], name, node, head=head)
@@ -220,7 +220,7 @@ def _start_node(
 
 
 def _own_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Without what somebody else's Ray, or our own service, put there."""
+    """The environment without variables of another Ray or of our service."""
     return {name: value for name, value in env.items() if not name.startswith(("RAY_", "ORC_"))}
 
 

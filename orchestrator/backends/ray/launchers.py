@@ -49,7 +49,7 @@ class ActorGroup:
         return tuple(self._actors)
 
     def is_idle(self) -> bool:
-        """Whether a launcher was never told to start; one that is gone was (its node counts as lost a moment later)."""
+        """Whether a launcher has not been started; a launcher that is gone counts as started, and is lost soon."""
         return any(self._is_idle(actor) for actor in self._actors.values())
 
     def free_port(self, node: str) -> int:

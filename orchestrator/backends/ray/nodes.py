@@ -1,4 +1,4 @@
-"""Which nodes live, and what do their devices hold? As Ray and NVML tell it."""
+"""Live nodes from Ray, and their devices from NVML."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RayNodes:
 
 
 def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, RayNode]:
-    """By name: every alive Ray node that advertises `gpu<i>` resources and whose device is known."""
+    """Alive Ray nodes by name that advertise `gpu<i>` resources and have a known device."""
     found: dict[str, RayNode] = {}
     for entry in sorted(ray_nodes, key=lambda entry: (entry.get("Labels", {}).get(NODE_LABEL, ""), entry["NodeID"])):
         indices = [int(match[1]) for name in entry["Resources"] if (match := re.fullmatch(r"gpu(\d+)", name))]

@@ -1,1 +1,1 @@
-"""Which tables has the journal, and how did they come to be? Alembic revisions, oldest first in `versions/`."""
+"""Alembic revisions of the journal's tables, oldest first in `versions/`."""

@@ -1,4 +1,4 @@
-"""A cursor for each tracker in the outbox; MLflow, so far the only one, goes on with the rows that are there."""
+"""A cursor in the outbox for each tracker; MLflow's begins before the rows that it has yet to get."""
 
 from __future__ import annotations
 
