@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from benchmarks.figure import Figure, at_most, informs
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
@@ -29,13 +29,13 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve()
         try:
-            backend = RayBackend(home, cluster, ray_cluster.start(home, cluster))
+            backend = RayBackend(home, cluster, embedded_ray.start(home, cluster))
             try:
                 bare, ours = _measure(Reader(backend), home)
             finally:
                 backend.close()
         finally:
-            ray_cluster.stop(home)
+            embedded_ray.stop(home)
     ratio = statistics.median(ours) / statistics.median(bare)
     return [
         informs("torchrun to the first step, median", statistics.median(bare), "s"),

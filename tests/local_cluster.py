@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from orchestrator.backends.attempts.launch_request import LaunchNode
-from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart, clear, mark_of
+from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart
+from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.nvml import NvmlReading
 from orchestrator.specs.attempt import Attempt
@@ -103,4 +104,4 @@ class LocalLaunchers:
             launcher.abort(0.0)
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
-        clear(mark_of(folder, node.launch.name), str(folder.path), list(pids))
+        clean_up(mark_of(folder, node.launch.name), str(folder.path), list(pids))

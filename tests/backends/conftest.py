@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.backend import RayBackend
 from tests.backends import postgres as postgresql
 from tests.backends.ray_jobs import CLUSTER, Reader
@@ -47,10 +47,10 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> It
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LD_LIBRARY_PATH", str(nvml_library))
             patch.setenv("FAKE_NVML_STATE", str(state))
-            address = ray_cluster.start(home, CLUSTER)
+            address = embedded_ray.start(home, CLUSTER)
         yield Embedded(home, address, state)
     finally:
-        ray_cluster.stop(home)
+        embedded_ray.stop(home)
 
 
 @pytest.fixture(scope="session")

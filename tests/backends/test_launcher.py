@@ -13,17 +13,14 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts import launcher as module
+from orchestrator.backends.attempts.durable import read_epoch, write_durably
 from orchestrator.backends.attempts.launcher import (
     Launcher,
-    clear,
-    end_tree,
     free_port,
-    mark_of,
     oom_kills,
-    read_epoch,
-    write_durably,
 )
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, mark_of
+from orchestrator.backends.ray import connection
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
 from orchestrator.specs.run import AttemptFolder, JobFolder, TrainingRun, write_json
@@ -195,17 +192,17 @@ def test_attempts_of_one_name_in_two_homes_share_neither_names_nor_marks(tmp_pat
     one, two = tmp_path / "one", tmp_path / "two"
     marks = {mark_of(JobFolder(home, "fits-1").attempt(1), "local") for home in (one, two)}
     assert len(marks) == 2
-    assert ray_cluster.namespace(one) != ray_cluster.namespace(two)
-    assert ray_cluster.namespace(one) == ray_cluster.namespace(one)
+    assert connection.namespace(one) != connection.namespace(two)
+    assert connection.namespace(one) == connection.namespace(one)
 
 
-def test_end_tree_ends_the_marked_only(tmp_path: Path) -> None:
+def test_kill_marked_ends_the_marked_only(tmp_path: Path) -> None:
     name = str(tmp_path)
     marked, other = (
         subprocess.Popen(["sleep", "300"], env={**os.environ, module.MARK: mark}, start_new_session=True)
         for mark in (name, f"{name}-other")
     )
-    assert end_tree(name) == 1
+    assert kill_marked(name) == 1
     assert marked.wait(10) == -signal.SIGKILL
     assert other.poll() is None
     other.kill()
@@ -251,8 +248,8 @@ def test_what_killed_ranks_swapped_to_files_is_removed_and_nothing_else(tmp_path
     os.kill(launcher.status()["pids"][0], signal.SIGKILL)
     ended(launcher)
     assert (mine.exists(), newer.exists(), foreign.exists()) == (False, True, True)
-    clear("nobody", str(second.path))  # as a node that lives is told when the launcher is gone
-    clear("nobody", str(second.path))
+    clean_up("nobody", str(second.path))  # as a node that lives is told when the launcher is gone
+    clean_up("nobody", str(second.path))
     assert [path.name for path in (tmp_path / "nvme").iterdir()] == [foreign.relative_to(tmp_path / "nvme").parts[0]]
 
 

@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S, write_durably
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.launcher import GRACE_AFTER_FAILURE_S
+from orchestrator.backends.ray import connection
+from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray import launchers as ray_launchers
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import NodeDevices
+from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Finished, NodesSeen, Released, Started
 from orchestrator.specs.run import JobFolder
 from tests.backends.conftest import Embedded
@@ -378,7 +381,7 @@ def test_starting_again_keeps_what_runs_and_brings_lost_nodes_back(reader: Reade
     if nodes["n2"] in alive(list(nodes.values())):  # another test may have ended it
         os.kill(nodes["n2"], signal.SIGKILL)
         until(lambda: not alive([nodes["n2"]]), "n2 is gone")
-    assert ray_cluster.start(embedded.home, CLUSTER) == embedded.address
+    assert embedded_ray.start(embedded.home, CLUSTER) == embedded.address
     again = {name: pid for name, pid, _ in json.loads((embedded.home / "ray.json").read_text())["processes"]}
     assert {name for name in again if again[name] != nodes[name]} == {"n2"}
     until(lambda: "n2" in names_of_last(reader), "n2 is back")
@@ -394,8 +397,8 @@ def names_of_last(reader: Reader) -> list[str]:
 
 def test_a_dead_address_is_an_error_in_seconds(tmp_path: Path) -> None:
     began_s = time.monotonic()
-    with pytest.raises(ray_cluster.ServiceError, match="no Ray answers"):
-        ray_cluster.connect("127.0.0.1:9", tmp_path)
+    with pytest.raises(ServiceError, match="no Ray answers"):
+        connection.connect("127.0.0.1:9", tmp_path)
     assert time.monotonic() - began_s < 10
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.server.client import process_is_alive, service_file
 from orchestrator.service.server.lifecycle import journal_url, start, stop
 from orchestrator.specs.errors import ServiceError
@@ -45,7 +45,7 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
 ) -> None:
     home = tmp_path / "home"
     start(home, None, None)
-    pid, ray, mlflow = int(service_file(home)["pid"]), ray_cluster.started(home), MlflowServer(home)
+    pid, ray, mlflow = int(service_file(home)["pid"]), embedded_ray.started(home), MlflowServer(home)
     assert ray is not None
     before = {pid, *(process for _, process, _ in ray["processes"]), *mlflow.processes()}
     assert len(before) >= 3
@@ -53,9 +53,9 @@ def test_a_service_whose_home_is_removed_ends_with_its_ray_and_mlflow_and_leaves
     start(home, None, None)
     try:
         until(lambda: not any(map(process_is_alive, before)), "what belonged to the removed home", GONE_S)
-        next_ray = ray_cluster.started(home)
+        next_ray = embedded_ray.started(home)
         assert next_ray is not None
-        assert ray_cluster.find(home) == next_ray["address"]
+        assert embedded_ray.find(home) == next_ray["address"]
         assert process_is_alive(int(service_file(home)["pid"]))
     finally:
         stop(home, force=True)
@@ -69,7 +69,7 @@ def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_ru
         kept.execute("INSERT INTO snapshots (id, body) VALUES (1, '{\"policy\": 3}')")
     with pytest.raises(ServiceError, match="ended at once"):
         start(tmp_path, None, None)
-    ray = ray_cluster.started(tmp_path)
+    ray = embedded_ray.started(tmp_path)
     begun = [process for _, process, _ in ray["processes"]] if ray else []
     until(lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])), "all of it", GONE_S)
-    assert ray_cluster.find(tmp_path) is None
+    assert embedded_ray.find(tmp_path) is None

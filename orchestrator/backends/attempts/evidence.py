@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launch_request import started_ranks
-from orchestrator.backends.attempts.launcher import write_durably
 from orchestrator.backends.attempts.script_output import lost, missing, saved_step
 from orchestrator.scheduling.failures.signatures import FINDINGS_MAX, LogScan
 from orchestrator.specs.attempt import (

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from orchestrator.backends.attempts.process_census import MARK, Census, marked_processes
+from orchestrator.backends.attempts.durable import read_epoch, write_durably
+from orchestrator.backends.attempts.leftovers import clean_up
+from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
-from orchestrator.specs.run import AttemptFolder, training_run_from_json
+from orchestrator.specs.run import AttemptFolder
 
 POLL_S = 0.05
 GRACE_AFTER_OOM_S = 0.3  # the report is there: other ranks only wait in a collective
@@ -206,7 +206,7 @@ class Launcher:
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
         try:
-            clear(self._mark, str(self._folder.path), [rank.process.pid for rank in self._ranks.values()])
+            clean_up(self._mark, str(self._folder.path), [rank.process.pid for rank in self._ranks.values()])
         finally:
             with self._changed:
                 self._state = "ended"
@@ -312,54 +312,6 @@ def dies_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return hook
-
-
-def mark_of(folder: AttemptFolder, node: str) -> str:
-    """The mark that all processes of the attempt on this node carry; unique across homes."""
-    return f"{folder.path}@{node}"
-
-
-def clear(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
-    """End every process that an attempt left on this node, and remove what its ranks swapped to files here."""
-    end_tree(mark, sessions)
-    path = AttemptFolder(attempt_folder).run
-    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None  # a script has none
-    if run is None or run.swap_folder is None:
-        return
-    shutil.rmtree(run.swap_folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # not there, or a newer attempt swaps beside it
-        run.swap_folder.parent.rmdir()
-
-
-def end_tree(mark: str, sessions: Sequence[int] = ()) -> int:
-    """SIGKILL every process of this user that carries the launcher's mark or lives in one of its ranks' sessions.
-
-    Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
-    """
-    ended = 0
-    for entry in marked_processes(mark, sessions):
-        with contextlib.suppress(OSError):  # gone meanwhile
-            os.kill(int(entry.name), signal.SIGKILL)
-            ended += 1
-    return ended
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by `text`, whole or not at all, and have it on the disk."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_epoch(path: Path) -> int:
-    """Number of the job's newest attempt; 0 before the first launch."""
-    try:
-        return int(path.read_text())
-    except FileNotFoundError:
-        return 0
 
 
 def oom_kills() -> int:

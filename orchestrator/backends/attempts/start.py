@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
-from orchestrator.backends.attempts.launcher import write_durably
 from orchestrator.backends.attempts.ports import LauncherGroup
 from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
 from orchestrator.backends.attempts.workdir import link_all_but

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import read_epoch, write_durably
 from orchestrator.backends.attempts.evidence import (
     Ending,
     collect,
@@ -22,8 +23,6 @@ from orchestrator.backends.attempts.launcher import (
     GRACE_AFTER_FAILURE_S,
     GRACE_AFTER_OOM_S,
     LauncherStatus,
-    read_epoch,
-    write_durably,
 )
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import LauncherGroup, Launchers

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 from orchestrator.backends.attempts.backend import ProcessBackend
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import connection
 from orchestrator.backends.ray.launchers import RayLaunchers
 from orchestrator.backends.ray.nodes import RayNodes
 from orchestrator.specs.cluster import ClusterSpec
@@ -20,7 +20,7 @@ class RayBackend(ProcessBackend):
 
     def __init__(self, home: Path, cluster: ClusterSpec, address: str, clock: Callable[[], float] = time.time) -> None:
         """Raises ServiceError where Ray does not answer at `address`."""
-        ray_cluster.connect(address, home)
+        connection.connect(address, home)
         super().__init__(home, cluster, RayNodes(cluster), RayLaunchers(), clock)
 
     def close(self) -> None:

@@ -17,9 +17,8 @@ from orchestrator.backends.attempts.launcher import (
     Launcher,
     LauncherStatus,
     RankStart,
-    clear,
-    mark_of,
 )
+from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.ports import LiveNode
 from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
@@ -163,7 +162,7 @@ class RayLaunchers:
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
         """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        remote: Any = ray.remote(clear)
+        remote: Any = ray.remote(clean_up)
         task = remote.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with contextlib.suppress(RayError):  # the node went too, and its processes with it
             orphans = task.remote(mark_of(folder, node.launch.name), str(folder.path), list(pids))

@@ -27,7 +27,7 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Tracker
-from orchestrator.backends.ray import cluster as ray_cluster
+from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import Service, create_app
@@ -70,7 +70,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     """
     prepare(home)
     cluster = read_cluster(_if_there(home / "cluster.yaml"))
-    found, is_serving = ray_cluster.find(home), threading.Event()
+    found, is_serving = embedded_ray.find(home), threading.Event()
 
     def must_end() -> bool:
         return down.is_set() or (found is None and not is_serving.is_set())
@@ -84,8 +84,8 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             trackers[name] = TRACKERS[name](home, lambda: controller.state)
             stack.callback(_end, trackers[name].shut_down, must_end)
         address = _ray_address(home, cluster)
-        if (ours := ray_cluster.started(home)) is not None:  # as noted now: another home may stand in this one's place
-            stack.callback(_end, partial(ray_cluster.stop, home, ours), must_end)
+        if (ours := embedded_ray.started(home)) is not None:  # as noted now: another home may stand in this one's place
+            stack.callback(_end, partial(embedded_ray.stop, home, ours), must_end)
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # whoever asks first sees the nodes
@@ -125,7 +125,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
 def _ray_address(home: Path, cluster: ClusterSpec) -> str:
     """The Ray that `orc up --ray` named, else the embedded one, started where it does not run."""
     kept = _if_there(home / "ray_address")
-    return (kept.read_text() if kept else "") or ray_cluster.start(home, cluster)
+    return (kept.read_text() if kept else "") or embedded_ray.start(home, cluster)
 
 
 def _if_there(path: Path) -> Path | None:

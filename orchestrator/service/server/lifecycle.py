@@ -75,17 +75,17 @@ def stop(home: Path, force: bool) -> None:
 def _clear_remains(home: Path, force: bool) -> None:
     """What a killed service left running."""
     from orchestrator.backends.mlflow.server import MlflowServer
-    from orchestrator.backends.ray import cluster as ray_cluster
+    from orchestrator.backends.ray import embedded as embedded_ray
 
     pid = int(service_file(home)["pid"])
     if process_is_alive(pid) and _is_daemon(pid):
         raise ServiceError(f"process {pid} is the service, but does not answer: see {home / 'service.log'}, or kill it")
-    if ray_cluster.find(home) is not None and not force:
+    if embedded_ray.find(home) is not None and not force:
         raise ServiceError(
             "the service is gone, but its Ray runs, perhaps with jobs: `orc up` takes them up again, "
             "`orc down --force` ends them (they restart from their newest checkpoint at the next `orc up`)"
         )
-    ray_cluster.stop(home)
+    embedded_ray.stop(home)
     MlflowServer(home).stop()
     (home / "service.json").unlink(missing_ok=True)
 

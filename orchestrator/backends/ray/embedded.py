@@ -1,4 +1,4 @@
-"""Starts, finds and stops the embedded Ray cluster, and connects to any.
+"""Starts, finds and stops the embedded Ray cluster of a home, which has virtual devices.
 
 The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it.
 """
@@ -6,9 +6,7 @@ The embedded cluster outlives the service (training goes on without it), so `hom
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -22,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.backends.attempts.launcher import free_port, write_durably
+from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.launcher import free_port
+from orchestrator.backends.ray.loopback import LOOPBACK
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
-LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
 STOP_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
@@ -77,7 +76,7 @@ def find(home: Path) -> str | None:
     if state is None or not state["processes"]:
         return None
     _, pid, ticks = state["processes"][0]
-    return state["address"] if start_ticks(pid) == ticks and _accepts(state["address"], 2.0) else None
+    return state["address"] if start_ticks(pid) == ticks and accepts(state["address"], 2.0) else None
 
 
 def started(home: Path) -> dict[str, Any] | None:
@@ -109,37 +108,6 @@ def stop(home: Path, state: dict[str, Any] | None = None) -> None:
         (home / "ray.json").unlink(missing_ok=True)
 
 
-def connect(address: str, home: Path) -> None:
-    """Connect this process to Ray. Raises ServiceError where it does not answer.
-
-    `ray.init` on a dead address never returns (41 s per internal attempt, still blocked after 300 s), so the port is
-    tried first. A cluster that is not ours takes its token from the caller's environment.
-    """
-    if not _accepts(address, 5.0):
-        raise ServiceError(f"no Ray answers at {address}: start it with `orc up`, or check the address")
-    if (find(home) or "") == address:
-        _take_token(home)
-    if address.startswith(f"{LOOPBACK}:"):
-        stay_on_loopback()
-    import ray
-
-    try:
-        ray.init(
-            address=address,
-            namespace=namespace(home),
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            ignore_reinit_error=True,
-        )
-    except ConnectionError as error:  # a wrong token too, after 20 s
-        raise ServiceError(f"Ray at {address} does not let us in: {error}") from error
-
-
-def namespace(home: Path) -> str:
-    """Ray namespace of this home: another home may have a job of the same id."""
-    return f"orc-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
-
-
 def token_env(home: Path) -> dict[str, str]:
     """Variables that let a process into the embedded cluster; the token is created with mode 0600."""
     path = home / "ray_token"
@@ -148,29 +116,6 @@ def token_env(home: Path) -> dict[str, str]:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
-
-
-def _take_token(home: Path) -> None:
-    """Make Ray of this process use the embedded cluster's token.
-
-    Ray reads these variables once, when it is imported (`ray/_private/authentication_test_utils.py` forgets them so).
-    """
-    os.environ.update(token_env(home))
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-def stay_on_loopback() -> None:
-    """Make Ray of this process call this machine 127.0.0.1.
-
-    Ray replaces a given 127.0.0.1 by the address of the default route (`ray/_private/services.py`,
-    resolve_ip_for_localhost) and then listens on every interface; told that it is 127.0.0.1, all of it stays there.
-    """
-    from ray._private import services
-
-    services.get_node_ip_address = lambda address=None: LOOPBACK  # noqa: ARG005
 
 
 def _start_nodes(home: Path, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool) -> None:
@@ -195,7 +140,7 @@ def _start_node(
     port = address.rpartition(":")[2]
     where = ["--head", f"--port={port}", "--include-dashboard=false"] if head else [f"--address={address}"]
     command = [
-        *(sys.executable, "-m", "orchestrator.backends.ray.start", "start", *where, "--block"),
+        *(sys.executable, "-m", "orchestrator.backends.ray.loopback", "start", *where, "--block"),
         f"--node-ip-address={LOOPBACK}",
         f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",
@@ -235,7 +180,8 @@ def _await_started(process: subprocess.Popen[bytes], log: Path, name: str) -> No
     raise ServiceError(f"Ray did not start node {name}:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def _accepts(address: str, timeout_s: float) -> bool:
+def accepts(address: str, timeout_s: float) -> bool:
+    """Whether `address` (HOST:PORT) accepts a TCP connection."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=timeout_s):

@@ -1,0 +1,46 @@
+"""Ends what an attempt left on a node: processes that carry its mark, and files that its ranks swapped to.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+
+from orchestrator.backends.attempts.process_census import marked_processes
+from orchestrator.specs.run import AttemptFolder, training_run_from_json
+
+
+def mark_of(folder: AttemptFolder, node: str) -> str:
+    """The mark that all processes of the attempt on this node carry; unique across homes."""
+    return f"{folder.path}@{node}"
+
+
+def clean_up(mark: str, attempt_folder: str, sessions: Sequence[int] = ()) -> None:
+    """End every process that an attempt left on this node, and remove what its ranks swapped to files here."""
+    kill_marked(mark, sessions)
+    path = AttemptFolder(attempt_folder).run
+    run = training_run_from_json(json.loads(path.read_text())) if path.exists() else None  # a script has none
+    if run is None or run.swap_folder is None:
+        return
+    shutil.rmtree(run.swap_folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not there, or a newer attempt swaps beside it
+        run.swap_folder.parent.rmdir()
+
+
+def kill_marked(mark: str, sessions: Sequence[int] = ()) -> int:
+    """SIGKILL every process of this user that carries the launcher's mark or lives in one of its ranks' sessions.
+
+    Says how many there were. Reaches what outlived its rank (loader workers, daemons). Never ends the caller.
+    """
+    ended = 0
+    for entry in marked_processes(mark, sessions):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            os.kill(int(entry.name), signal.SIGKILL)
+            ended += 1
+    return ended
