@@ -79,7 +79,7 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
         ("lm-1", 5.0),
         ("lm-2", 5.0),
     ]
-    assert [record.job.id for _, record in journal.pending(10)] == ["lm-1", "lm-2"]
+    assert [record.job.id for _, record in journal.outbox.pending("mlflow", 10)] == ["lm-1", "lm-2"]
 
 
 def test_nothing_happens_that_the_journal_did_not_keep() -> None:
@@ -106,7 +106,7 @@ def test_a_job_runs_to_its_end_and_every_step_of_it_is_recorded(journal: Journal
     turn_until(controller, lambda: settled(controller.state))
     assert controller.job(job_id).status is JobStatus.SUCCEEDED
     assert backend.asked == ["launch lm-1-1", "adopt lm-1-1 launching"]
-    assert [record.job.status for _, record in journal.pending(100)] == [
+    assert [record.job.status for _, record in journal.outbox.pending("mlflow", 100)] == [
         JobStatus.QUEUED,
         JobStatus.RUNNING,
         JobStatus.RUNNING,
