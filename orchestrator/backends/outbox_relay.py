@@ -109,6 +109,6 @@ class OutboxRelay:
         self._refusals.pop(job_id, None)
 
     def _refresh(self) -> None:
-        if time.monotonic() >= self._refresh_at_s:
+        if time.monotonic() >= self._refresh_at_s and not self._stop.is_set():
             self._tracker.refresh()
             self._refresh_at_s = time.monotonic() + REFRESH_S
