@@ -19,7 +19,7 @@ PACE_STEPS = 10  # before a pace is believed: the first steps compile, warm up a
 ANOTHER_PACE = 1.1  # times as fast or as slow as known: told, so that ends are expected anew
 PROBE_S_MAX = 600.0  # of a probe that shows no step: a real attempt is waiting
 LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
-# Of one core, over the limit, before a program of which nobody sees a step counts as at work. Training keeps a thread
+# Of one core, over the limit, before a program without visible steps counts as at work. Training keeps a thread
 # busy that launches kernels or waits for them; Python that waits for a lock, a socket or a child takes below 1 %.
 CPU_SHARE = 0.05
 

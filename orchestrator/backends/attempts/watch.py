@@ -106,7 +106,7 @@ class AttemptWatch:
 
     def _ending(self) -> Ending:
         written = read_ending(self._folder)
-        if written is not None:  # it ended before the service was restarted, which did not reach the journal
+        if written is not None:  # the service was restarted before the journal had this end
             return written
         try:
             group = self._take_up()
