@@ -202,13 +202,13 @@ def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(t
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "python").symlink_to(sys.executable)
     (tmp_path / "jobs").mkdir()
-    for name in ("train.py", "carry_over.py"):
+    for name in ("train.py", "migrate_checkpoint.py"):
         (tmp_path / "jobs" / name).touch()
     path = tmp_path / "jobs" / "job.yaml"
-    before = "resume: {before: ../venv/python carry_over.py}"
+    before = "resume: {before: ../venv/python migrate_checkpoint.py}"
     path.write_text(f"name: own\nglobal_batch_size: 8\ncommand: python train.py\n{before}\n")
     venv, jobs = tmp_path.resolve() / "venv", tmp_path.resolve() / "jobs"
-    assert read_job(path).resume.before == (str(venv / "python"), str(jobs / "carry_over.py"))
+    assert read_job(path).resume.before == (str(venv / "python"), str(jobs / "migrate_checkpoint.py"))
 
 
 def test_what_is_traced_is_no_setting_of_a_job_file(tmp_path: Path, home: Path) -> None:

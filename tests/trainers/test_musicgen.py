@@ -14,8 +14,8 @@ from orchestrator.specs.plan import ActivationCheckpointing
 from tests.fake_card import environment
 from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 
-CARRY_OVER = Path(__file__).parents[2] / "jobs" / "musicgen" / "carry_over.py"
-JOB = CARRY_OVER.with_name("musicgen_small.yaml")
+MIGRATE = Path(__file__).parents[2] / "jobs" / "musicgen" / "migrate_checkpoint.py"
+JOB = MIGRATE.with_name("musicgen_small.yaml")
 
 
 def musicgen(folder: Path, **changes: object) -> JobSpec:
@@ -38,7 +38,7 @@ def musicgen(folder: Path, **changes: object) -> JobSpec:
             },
             "resume": {
                 "checkpoints": "xps/*/checkpoint.th",
-                "before": ("python", str(CARRY_OVER), "{checkpoint}", "{arguments}"),
+                "before": ("python", str(MIGRATE), "{checkpoint}", "{arguments}"),
             },
             "success": {"artifacts": ["xps/*/done"]},
             "progress": r"Train Summary \| Epoch (\d+)",
@@ -69,7 +69,7 @@ def test_epochs_go_on_under_the_signature_of_the_lighter_plan(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_without_carrying_over_the_restart_from_scratch_is_reported(tmp_path: Path) -> None:
+def test_without_migrating_the_checkpoint_the_restart_from_scratch_is_reported(tmp_path: Path) -> None:
     folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
     job = Drive(home, cluster("20MiB")).run(musicgen(folder, resume={"checkpoints": "xps/*/checkpoint.th"}))
     assert job.status is JobStatus.SUCCEEDED, job.reason

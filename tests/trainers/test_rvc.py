@@ -16,8 +16,8 @@ from orchestrator.specs.job_record import JobStatus
 from tests.fake_card import environment
 from tests.trainers.driver import Drive, card_cluster, checkout, cluster, log, story
 
-SET_ASIDE = Path(__file__).parents[2] / "jobs" / "rvc" / "set_aside.py"
-JOB = SET_ASIDE.with_name("rvc_v2_48k.yaml")
+QUARANTINE = Path(__file__).parents[2] / "jobs" / "rvc" / "quarantine_checkpoint.py"
+JOB = QUARANTINE.with_name("rvc_v2_48k.yaml")
 
 
 def rvc(folder: Path, *arguments: str, **changes: object) -> JobSpec:
@@ -93,12 +93,12 @@ def test_a_restart_from_scratch_is_reported(tmp_path: Path) -> None:
     assert job.attempts[0].evidence.lost == ("everything: it began at 1 again, after 7, with G_7.pth there",)
 
 
-def test_a_pair_that_a_kill_tore_is_set_aside_before_a_restart(tmp_path: Path) -> None:
+def test_a_pair_that_a_kill_tore_is_quarantined_before_a_restart(tmp_path: Path) -> None:
     """It takes the newest of each kind: a whole generator without its discriminator would go on with an older one."""
     for name in ("G_5", "D_5", "G_10", "D_10", "G_15"):
         torch.save({"weight": torch.zeros(64)}, tmp_path / f"{name}.pth")
     (tmp_path / "D_10.pth").write_bytes((tmp_path / "D_10.pth").read_bytes()[:-16])
-    subprocess.run([sys.executable, str(SET_ASIDE), str(tmp_path / "G_5.pth")], check=True)
+    subprocess.run([sys.executable, str(QUARANTINE), str(tmp_path / "G_5.pth")], check=True)
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["D_5.pth", "G_5.pth"]
     assert sorted(path.name for path in tmp_path.glob("*.torn")) == ["D_10.torn", "G_10.torn", "G_15.torn"]
 

@@ -162,7 +162,7 @@ def test_damaged_ones_do_not_count_among_those_that_are_kept(tmp_path: Path) -> 
 def test_only_the_newest_damaged_ones_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 3):
         _complete(tmp_path, step)
-        checkpoint_folder.set_aside(checkpoint_folder.complete_path(tmp_path, step))
+        checkpoint_folder.quarantine_checkpoint(checkpoint_folder.complete_path(tmp_path, step))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-00000002", "damaged-step-00000003"]
 
 

@@ -121,7 +121,7 @@ DAMAGES: tuple[tuple[Callable[[Path], None], str], ...] = (
 )
 
 
-def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_used(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text, until_6 = gang.ragged_text(tmp_path), dataclasses.replace(TRAINING, max_steps=6)

@@ -133,7 +133,7 @@ def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
             _remove(old)
 
 
-def set_aside(checkpoint: Path) -> Path:
+def quarantine_checkpoint(checkpoint: Path) -> Path:
     """Move a damaged checkpoint out of the way, keeping the newest DAMAGED_KEPT of those; where it is now."""
     target = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)

@@ -28,7 +28,7 @@ def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
         if not wrong:
             return path
         if group.rank() == 0:
-            aside = checkpoint_folder.set_aside(path)
+            aside = checkpoint_folder.quarantine_checkpoint(path)
             print(f"checkpoint {path} is damaged and was moved to {aside.name}:", *wrong, sep="\n  ", file=sys.stderr)
     if steps[0] and group.rank() == 0:
         print("no intact checkpoint is left: training starts from the beginning", file=sys.stderr)

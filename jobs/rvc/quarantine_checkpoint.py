@@ -1,7 +1,7 @@
-"""Sets aside RVC's checkpoints that a kill tore, so that the newest ones are whole.
+"""Renames RVC's incomplete checkpoints, so that the newest remaining ones are complete.
 
-`set_aside.py CHECKPOINT`, run before a restart; CHECKPOINT is the newest whole logs/NAME/G_N.pth. RVC takes the newest
-generator (G_) and the newest discriminator (D_), and starts over in silence where one of them does not load.
+`quarantine_checkpoint.py CHECKPOINT` runs before a restart; CHECKPOINT is the newest complete logs/NAME/G_N.pth. RVC
+loads the newest generator (G_) and the newest discriminator (D_). If either fails to load, it silently starts over.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(checkpoint: str) -> None:
-    """Rename what is torn, and what has lost its partner, beside it."""
+    """Rename truncated files, and files without their counterpart, to `.torn`."""
     folder = Path(checkpoint).parent
     numbers = {path.stem.partition("_")[2] for path in folder.glob("[GD]_*.pth")}
     for number in sorted(numbers):
@@ -19,7 +19,7 @@ def main(checkpoint: str) -> None:
             for path in pair:
                 if path.exists():
                     path.replace(path.with_suffix(".torn"))
-                    print(f"{path.name} is not whole, or alone", flush=True)
+                    print(f"{path.name}: truncated, or its counterpart is; renamed to .torn", flush=True)
 
 
 if __name__ == "__main__":

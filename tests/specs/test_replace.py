@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.specs import replace as changed
+from orchestrator.specs import replace
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.state import State
@@ -24,15 +24,15 @@ NOUNS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("noun", "changes"), NOUNS)
 def test_it_has_the_changes_and_all_else_as_it_was(noun: Any, changes: dict[str, Any]) -> None:
     before = dataclasses.replace(noun)
-    assert changed.replace(noun, **changes) == dataclasses.replace(noun, **changes)
+    assert replace(noun, **changes) == dataclasses.replace(noun, **changes)
     assert noun == before
 
 
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        changed.replace(State(), at_s=1.0).at_s = 2.0  # type: ignore[misc]
+        replace(State(), at_s=1.0).at_s = 2.0  # type: ignore[misc]
 
 
 def test_a_field_that_there_is_not_is_our_bug() -> None:
     with pytest.raises(KeyError):
-        changed.replace(State(), when_s=1.0)  # type: ignore[call-arg]
+        replace(State(), when_s=1.0)  # type: ignore[call-arg]

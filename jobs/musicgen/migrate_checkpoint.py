@@ -1,9 +1,10 @@
-"""Carries audiocraft's newest checkpoint over to the folder of another signature, so that its epochs go on there.
+"""Copies audiocraft's newest checkpoint into the folder of the new settings, so that training resumes there.
 
-`carry_over.py CHECKPOINT ARGUMENTS...`, run in audiocraft's folder and environment before a restart. audiocraft names
-an experiment's folder after its settings; a new batch size, checkpointing or autocast is a new experiment, which
-begins at epoch 1. `continue_from` would take the weights alone. Not for FSDP on or off, nor for another number of
-ranks: there each rank has a file of its own.
+`migrate_checkpoint.py CHECKPOINT ARGUMENTS...` runs before a restart, in audiocraft's folder and environment.
+audiocraft names an experiment's folder after its settings. A new batch size, checkpointing or autocast is therefore a
+new experiment, which starts at epoch 1. `continue_from` would load the weights alone.
+
+Limits: FSDP must not be switched on or off, and the number of ranks must stay: each rank has its own file.
 """
 
 import os
@@ -15,7 +16,7 @@ FILES = ("checkpoint.th", "history.json")
 
 
 def main(checkpoint: str, arguments: list[str]) -> None:
-    """Copy what the experiment of `arguments` goes on from."""
+    """Copy the checkpoint and the history into the folder of the experiment that `arguments` select."""
     sys.path.insert(0, os.getcwd())
     from audiocraft.train import main as solver  # not installed where this file is checked
 
