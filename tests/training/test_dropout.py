@@ -19,7 +19,7 @@ from orchestrator.specs.profile import ModelProfile
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.tracing.allocator import Ledger
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.recorder import Recorder
+from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 
 P, WIDTH, LAYERS, LENGTH = 0.25, 24, 4, 32
@@ -123,7 +123,7 @@ def test_the_closed_form_of_a_decoder_keeps_what_its_trace_does(name: str, cuda:
 def ledger(*, cuda: bool) -> Ledger:
     """What a step takes and gives back that drops of 1,024 numbers and adds up the rest."""
     module = nn.Dropout(P)
-    recorder = Recorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})
+    recorder = OpRecorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})
     here = as_on_cuda() if cuda else contextlib.nullcontext()
     with here, FakeTensorMode(), recorder.step(1), recorder.turn(0):
         loss = module(torch.zeros(1024, requires_grad=True)).sum()

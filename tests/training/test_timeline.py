@@ -9,7 +9,7 @@ from orchestrator.memory.profiles import profile_of
 from orchestrator.specs.job.model import TrainingSpec
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile
-from orchestrator.training.tracing.recorder import LEAF_MODULES
+from orchestrator.training.tracing.op_recorder import LEAF_MODULES
 from orchestrator.training.tracing.timeline import Event, Phase, Place, Steps, timeline
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 from tests.memory.matrix import MIXED, job

@@ -28,7 +28,7 @@ from orchestrator.training.models.hf_adapters import NF4_BYTES
 from orchestrator.training.models.hf_weights import FirstValues, without_memory
 from orchestrator.training.tracing import trace as tracing
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
-from orchestrator.training.tracing.recorder import MATRICES
+from orchestrator.training.tracing.op_recorder import MATRICES
 from orchestrator.training.tracing.timeline import Place, Timeline, Unlike, deeper
 from orchestrator.training.tracing.trace import Arithmetic, Request, profiles
 

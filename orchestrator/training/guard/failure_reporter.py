@@ -1,4 +1,4 @@
-"""How does a guarded process tell of its end? Reports of out-of-memory errors and of the exception that ended it."""
+"""How does a rank report its failure? Files for out-of-memory errors and for the exception that ended the process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orchestrator.specs.attempt import ErrorReport, OomReport
 from orchestrator.specs.run import OOM_EXIT_CODE
 from orchestrator.training.guard import oom_report
 from orchestrator.training.guard.monitor import write_durably
-from orchestrator.training.guard.passes import modules_done
+from orchestrator.training.guard.pass_progress import fraction_of_modules_done
 
 if TYPE_CHECKING:
     from orchestrator.training.guard.monitor import Monitor
@@ -28,56 +28,56 @@ if TYPE_CHECKING:
 GUARD = str(Path(__file__).with_name("guard.py"))
 
 
-class Guarded:
-    """The files of this rank, and the last out-of-memory error that was raised in it."""
+class FailureReporter:
+    """Writes this rank's failure reports; keeps the last out-of-memory error that was raised."""
 
     def __init__(self, monitor: Monitor, folder: Any) -> None:
         self.monitor, self.folder, self.pid = monitor, folder, os.getpid()
         self._noted: OomReport | None = None
-        self._is_wrapped = False  # the guard itself sees how the process ends
-        os.register_at_fork(after_in_child=self._forked)
+        self._is_wrapped = False  # guard.py runs the script and sees how it ends
+        os.register_at_fork(after_in_child=self._after_fork)
 
     def wrap(self, rank: int) -> None:
-        """From now on this process is run by the guard, as that rank."""
+        """Mark this process as run by guard.py, as `rank`."""
         self._is_wrapped = True
-        self.monitor.be(rank)
+        self.monitor.become(rank)
 
-    def _forked(self) -> None:
+    def _after_fork(self) -> None:
         self._noted = None
 
-    def note(self, error: BaseException, requested_bytes: int | None) -> None:
-        """Keep the account of an error as it is raised: the script may catch it, free memory, and end all the same."""
-        self.monitor.is_rank = self.monitor.is_behind = True
+    def note_oom(self, error: BaseException, requested_bytes: int | None) -> None:
+        """Record an out-of-memory error when it is raised: the script may catch it and still fail later."""
+        self.monitor.is_rank = self.monitor.beat_after_next_step = True
         count = 1 if self._noted is None else self._noted.count + 1
         self._noted = replace(self._oom_report(error, requested_bytes), count=count)
         with contextlib.suppress(OSError):  # a full disk must not end the training
             write_durably(self.folder.caught(self.monitor.rank), self._noted)
 
     def watch_errors(self, torch: Any) -> None:
-        """Note every out-of-memory error of PyTorch's as it is made.
+        """Record every `torch.cuda.OutOfMemoryError` when it is constructed.
 
-        The class is PyTorch's own, and mutable: its C++ code makes an instance of it for what its CUDA allocator throws
-        (torch/csrc/Exceptions.h) just as a script does, so nothing of CUDA is needed to see one.
+        The class is mutable. PyTorch's C++ code constructs it for errors of the CUDA allocator
+        (torch/csrc/Exceptions.h), as Python code does. So the hook needs no CUDA call.
         """
-        kind = torch.cuda.OutOfMemoryError  # before PyTorch 2.5 its only name
+        kind = torch.cuda.OutOfMemoryError  # its only name before PyTorch 2.5
         made = kind.__init__
 
         @functools.wraps(made)
         def noted(error: BaseException, *args: Any) -> None:
             made(error, *args)
             if oom_report.out_of_memory(error) is error:
-                self.note(error, None)
+                self.note_oom(error, None)
 
         kind.__init__ = noted
 
-    def exited(self, end: SystemExit) -> None:
-        """The script chose its exit code: report the out-of-memory error it gave up on, if it did."""
+    def on_exit(self, end: SystemExit) -> None:
+        """After a SystemExit: report the last out-of-memory error if the exit code is not zero."""
         if end.code not in (None, 0):
             self._report_oom(end)
         self.monitor.beat()
 
-    def failed(self, error: BaseException) -> None:
-        """Report the exception, print it as python would, and end the process where memory ran out."""
+    def on_exception(self, error: BaseException) -> None:
+        """Report and print the exception; exit with OOM_EXIT_CODE if it is an out-of-memory error."""
         out_of_memory = self._report_oom(error)
         error.__traceback__ = _user_frames(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -87,10 +87,10 @@ class Guarded:
         sys.stdout.flush()
         sys.stderr.flush()
         if out_of_memory:
-            os._exit(OOM_EXIT_CODE)  # no destructor may wait for ranks that wait for this one
+            os._exit(OOM_EXIT_CODE)  # a destructor could deadlock with ranks that wait for this one
 
     def watch_children(self) -> None:
-        """Report how a process ends that this one starts by `multiprocessing`, where it has turned out to be a rank."""
+        """Report the end of `multiprocessing` children that turn out to be ranks."""
         process = importlib.import_module("multiprocessing.process").BaseProcess
         run = process.run
 
@@ -99,26 +99,26 @@ class Guarded:
             try:
                 run(child)
             except BaseException as error:
-                self.ends_with(error)
+                self.report_rank_end(error)
                 raise
             if self.monitor.is_rank:
                 self.monitor.beat()
 
         process.run = watched
 
-    def watch_end(self) -> None:
-        """Report how this process ends where it is a rank that nobody wraps: spawned, or the script's own."""
+    def watch_exit(self) -> None:
+        """Report the end of this process if it is a rank that guard.py does not run: spawned by the script."""
         hook = sys.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
             if not self._is_wrapped:
-                self.ends_with(error)
+                self.report_rank_end(error)
             hook(kind, error, trace)
 
         sys.excepthook = excepthook
-        atexit.register(self._gives_up)
+        atexit.register(self._at_exit)
 
-    def ends_with(self, error: BaseException) -> None:
+    def report_rank_end(self, error: BaseException) -> None:
         """Report the exception that ends this process, if it is a rank."""
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
@@ -127,8 +127,8 @@ class Guarded:
         if self.monitor.is_rank:
             self.monitor.beat()
 
-    def _gives_up(self) -> None:
-        """A framework that handles every exception itself (hydra, under dora) leaves by an exit code."""
+    def _at_exit(self) -> None:
+        """Report at exit: frameworks that handle every exception (hydra, under dora) end with an exit code only."""
         if os.getpid() != self.pid or self._is_wrapped:
             return
         self._report_oom(SystemExit())
@@ -163,7 +163,7 @@ class Guarded:
         room_bytes = None if oom_report.is_capped(message) else monitor.allocator_room_bytes()
         done = monitor.pass_done
         if done is None and monitor.phase == "forward":
-            done = modules_done(sys._getframe())
+            done = fraction_of_modules_done(sys._getframe())
         return OomReport(
             rank=monitor.rank,
             step=monitor.step,
@@ -181,7 +181,7 @@ class Guarded:
 
 
 def _device_memory(device: VirtualDevice | None) -> tuple[int, int]:
-    """Bytes live and bytes in all on this rank's device; zeros where none is in use."""
+    """Live bytes and capacity in bytes of this rank's device; zeros if no device is in use."""
     if device:
         return device.live_bytes, device.capacity_bytes
     torch = sys.modules.get("torch")
@@ -191,7 +191,7 @@ def _device_memory(device: VirtualDevice | None) -> tuple[int, int]:
 
 
 def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the first frame that is the target's own."""
+    """The traceback without the guard's frames at its start."""
     while trace and trace.tb_frame.f_code.co_filename in (GUARD, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace

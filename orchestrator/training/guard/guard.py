@@ -1,10 +1,10 @@
-"""What does a rank's process run in? `guard.py GUARD_JSON -- script.py args...` or `... -- -m package.module args...`
+"""The wrapper of a rank's process: `guard.py GUARD_JSON -- script.py args...` or `... -- -m package.module args...`
 
-DeepSpeed's launcher puts `--local_rank=N` before all that; the target gets it.
+DeepSpeed's launcher inserts `--local_rank=N` before these arguments; it is passed on to the target.
 
-The target runs as `__main__` as python itself would run it, and knows nothing of us. Around it: the virtual device,
-heartbeats, faults on request, and a report of the exception that ended it. Runs by path in any interpreter; it brings
-this package along without putting its folder on `sys.path`.
+The target runs unmodified as `__main__`, as under plain python. The guard adds the virtual device, heartbeats, injected
+faults, and a report of the exception that ended it. It runs by path in any interpreter and imports this package
+without adding its folder to `sys.path`.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.training.guard.guarded import Guarded
+    from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.virtual_device import VirtualDevice
 
 USAGE = "usage: guard.py GUARD_JSON -- script.py args... | guard.py GUARD_JSON -- -m package.module args..."
 
 
 def main(argv: list[str]) -> None:
-    """Run the target under guard; returns where it ended well, and ends the process as it did where not."""
+    """Run the target under the guard. Returns on success; otherwise the process ends as the target did."""
     local_rank = [argv.pop(0)] if argv and argv[0].startswith("--local_rank=") else []
     if len(argv) < 3 or argv[1] != "--" or argv[2:] == ["-m"]:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
     program = 2 if argv[2] == "-m" else 1
     target = [*argv[2 : 2 + program], *local_rank, *argv[2 + program :]]
-    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before anything beside this file is imported
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11; before the first import from this folder
         sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.realpath(target[0]))
     _bring_package()
     from orchestrator.specs.run import AttemptFolder, GuardSettings
-    from orchestrator.training.guard.guarded import Guarded
+    from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(argv[0]).read_text()))
     _show(argv[0])
     rank, inherited = int(os.environ.get("RANK", "0")), _withdraw_inherited()
-    guarded = inherited or Guarded(Monitor(settings, rank), AttemptFolder(settings.attempt_folder))
-    monitor = guarded.monitor
+    reporter = inherited or FailureReporter(Monitor(settings, rank), AttemptFolder(settings.attempt_folder))
+    monitor = reporter.monitor
     if inherited:
-        guarded.wrap(rank)
+        reporter.wrap(rank)
     else:
-        _when_imported("torch", functools.partial(_attach, guarded))
+        _when_imported("torch", functools.partial(_attach, reporter))
     if settings.virtual_capacity_bytes is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher between us and the ranks may have named some
-        with contextlib.suppress(Exception):  # the script will see it too, or knows where torch is (python -S)
-            importlib.import_module("torch")  # by this thread, which is the one that the device counts
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a launcher in between may have set some
+        with contextlib.suppress(Exception):  # the script will fail too, or finds torch elsewhere (python -S)
+            importlib.import_module("torch")  # in this thread: it is the one that the device counts
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -70,30 +70,30 @@ def main(argv: list[str]) -> None:
     try:
         _run_target(target)
     except SystemExit as end:
-        if os.getpid() != guarded.pid:  # a child that the script forked
-            guarded.ends_with(end)
+        if os.getpid() != reporter.pid:  # a child that the script forked
+            reporter.report_rank_end(end)
             raise
-        guarded.exited(end)
+        reporter.on_exit(end)
         _leave(end.code)
         raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if os.getpid() != guarded.pid:  # a child that the script forked
-            guarded.ends_with(error)
+        if os.getpid() != reporter.pid:  # a child that the script forked
+            reporter.report_rank_end(error)
             raise
-        guarded.failed(error)
+        reporter.on_exception(error)
         _leave(1)
         sys.exit(1)
-    if os.getpid() == guarded.pid or monitor.is_rank:
+    if os.getpid() == reporter.pid or monitor.is_rank:
         monitor.beat()
     _leave(None)
 
 
 def inherit(settings_path: str) -> None:
-    """Guard this process from when it imports torch; it is a rank as soon as it trains, and until then writes nothing.
+    """Guard this process once it imports torch. It becomes a rank when it trains; until then it writes nothing.
 
-    For every Python process that is not wrapped (inherited/sitecustomize.py): ranks that a script starts itself.
+    Called in every Python process that guard.py does not run (inherited/sitecustomize.py): ranks that a script starts.
     """
     _show(settings_path)
     _when_imported("torch", functools.partial(_guard_from_now, settings_path))
@@ -102,41 +102,41 @@ def inherit(settings_path: str) -> None:
 def _guard_from_now(settings_path: str, torch: Any) -> None:
     try:
         _inherit_now(settings_path, torch)
-    except Exception as error:  # its interpreter or its torch is too old: the script goes on
+    except Exception as error:  # its interpreter or torch is too old: the script continues
         _unwatched(settings_path, f"{type(error).__name__}: {error}")
 
 
 def _inherit_now(settings_path: str, torch: Any) -> None:
     _bring_package()
     from orchestrator.specs.run import AttemptFolder, GuardSettings
-    from orchestrator.training.guard.guarded import Guarded
+    from orchestrator.training.guard.failure_reporter import FailureReporter
     from orchestrator.training.guard.monitor import Monitor
 
     settings = GuardSettings(**json.loads(Path(settings_path).read_text()))
     monitor = Monitor(settings, None)
-    guarded = Guarded(monitor, AttemptFolder(settings.attempt_folder))
-    _attach(guarded, torch)
-    guarded.watch_end()
-    _inherited.append(guarded)
+    reporter = FailureReporter(monitor, AttemptFolder(settings.attempt_folder))
+    _attach(reporter, torch)
+    reporter.watch_exit()
+    _inherited.append(reporter)
 
 
-def _attach(guarded: Guarded, torch: Any) -> None:
-    """Watch what this process does with torch, on its virtual device where it has one."""
-    guarded.monitor.attach(torch)
-    guarded.watch_children()
-    device = guarded.monitor.device
+def _attach(reporter: FailureReporter, torch: Any) -> None:
+    """Install the monitor, the child hooks, and the virtual device or the out-of-memory hook."""
+    reporter.monitor.attach(torch)
+    reporter.watch_children()
+    device = reporter.monitor.device
     if device is None:
-        guarded.watch_errors(torch)
+        reporter.watch_errors(torch)
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that choose devices themselves have set it
-        device.on_out_of_memory = guarded.note
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # scripts that select devices set it
+        device.on_out_of_memory = reporter.note_oom
         device.__enter__()
-        _keep_out_loader_workers(device)
-        _take_in_forked_ranks(device)
+        _exclude_loader_workers(device)
+        _include_forked_ranks(device)
 
 
-def _keep_out_loader_workers(device: VirtualDevice) -> None:
-    """Workers that a rank spawns are host processes; pickled by its name, the function is this one there too."""
+def _exclude_loader_workers(device: VirtualDevice) -> None:
+    """Make data loader workers leave the device: they use host memory. Spawned ones unpickle the hook by its name."""
     workers: Any = importlib.import_module("torch.utils.data._utils.worker")
     loop = workers._worker_loop
 
@@ -148,8 +148,8 @@ def _keep_out_loader_workers(device: VirtualDevice) -> None:
     workers._worker_loop = outside
 
 
-def _take_in_forked_ranks(device: VirtualDevice) -> None:
-    """A child that a script forks is a host process, unless it joins a process group."""
+def _include_forked_ranks(device: VirtualDevice) -> None:
+    """Make a forked child rejoin the device when it joins a process group; until then it is a host process."""
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_available():
         return
@@ -164,17 +164,17 @@ def _take_in_forked_ranks(device: VirtualDevice) -> None:
 
 
 def _leave(code: object) -> None:
-    """In a gang, end the process as Python would, but without unloading native libraries.
+    """With several ranks, end the process as Python does, but without unloading native libraries.
 
-    gloo's threads now and then abort there (7 of 12 two-rank runs under load, torch 2.13.0+cpu, 2026-11): a training
-    that has done everything would count as crashed.
+    gloo's threads sometimes abort there (7 of 12 two-rank runs under load, torch 2.13.0+cpu, 2026-11). A finished
+    training would then count as crashed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "torch" not in sys.modules:
         return
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, then what it registered
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the script's threads, then runs their exit callbacks
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -182,7 +182,7 @@ def _leave(code: object) -> None:
 
 
 def _run_target(target: Sequence[str]) -> None:
-    """Run `script.py args...` or `-m module args...` as `python script.py` and `python -m module` do."""
+    """Run `script.py args...` or `-m module args...` as python does."""
     if target[0] == "-m":
         sys.argv = list(target[1:])
         runpy.run_module(target[1], run_name="__main__", alter_sys=True)
@@ -197,7 +197,7 @@ def _run_target(target: Sequence[str]) -> None:
 
 
 def _bring_package() -> None:
-    """Make `import orchestrator` mean this one; a folder on `sys.path` would bring our neighbours along."""
+    """Make `import orchestrator` find this package; a `sys.path` entry would expose the packages beside it too."""
     if "orchestrator" in sys.modules:
         return
     folder = Path(__file__).resolve().parents[2]
@@ -210,36 +210,36 @@ def _bring_package() -> None:
     spec.loader.exec_module(sys.modules["orchestrator"])
 
 
-_inherited: list[Guarded] = []
+_inherited: list[FailureReporter] = []
 _shown: list[mmap.mmap] = []
 
 
 def _show(settings_path: str) -> None:
-    """Let the launcher see that the guard is in this process, and in those that it forks: it maps the settings."""
+    """Map the settings file: the launcher recognises guarded processes, and their forks, by this mapping."""
     with open(settings_path, "rb") as settings:
         _shown.append(mmap.mmap(settings.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _unwatched(settings_path: str, why: str) -> None:
-    """Say that this process trains without the guard."""
+    """Log that this process trains without the guard, on stderr and in the file `unwatched`."""
     version = ".".join(map(str, sys.version_info[:3]))
-    said = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"
-    print(f"guard: nobody watches {said}", file=sys.stderr)
+    line = f"{' '.join(sys.orig_argv)!r} under Python {version}: {why}"
+    print(f"guard: not watched: {line}", file=sys.stderr)
     with contextlib.suppress(OSError), open(Path(settings_path).with_name("unwatched"), "a") as file:
-        file.write(f"{said}\n".replace("\n", " ")[:1000] + "\n")
+        file.write(f"{line}\n".replace("\n", " ")[:1000] + "\n")
 
 
-def _withdraw_inherited() -> Guarded | None:
-    """Take back what `inherit` has prepared in this process; what it guards already, where torch came before us.
+def _withdraw_inherited() -> FailureReporter | None:
+    """Undo `inherit` in this process; returns its reporter if torch was imported already.
 
-    It was called in another module made of this file (inherited/sitecustomize.py).
+    `inherit` ran in another module object of this file (inherited/sitecustomize.py).
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != _ImportHook.__name__]
     return next(iter(getattr(sys.modules.get("_orchestrator_guard"), "_inherited", ())), None)
 
 
 def _when_imported(name: str, then: Callable[[Any], None]) -> None:
-    """Call `then(module)` once the module is imported; at once where it is."""
+    """Call `then(module)` when the module is imported, at once if it already is."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
@@ -247,10 +247,10 @@ def _when_imported(name: str, then: Callable[[Any], None]) -> None:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Calls a function of ours once a module has been executed, however often it was looked up before.
+    """Calls `then` once, after a module has been executed.
 
-    Others look a module up without importing it (`importlib.util.find_spec`), import it late (LazyLoader), or fail to
-    and try again. So the loader of every spec calls it, and the hook stays until one has.
+    Programs look a module up without importing it (`importlib.util.find_spec`), import it late (LazyLoader), or retry a
+    failed import. So every spec's loader is wrapped, and the hook stays until one has executed the module.
     """
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
@@ -264,11 +264,11 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                self._tell_end_of(spec)
+                self._wrap_loader(spec)
                 return spec
         return None
 
-    def _tell_end_of(self, spec: importlib.machinery.ModuleSpec) -> None:
+    def _wrap_loader(self, spec: importlib.machinery.ModuleSpec) -> None:
         loader = spec.loader
         if loader is None:
             return

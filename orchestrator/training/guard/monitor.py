@@ -1,4 +1,4 @@
-"""Where is the training of this rank? Phase, optimizer steps, step time and peak memory, as heartbeats."""
+"""Heartbeats of this rank: phase, optimizer steps, step time and peak memory."""
 
 from __future__ import annotations
 
@@ -19,49 +19,49 @@ from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.run import STALE_EXIT_CODE, AttemptFolder, GuardSettings, write_json
 from orchestrator.training import progress
 from orchestrator.training.guard.faults import raise_fault
-from orchestrator.training.guard.passes import Passes
+from orchestrator.training.guard.pass_progress import PassProgress
 
 if TYPE_CHECKING:
     from orchestrator.training.guard.virtual_device import VirtualDevice
 
-RECENT_STEPS = 50  # the median of so many intervals is the step time
+RECENT_STEPS = 50  # the step time is the median of this many intervals
 
 
 class Monitor:
-    """Listens to PyTorch's optimizers and backward passes in this process and writes `rank<r>.heartbeat.json`.
+    """Hooks PyTorch's optimizers and backward passes in this process and writes `rank<r>.heartbeat.json`.
 
-    A step is a cycle of optimizer steps: it is complete when the optimizer that steps first in it has stepped, so two
-    optimizers that take turns count once. A loop that reports its own step (`training.progress`) is believed instead.
+    A step is a cycle of optimizer steps. It completes when the cycle's first optimizer has stepped, so two optimizers
+    that alternate count once. Steps that a loop reports itself (`training.progress`) take precedence.
     """
 
     def __init__(self, settings: GuardSettings, rank: int | None) -> None:
         self._rank, self.is_rank, self.phase = rank, rank is not None, "startup"
         self.device: VirtualDevice | None = None
-        self._passes = Passes(self._allocations)
+        self._passes = PassProgress(self._allocations)
         self._capacity_bytes = settings.virtual_capacity_bytes
         self.step, self.steps_done, self._backwards = 0, 0, 0
         self.injected = False
-        self.is_behind = False  # memory ran out since the last step: the next one that completes is told at once
+        self.beat_after_next_step = False  # memory ran out since the last step
         self._folder = AttemptFolder(settings.attempt_folder)
         self._interval_s = settings.heartbeat_interval_s
         self._fault, self._fault_rank, self._fault_step = settings.fault_kind, settings.fault_rank, settings.fault_step
-        self._told = False  # a loop reports its own steps
+        self._loop_reports = False  # the training loop reports its own steps
         self._loss: float | None = None
-        self._cycle: set[int] = set()  # optimizers that have stepped since the last step began
-        self._depth = 0  # optimizers that are stepping, one inside the other
+        self._cycle: set[int] = set()  # ids of the optimizers that stepped in this cycle
+        self._depth = 0  # nested optimizer steps in progress
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
         self._last_step_s: float | None = None
         self._next_beat_s = 0.0
         self._torch_version = ""
         self._allocator_room_bytes: int | None = None
 
-    def be(self, rank: int) -> None:
-        """Count as that rank from now on."""
+    def become(self, rank: int) -> None:
+        """Report as this rank from now on."""
         self._rank, self.is_rank = rank, True
 
     @property
     def rank(self) -> int:
-        """As told; else that of the process group where there is one; of the environment, or 0, where not."""
+        """The rank: as given, else the process group's, else `RANK` of the environment, else 0."""
         if self._rank is not None:
             return self._rank
         distributed = sys.modules.get("torch.distributed")
@@ -71,9 +71,9 @@ class Monitor:
         return int(os.environ.get("RANK", "0"))
 
     def attach(self, torch: Any) -> None:
-        """Start listening, with the virtual device made if there is one; `torch` is the imported module."""
+        """Create the virtual device, if the settings ask for one, and install the hooks in the module `torch`."""
         self._torch_version = str(torch.__version__)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._after_fork)
         if self._capacity_bytes is not None:
             self.device = importlib.import_module("orchestrator.training.guard.virtual_device").VirtualDevice(
                 self._capacity_bytes
@@ -81,30 +81,30 @@ class Monitor:
         optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim does not keep the name
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         optimizers.register_optimizer_step_post_hook(self._after_optimizer)
-        progress.listen(self._step_told)
+        progress.listen(self._on_reported_step)
         torch.autograd.backward = self._watched(torch.autograd.backward)
         torch.autograd.grad = self._watched(torch.autograd.grad)
         self._until_forward(torch)
 
     def _until_forward(self, torch: Any) -> None:
-        """Take the first module that goes forward for training as the end of the startup; listen no longer then."""
+        """End the startup phase at the first forward pass in training mode, then remove the hook."""
 
         def begun(module: Any, _: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 handle.remove()
                 if self.phase == "startup":
-                    self._passes.begin()
+                    self._passes.begin_forward()
                     self._enter("forward")
 
         handle = importlib.import_module("torch.nn.modules.module").register_module_forward_pre_hook(begun)
 
     @property
     def pass_done(self) -> float | None:
-        """How much is done of the forward or backward pass that runs, as passes.Passes counts; None: unknown."""
-        return self._passes.done(self.phase)
+        """Fraction of the running forward or backward pass that is done, by `PassProgress`; None: unknown."""
+        return self._passes.fraction_done(self.phase)
 
     def _allocations(self) -> int:
-        """Tensors that were ever given memory on this rank's device."""
+        """Allocations so far on this rank's device."""
         if self.device is not None:
             return self.device.allocations
         cuda = self._cuda()
@@ -113,20 +113,20 @@ class Monitor:
     def _watched(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._passes.turn()
+            self._passes.begin_backward()
             self._enter("backward")
             result = backward(*args, **kwargs)
             self._backwards += 1
-            self._passes.end()
+            self._passes.end_backward()
             self._enter("forward")
             return result
 
         return watched
 
     def beat(self) -> None:
-        """Write the heartbeat now; end the process where a newer attempt of the job exists.
+        """Write the heartbeat now; exit if a newer attempt of the job exists.
 
-        Several processes may have the number of one rank: the one that has trained most speaks for it.
+        Several processes may have the same rank: the file belongs to the one with the most steps.
         """
         self.is_rank = True
         beat = Heartbeat(
@@ -146,44 +146,44 @@ class Monitor:
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
-        if not _has_trained_more(path, beat):
+        if not _other_process_leads(path, beat):
             with contextlib.suppress(OSError):  # a full disk must not end the training
                 write_json(path, beat)
         self._next_beat_s = time.monotonic() + self._interval_s
 
     def peak_bytes(self) -> int:
-        """Highest allocated bytes so far on this rank's device; 0 before it is in use."""
+        """Peak allocated bytes so far on this rank's device; 0 before first use."""
         if self.device is not None:
             return self.device.peak_bytes
         cuda = self._cuda()
         return 0 if cuda is None else int(cuda.max_memory_allocated())
 
     def reserved_bytes(self) -> int:
-        """Highest bytes so far that PyTorch's allocator held of a CUDA device; 0 without one."""
+        """Peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""
         cuda = self._cuda()
         return 0 if cuda is None else int(cuda.max_memory_reserved())
 
     def allocator_room_bytes(self) -> int | None:
-        """The least so far that was free on this rank's device or held by PyTorch's allocator; None without CUDA.
+        """Minimum so far of free plus reserved bytes on this rank's device; None without CUDA.
 
-        What is missing of it hold the context, the communicators, libraries that allocate for themselves, and others.
+        The context, communicators, libraries with their own allocations and other processes hold the rest.
         """
         cuda = self._cuda()
         if cuda is not None and not cuda.is_current_stream_capturing():
-            # What an error has left of the device, nobody can ask; free goes first, so that what the allocator takes
-            # in between counts as room.
+            # After a CUDA error the queries raise. Free memory is read first: what the allocator reserves in between
+            # then counts as available.
             with contextlib.suppress(RuntimeError):
                 room_bytes = int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved())
                 self._allocator_room_bytes = min(room_bytes, self._allocator_room_bytes or room_bytes)
         return self._allocator_room_bytes
 
     def _cuda(self) -> Any:
-        """torch.cuda where this rank has begun to use a real device, else None."""
+        """torch.cuda once this rank has initialised a real device, else None."""
         torch = sys.modules.get("torch")
         return torch.cuda if self.device is None and torch and torch.cuda.is_initialized() else None
 
-    def _forked(self) -> None:
-        """A child that the script forks is a rank once it trains, and counts from there."""
+    def _after_fork(self) -> None:
+        """Reset the counters: a forked child is a rank once it trains, and counts from there."""
         self._rank, self.is_rank, self._next_beat_s = None, False, 0.0
         self.step, self.steps_done, self._backwards, self._last_step_s = 0, 0, 0, None
         self._durations.clear()
@@ -209,17 +209,17 @@ class Monitor:
         self._depth = max(self._depth - 1, 0)
         if self._depth:
             return
-        if not self._told:
+        if not self._loop_reports:
             if not self._cycle or id(optimizer) in self._cycle:
                 self._cycle.clear()
                 self._complete(self.step + 1)
             self._cycle.add(id(optimizer))
-        self._passes.begin()
+        self._passes.begin_forward()
         self._enter("forward")
 
-    def _step_told(self, step: int, loss: float | None) -> None:
-        if not self._told:
-            self._told, self.steps_done, self._last_step_s = True, 0, None
+    def _on_reported_step(self, step: int, loss: float | None) -> None:
+        if not self._loop_reports:
+            self._loop_reports, self.steps_done, self._last_step_s = True, 0, None
             self._durations.clear()
         self._loss = loss
         self._complete(step)
@@ -232,8 +232,8 @@ class Monitor:
         self.step = step
         self.steps_done += 1
         self._passes.complete_step()
-        if self.steps_done == 1 or self.is_behind or now_s >= self._next_beat_s:
-            self.is_behind = False
+        if self.steps_done == 1 or self.beat_after_next_step or now_s >= self._next_beat_s:
+            self.beat_after_next_step = False
             self.beat()
 
     def _end_if_stale(self) -> None:
@@ -249,8 +249,8 @@ class Monitor:
             os._exit(STALE_EXIT_CODE)
 
 
-def _has_trained_more(path: Path, beat: Heartbeat) -> bool:
-    """Whether the heartbeat there is another process's that has more steps to tell of."""
+def _other_process_leads(path: Path, beat: Heartbeat) -> bool:
+    """Whether the file at `path` is the heartbeat of another process with more steps."""
     try:
         other = json.loads(path.read_text())
         return bool(other["pid"] != beat.pid and other["steps_done"] > beat.steps_done)
@@ -259,7 +259,7 @@ def _has_trained_more(path: Path, beat: Heartbeat) -> bool:
 
 
 def write_durably(path: Path, report: Any) -> None:
-    """`write_json`, on the disk when it returns."""
+    """Write JSON and fsync the file and its folder."""
     write_json(path, report)
     for name in (path, path.parent):
         descriptor = os.open(name, os.O_RDONLY)

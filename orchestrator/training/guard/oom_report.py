@@ -1,4 +1,4 @@
-"""Did the memory of a device run out, and what does the exception say about it? Standard library only."""
+"""Was an exception a device out-of-memory error, and which byte counts does its message give? Standard library only."""
 
 from __future__ import annotations
 
@@ -47,44 +47,44 @@ RESERVED = (re.compile(rf"; {AMOUNT} reserved in total by PyTorch"), re.compile(
 UNALLOCATED = (re.compile(rf"{AMOUNT} is reserved by PyTorch but unallocated"),)
 OWN = (re.compile(rf"this process has {AMOUNT} memory in use"),)
 NAMED = re.compile(rf"(?<!this )\bProcess \d+ has {AMOUNT} memory in use")
-# What is neither free nor PyTorch's is the CUDA context, 0.47 to 1.78 GiB (stas00/ml-engineering,
-# training/performance/README.md), and a desktop, unless it is more than this and a quarter of the device.
+# Memory that is neither free nor PyTorch's counts as CUDA context (0.47 to 1.78 GiB: stas00/ml-engineering,
+# training/performance/README.md) and desktop, up to the larger of this and a quarter of the device.
 OVERHEAD_BYTES = 2 * 2**30
-ROUNDING_BYTES = 2**25  # of amounts that are told in hundredths of a GiB
+ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
-    """The out-of-memory exception that `error` is, or was raised from or after; None where there is none."""
+    """The out-of-memory exception in the chain of `error` (itself, causes, contexts), or None."""
     return next(filter(_is_out_of_memory, _chain(error)), None)
 
 
 def requested_bytes(message: str) -> int | None:
-    """Bytes that the failed allocation asked for, or None where the message does not say."""
+    """Bytes that the failed allocation requested; None if the message lacks them."""
     return _first(REQUESTED, message)
 
 
 def capacity_bytes(message: str) -> int | None:
-    """Bytes of the device, or of this process's share of it where one is set; None where the message does not say."""
+    """Bytes of the device, or of this process's cap if one is set; None if the message lacks them."""
     return _first((ALLOWED, *CAPACITY), message)
 
 
 def is_capped(message: str) -> bool:
-    """Whether the allocator has its own share of the device: what others take of the rest is not its loss."""
+    """Whether the allocator has a cap of its own, so that other processes' memory does not reduce it."""
     return ALLOWED.search(message) is not None
 
 
 def free_bytes(message: str) -> int | None:
-    """Bytes of the device that nobody holds, or None where the message does not say."""
+    """Free bytes of the device; None if the message lacks them."""
     return _first(FREE, message)
 
 
 def allocated_bytes(message: str) -> int | None:
-    """Bytes of live tensors, or of all that the process holds where no more is said; None where nothing is."""
+    """Bytes of live tensors, else of all that the process holds; None if the message has neither."""
     return _first((*ALLOCATED, *OWN), message)
 
 
 def unallocated_bytes(message: str) -> int | None:
-    """Bytes that PyTorch holds without a tensor in them, or None where the message does not say."""
+    """Bytes reserved by PyTorch but not allocated; None if the message lacks them."""
     reserved, allocated = _first(RESERVED, message), _first(ALLOCATED, message)
     if reserved is not None and allocated is not None:
         return max(reserved - allocated, 0)
@@ -92,10 +92,10 @@ def unallocated_bytes(message: str) -> int | None:
 
 
 def foreign_bytes(message: str) -> int:
-    """Bytes that other processes hold on the device as far as the message tells, else 0.
+    """Bytes that other processes hold on the device, as far as the message tells; else 0.
 
-    PyTorch names every process that NVML lists but its own. In a container it does not know itself (NVML counts
-    processes outside of it): then the smallest that can hold what PyTorch holds is this one.
+    PyTorch lists every process that NVML reports except its own. In a container it cannot recognise its own, since NVML
+    reports host process ids. Then the smallest listed process that can hold PyTorch's bytes counts as this one.
     """
     named = [_amount(match) or 0 for match in NAMED.finditer(message)]
     own, allocated = _first(OWN, message), _first(ALLOCATED, message)
@@ -107,10 +107,10 @@ def foreign_bytes(message: str) -> int:
     if named or total is None or free is None:
         return sum(named)
     if own is not None:
-        rest, told_bytes = total - free - own, ROUNDING_BYTES
+        rest, tolerance_bytes = total - free - own, ROUNDING_BYTES
     else:
-        rest, told_bytes = (0 if held is None else total - free - held), max(OVERHEAD_BYTES, total // 4)
-    return rest if rest > told_bytes else 0
+        rest, tolerance_bytes = (0 if held is None else total - free - held), max(OVERHEAD_BYTES, total // 4)
+    return rest if rest > tolerance_bytes else 0
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -124,7 +124,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it was raised from and what was being handled; each once."""
+    """The error, then its causes and contexts, each once."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

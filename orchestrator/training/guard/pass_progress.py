@@ -1,4 +1,4 @@
-"""How far had a forward or backward pass come? Allocations beside those of the same pass of the last complete step."""
+"""How far is a forward or backward pass? Its allocations relative to the same pass of the last complete step."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Passes:
-    """Counts allocations only where passes begin and end, so that a training step costs nothing more.
+class PassProgress:
+    """Counts allocations at the start and end of each pass, so that nothing is added inside a training step.
 
-    How many tensors a pass makes depends on the model's code, not on how long or how many its samples are.
+    The number of tensors of a pass depends on the model's code, not on the number or length of its samples.
     """
 
     def __init__(self, allocations: Callable[[], int]) -> None:
         self._allocations, self._began = allocations, 0
         self._forward: int | None = None  # allocations of the forward pass whose backward pass runs
         self._now: list[tuple[int, int]] = []  # (forward, backward) of each pass of this step
-        self._last: list[tuple[int, int]] = []  # of the last complete step
+        self._last: list[tuple[int, int]] = []  # the same for the last complete step
 
-    def begin(self) -> None:
+    def begin_forward(self) -> None:
         """A forward pass begins."""
         self._began, self._forward = self._allocations(), None
 
-    def turn(self) -> None:
+    def begin_backward(self) -> None:
         """The backward pass begins."""
         now = self._allocations()
         self._forward, self._began = now - self._began, now
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """The backward pass is done."""
         now = self._allocations()
         if self._forward is not None:
@@ -40,8 +40,8 @@ class Passes:
         if self._now:
             self._last, self._now = self._now, []
 
-    def done(self, phase: str) -> float | None:
-        """The share of the pass in `phase` that is done; None where no such pass was complete before."""
+    def fraction_done(self, phase: str) -> float | None:
+        """Fraction of the pass in `phase` that is done; None if no such pass has completed before."""
         known = self._last[len(self._now) : len(self._now) + 1] or self._now[-1:] or self._last[-1:]
         if not known or phase not in ("forward", "backward"):
             return None
@@ -49,15 +49,15 @@ class Passes:
         return min(1.0, (self._allocations() - self._began) / whole) if whole > 0 else None
 
 
-def modules_done(frame: types.FrameType | None) -> float | None:
-    """The share of a model's innermost modules that are registered before the one that runs; None where none runs.
+def fraction_of_modules_done(frame: types.FrameType | None) -> float | None:
+    """Fraction of the model's leaf modules that are registered before the running one; None if none runs.
 
-    Of the outermost module on the stack of `frame`: most are registered in the order in which they run. All count as
-    done where code of the whole model runs, outside of its modules: that is most often the loss of its head.
+    The model is the outermost module on the stack of `frame`. Most models register modules in execution order. Code of
+    the model outside its submodules counts as 1.0: most often it is the loss after the head.
     """
     running: list[Any] = []
     while frame is not None:
-        if frame.f_code.co_name == "_call_impl":  # torch.nn.Module.__call__; it lets go of its locals as it is left
+        if frame.f_code.co_name == "_call_impl":  # torch.nn.Module.__call__; its locals are gone once it returns
             running.append(frame.f_locals.get("self"))
         frame = frame.f_back
     running = [one for one in running if hasattr(one, "modules") and hasattr(one, "children")]

@@ -1,4 +1,4 @@
-"""What does a rank hold on a device that is not there? CPU tensors, counted exactly, under an enforced cap."""
+"""A virtual device: CPU tensors stand for device memory, counted exactly, under an enforced capacity."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from torch.utils._pytree import tree_flatten
 MIB = 2**20
 UNLIMITED_BYTES = 2**63 - 1
 
-# gloo's thread holds what a collective worked on until it gets the interpreter once more after the collective is done,
-# which a busy main thread gives away after 5 ms only (sys.getswitchinterval). It needs a processor for that, too. Not
-# waited for, 12 of 120 peaks were up to 11 % too high beside busy processes, and by the same amounts (2026-11).
-LET_GO_S = 0.0002  # at each new peak: some hundred in a training's first step, none later
-LET_GO_TRIES = 25  # at most, and before an out-of-memory error, each ten times as long
+# After a collective, gloo's thread keeps its tensors until it next gets the interpreter lock. A busy main thread yields
+# that lock only every 5 ms (sys.getswitchinterval), and gloo's thread needs a free core, too. Without waiting, 12 of
+# 120 peaks were up to 11 % too high on a busy machine, always by the same amounts (2026-11).
+LET_GO_S = 0.0002  # per new peak: some hundred in the first step of a training, none later
+LET_GO_TRIES = 25  # at most; before an out-of-memory error each sleep is ten times as long
 GLOO_THREAD = "(pt_gloo_runloop"  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, runLoop; as in proc(5), stat
 
 
 class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which CPU storages are device memory: `live_bytes` of them, never more than `capacity_bytes`.
+    """A context in which CPU storages count as device memory, `live_bytes` up to `capacity_bytes`.
 
-    The operation that crosses the capacity raises torch.OutOfMemoryError. Counted is what operations of the entering
-    threads return (the backward pass on CPU runs in the calling thread); scratch inside a kernel and what other threads
-    or forked children make is not, nor what is made within `host_memory()`. Storages made elsewhere count from the
-    first operation that returns a view of them. What only gloo's thread holds on to, for a moment after a collective is
-    done, is waited for. Enter it once and before the model is built.
+    The operation that exceeds the capacity raises torch.OutOfMemoryError. Enter it once, before the model is built.
+
+    - Counted: what operations of the entering threads return. On CPU the backward pass runs in the calling thread.
+    - Not counted: scratch inside a kernel, storages of other threads and forked children, and `host_memory()`.
+    - Storages from elsewhere count from the first operation that returns a view of them.
+    - Tensors that only gloo's thread still holds after a collective are waited for.
     """
 
     supports_higher_order_operators = True
@@ -48,33 +49,33 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.capacity_bytes = self._whole_bytes = capacity_bytes
         self.has_left = False  # in a forked child
-        self._thread = threading.local()  # whether it is known to be on the device
+        self._thread = threading.local()  # whether this thread has entered the device
         self.live_bytes = 0
-        self.allocations = 0  # storages that were ever made on it
+        self.allocations = 0  # storages ever created on it
         self.peak_bytes = 0  # highest since construction
         self.recent_peak_bytes = 0  # highest since `reset_recent_peak`
         self.on_out_of_memory: Callable[[torch.cuda.OutOfMemoryError, int], None] | None = None
-        self.host = False  # whether what is new now is host memory
-        self._sizes: dict[int, int] = {}  # address of the storage -> bytes it has
+        self.host = False  # whether new storages count as host memory
+        self._sizes: dict[int, int] = {}  # address of the storage -> its bytes
         self._deaths: dict[int, _Death] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper around __torch_dispatch__ costs as much as the counting
+        return False  # torch's wrapper around __torch_dispatch__ costs as much as the counting
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def reset_recent_peak(self) -> None:
-        """Let `recent_peak_bytes` start again from what is live now."""
+        """Reset `recent_peak_bytes` to `live_bytes`."""
         self.recent_peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper (DTensor, ...) unwraps itself; its inner operations come back here
+            return NotImplemented  # wrapper tensors (DTensor, ...) unwrap themselves; inner operations arrive here
         out = func(*args, **kwargs) if kwargs else func(*args)
         added = 0
         if isinstance(out, torch.Tensor):
@@ -84,7 +85,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if self._sizes.get(storage._cdata) == storage.nbytes():
                         return out
                     added = self._count(storage)
-                except NotImplementedError:  # sparse and opaque layouts have no storage of their own
+                except NotImplementedError:  # sparse and opaque layouts have no storage
                     added = self._count_parts(out)
         elif out is not None:
             added = sum(self._count_tensor(leaf) for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor))
@@ -102,7 +103,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         self._resize = resize
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees and refills by resizing
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees and refills by resize
         self._registration = register_module_parameter_registration_hook(self._count_parameter)
         os.register_at_fork(after_in_child=self._forked)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -114,30 +115,30 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _forked(self) -> None:
-        """A child of a process that uses its device has none, as under CUDA; one of a process that never did, may."""
+        """Leave the device in a forked child if the parent has used it, as CUDA does not survive a fork either."""
         if self.peak_bytes:
             self.leave()
 
     def leave(self) -> None:
-        """In a child, which is a host process, as workers of data loaders are, until it rejoins."""
+        """Stop counting in a child process, such as a data loader worker, until `rejoin`."""
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
             self.has_left = True
-        self.capacity_bytes = UNLIMITED_BYTES  # where another mode lies on top
+        self.capacity_bytes = UNLIMITED_BYTES  # in case another mode lies on top
 
     def rejoin(self) -> None:
-        """In a forked child that has turned out to be a rank: from now on it has a device of its own, as large.
+        """Give a forked child that turned out to be a rank its own device of the same capacity.
 
-        What it got from its parent stays counted; nothing happens where the device was not left.
+        Storages inherited from the parent stay counted. Does nothing if the device was not left.
         """
         if self.has_left:
             self.has_left, self.capacity_bytes = False, self._whole_bytes
             self.__enter__()
 
     def enter_thread(self) -> None:
-        """In a thread that has turned out to train: from now on what it makes counts, too.
+        """Count the storages of the calling thread, too: it trains.
 
-        Parameters count wherever they are made. Other threads read data for the host.
+        Parameters count in every thread. Threads that only read data are not counted.
         """
         if not getattr(self._thread, "is_known", False):
             self._thread.is_known = True
@@ -145,11 +146,11 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 super().__enter__()  # type: ignore[no-untyped-call]
 
     def _count(self, storage: torch.UntypedStorage) -> int:
-        """Bytes by which the storage has grown since it was last counted; negative where it shrank."""
+        """Bytes by which the storage grew since it was last counted; negative if it shrank."""
         key, size = storage._cdata, storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            if storage.device.type != "cpu":  # a fake tensor claims to be on the CPU, its storage does not
+            if storage.device.type != "cpu":  # a fake tensor reports the CPU, its storage does not
                 return 0
             death = self._deaths[key] = _Death(storage, self._forget)
             death.key, death.host = key, self.host
@@ -170,7 +171,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _is_full(self) -> bool:
-        """Whether more is held than the device has, also when everybody has let go of what is done with."""
+        """Whether the capacity is still exceeded after gloo's threads have released finished tensors."""
         for _ in range(LET_GO_TRIES if _in_gang() else 0):
             time.sleep(10 * LET_GO_S)
             if self.live_bytes <= self.capacity_bytes:
@@ -202,7 +203,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise self._out_of_memory(added)
 
     def _count_parameter(self, _module: torch.nn.Module, _name: str, parameter: torch.Tensor | None) -> None:
-        """Parameters read from a file come from outside; those of a wrapper were counted when it was made."""
+        """Count a registered parameter: it may come from a file. Wrapper tensors were counted at construction."""
         if parameter is not None and not is_traceable_wrapper_subclass(parameter):
             added = self._count_tensor(parameter)
             if added > 0 and self.live_bytes > self.capacity_bytes and self._is_full():
@@ -215,7 +216,7 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= size
 
     def _out_of_memory(self, requested_bytes: int) -> torch.cuda.OutOfMemoryError:
-        """The error, in the words of PyTorch's CUDA allocator so that every reader of such messages understands it."""
+        """The error, in the wording of PyTorch's CUDA allocator, so that existing parsers read it."""
         used = self.live_bytes
         error = torch.cuda.OutOfMemoryError(
             f"Virtual device out of memory. Tried to allocate {_amount(requested_bytes)}. "
@@ -230,9 +231,9 @@ class VirtualDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def host_memory() -> Iterator[None]:
-    """Within, CPU storages that the calling thread makes are the host's: the virtual device never counts them.
+    """A context whose new CPU storages are host memory: the virtual device never counts them.
 
-    Storages that it counts already stay counted. Without a virtual device there is nothing to tell apart.
+    Storages that are counted already stay counted. Without a virtual device it does nothing.
     """
     device = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, VirtualDevice)), None)
     if device is None or device.host:
@@ -246,7 +247,7 @@ def host_memory() -> Iterator[None]:
 
 
 def _let_go() -> None:
-    """Sleep until gloo's threads, too, have nothing more to do."""
+    """Sleep until gloo's threads are idle, at most LET_GO_TRIES * LET_GO_S seconds."""
     for _ in range(LET_GO_TRIES):
         time.sleep(LET_GO_S)
         if not any(map(_is_gloo_at_work, _threads())):
@@ -256,16 +257,16 @@ def _let_go() -> None:
 def _threads() -> list[str]:
     try:
         return os.listdir("/proc/self/task")
-    except OSError:  # not Linux: one sleep has to do
+    except OSError:  # not Linux: one sleep only
         return []
 
 
 def _is_gloo_at_work(thread: str) -> bool:
-    """Whether it is a thread of gloo's that runs, or would if it had a processor."""
+    """Whether it is one of gloo's threads and is running or runnable."""
     try:
         with open(f"/proc/self/task/{thread}/stat") as stat:
             name, _, state = stat.read().rpartition(")")
-    except OSError:  # it is gone
+    except OSError:  # the thread has ended
         return False
     return name.endswith(GLOO_THREAD) and state.startswith(" R")
 

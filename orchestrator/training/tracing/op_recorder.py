@@ -50,7 +50,7 @@ def _group_norm_backward(
 AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.default: _group_norm_backward}
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
 
     def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, float]) -> None:

@@ -54,7 +54,7 @@ from orchestrator.training.models.decoder import decoder_recipe
 from orchestrator.training.tracing.allocator import Ledger, fragmentation, on_lines
 from orchestrator.training.tracing.cuda_autocast import as_on_cuda
 from orchestrator.training.tracing.fake_model import as_with_values, parameters_on_meta, without_memory
-from orchestrator.training.tracing.recorder import Recorder
+from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
 from orchestrator.training.tracing.zero3_linear import Zero3Linear
 
@@ -155,7 +155,7 @@ class _Traced:
             if low and not arithmetic.autocast:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
-        self._recorder = Recorder(self._recipes, held_bytes)
+        self._recorder = OpRecorder(self._recipes, held_bytes)
         gc.freeze()  # what was imported is never garbage: looking through it took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))

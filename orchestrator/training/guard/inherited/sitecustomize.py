@@ -1,7 +1,7 @@
-"""Found first by every Python process of a script: guards those that train and are not wrapped by the guard.
+"""Guards every Python process of a script that trains and is not run by guard.py.
 
-Python imports a module of this name at start-up (https://docs.python.org/3/library/site.html). The one that this file
-hides, if any, is run after it, under its name.
+Python imports a module of this name at start-up (https://docs.python.org/3/library/site.html). A `sitecustomize` that
+this file shadows is run afterwards, under its name.
 """
 
 import importlib.machinery
@@ -29,5 +29,5 @@ def _run_hidden() -> None:
 
 
 if os.environ.get("ORC_GUARD"):
-    _guard(os.environ["ORC_GUARD"])  # first: the other one may import torch
+    _guard(os.environ["ORC_GUARD"])  # first: the shadowed module may import torch
 _run_hidden()
