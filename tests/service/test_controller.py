@@ -307,7 +307,7 @@ def test_whoever_submits_to_a_journal_that_hangs_is_told_that_nothing_was_kept(m
     first.start()
     assert journal.reached.wait(60)
     monkeypatch.setattr(service, "ANSWER_S", 0.01)
-    with pytest.raises(ServiceError, match="nothing was kept"):
+    with pytest.raises(ServiceError, match="nothing was submitted"):
         controller.submit(script("second"))
     journal.let_go.set()
     first.join(60)

@@ -75,7 +75,7 @@ def test_a_model_folder_is_found_from_the_job_file_and_its_configuration_read(tm
         (HF.replace("hf: model", "hf: ./nowhere"), None, ["model.hf", "jobs/nowhere", "the folder does not exist"]),
         (HF.replace("./model", "./nowhere"), json.dumps(LLAMA), ["data.tokenizer", "jobs/nowhere"]),
         (HF.replace("corpus.txt", "corpse.jsonl"), json.dumps(LLAMA), ["data.chat[0]", "corpse.jsonl"]),
-        (HF.replace("hf: model", "hf: {model_type: gpt3}"), "{}", ["model", "no such family", "say what it costs"]),
+        (HF.replace("hf: model", "hf: {model_type: gpt3}"), "{}", ["model", "no such family", "give its costs"]),
     ],
 )
 def test_a_transformers_model_that_cannot_be_planned_is_refused(
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_its_own_words(tmp_path: P
     with pytest.raises(SpecError) as caught:
         read_job(own_job(tmp_path, code), home=tmp_path / "home")
     said = str(caught.value)
-    assert [words for words in ("job.yaml", "ZeroDivisionError", "say what it costs") if words not in said] == [], said
+    assert [words for words in ("job.yaml", "ZeroDivisionError", "give its costs") if words not in said] == [], said
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
@@ -234,7 +234,7 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (MODEL.replace("corpus", "corpse"), ["data.text[0]", "jobs/corpse.txt", "does not exist"]),
-        (SCRIPT.replace("train.py", "trane.py"), ["command", "trane.py", "start at `workdir`"]),
+        (SCRIPT.replace("train.py", "trane.py"), ["command", "trane.py", "relative to `workdir`"]),
         (SCRIPT.replace("python -u train.py", "./go.sh"), ["command", "./go.sh"]),
         (f"{SCRIPT}workdir: nowhere\n", ["workdir", "jobs/nowhere", "the folder does not exist"]),
         (

@@ -1,4 +1,4 @@
-"""On which hardware is a job planned?"""
+"""The hardware for which a job is planned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from orchestrator.specs.observation import Observation
 
 
 def hardware_of(service: Path | Login, cluster: Path | None) -> tuple[Sequence[Node], Sequence[Observation]]:
-    """The given cluster with all memory free, else the live one with what it has learned, else the one of `orc up`.
+    """The given cluster with all memory free, else the live one with its observations, else the one of `orc up`.
 
-    Raises SpecError where the file is none of a cluster, ServiceError where the service does not answer.
+    Raises SpecError if the file is not a cluster file, ServiceError if the service does not answer.
     """
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()  # which knows this machine's rates
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
@@ -33,6 +33,6 @@ def hardware_of(service: Path | Login, cluster: Path | None) -> tuple[Sequence[N
 def _is_up(home: Path) -> bool:
     if not (home / "service.json").exists():
         return False
-    from orchestrator.service.server.client import is_up  # which loads httpx: planning does without
+    from orchestrator.service.server.client import is_up  # late: it imports httpx, which planning does not need
 
     return is_up(home)

@@ -1,4 +1,4 @@
-"""A night as somebody writes it down: which job files are submitted when."""
+"""A list of job files with their submission times, for `orc simulate`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from orchestrator.specs.units import parse_seconds
 
 
 def read_list(path: Path, home: Path) -> Trace:
-    """The jobs of a file that says `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
+    """The jobs of a file with `begins: 2026-11-23T18:00` and `jobs: [{at: 10min, file: job.yaml}, ...]`.
 
-    Files are relative to the list. What a file says is submitted together, and so are files of the same time; without
-    `at` that is when the list begins. Which day and time that is only hours and deadlines ask. Raises SpecError.
+    Files are relative to the list. Jobs of one file, and files with the same `at`, are submitted together; `at`
+    defaults to the list's begin. Only hours and deadlines need `begins`. Raises SpecError.
     """
     source = str(path)
     try:
@@ -35,7 +35,7 @@ def read_list(path: Path, home: Path) -> Trace:
     for index, entry in enumerate(entries):
         where = f"jobs.{index}"
         if not isinstance(entry, dict) or not {"file"} <= set(entry) <= {"at", "file"}:
-            raise SpecError("an entry says `file`, and may say `at`", source=source, path=where, got=entry)
+            raise SpecError("an entry has `file` and optionally `at`", source=source, path=where, got=entry)
         try:
             at_s = parse_seconds(entry.get("at", "0s"))
         except ValueError as error:
@@ -46,7 +46,7 @@ def read_list(path: Path, home: Path) -> Trace:
 
 
 def _begin(said: object, source: str) -> float:
-    """The moment that a list's `begins` names."""
+    """The list's `begins` in seconds since 1970."""
     try:
         moment = parse_deadline(said)
     except ValueError:
@@ -58,15 +58,15 @@ def _begin(said: object, source: str) -> float:
 
 
 def _arrival(spec: JobSpec, at_s: float, first_s: float, begins_s: float | None, where: str) -> Arrival:
-    """A job of a list, whose hours count from the first that comes, and its deadline from the list's begin."""
+    """A job of a list; its hours count from the first arrival, its deadline from the list's begin."""
     if spec.optimizer_steps is None:
-        raise SpecError("nobody says how long the job runs", source=where, path="steps", hint="say `steps`")
+        raise SpecError("the job's length is not known", source=where, path="steps", hint="set `steps`")
     if spec.start_window is None and spec.deadline is None:
         return Arrival(at_s=at_s, spec=spec)
     if begins_s is None:
-        hint = "say in the list when it does, such as `begins: 2026-11-23T18:00`"
+        hint = "set `begins` in the list, such as `begins: 2026-11-23T18:00`"
         key = "start_window" if spec.start_window is not None else "deadline"
-        raise SpecError("nobody says at which time of the day the list begins", source=where, path=key, hint=hint)
+        raise SpecError("the list does not say when it begins", source=where, path=key, hint=hint)
     between = None if spec.start_window is None else spec.start_window.counted_from(begins_s + first_s)
     deadline_s = None if spec.deadline is None else spec.deadline.due_s(begins_s + at_s) - begins_s
     if deadline_s is not None and deadline_s <= at_s:

@@ -1,4 +1,4 @@
-"""What would happen to this job on this hardware? `orc plan` and `orc estimate`; nothing is started."""
+"""`orc plan` and `orc estimate`: the plans of a job on given hardware; nothing is started."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ SHORT = {one.alias: one.name for one in SETTINGS if one.alias}
 
 
 class CandidateView(TypedDict):
-    """One plan: cost, and why it cannot be taken (None: it can)."""
+    """One plan: its cost, and the reason why it is rejected (None: it is not)."""
 
     plan: str
     settings: dict[str, str]
     degradation: str
-    step_s: float  # as predicted, times what measured steps say
-    step_factor: float  # measured / predicted of the engine's steps so far, 1 where none was measured
+    step_s: float  # predicted, times `step_factor`
+    step_factor: float  # measured / predicted of the engine's steps so far, 1 if none was measured
     estimate: EstimateView
     correction: float  # of the activations
-    needed_bytes: int  # corrected and with margin: compared with the capacity
-    capacity_bytes: int  # of the fullest device among the emptiest that it needs
-    fit_probability: float | None  # None where nothing is known of its memory
+    needed_bytes: int  # corrected, with margin: compared with the capacity
+    capacity_bytes: int  # minimum free bytes of the devices with the most free bytes, as many as it needs
+    fit_probability: float | None  # None if its memory is unknown
     rejected: str | None
 
 
@@ -67,19 +67,19 @@ class Forecast(TypedDict):
     device: str
     devices: int
     global_batch_size: int
-    profile: str  # where the model's costs come from
-    chosen: int | None  # index into the frontier; where nothing fits, of the plan that may run all the same
-    probe: CandidateView | None  # what is run first to be measured, where nobody knows what the script needs
+    profile: str  # source of the model's costs
+    chosen: int | None  # index into the frontier; if nothing fits, of the plan that may fit
+    probe: CandidateView | None  # the measuring attempt that runs first if the script's memory is unknown
     frontier: list[CandidateView]
     nothing_fits: str | None  # the breakdown, and what would make it fit
 
 
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
-    """The job on the first kind of device that can hold it, or may; else on the kind with the fastest devices.
+    """The job's plans on the first kind of device that holds it, or may; else on the fastest kind.
 
-    `free_bytes` of the nodes is what a job could have there. A plan that only may run is chosen where no plan fits any
-    kind even when it is empty; else the job waits for memory, as the scheduler decides. Raises SpecError where there
-    are too few devices, or no kind can run the job.
+    `free_bytes` of the nodes is what a job could use there. If no plan fits any kind even when empty, a plan that may
+    fit is chosen; otherwise the job waits for memory, as the scheduler decides. Raises SpecError if there are too few
+    devices, or no kind can run the job.
     """
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]
@@ -95,7 +95,7 @@ def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observ
     for group in large_enough:
         try:
             found.append(_forecast_on(spec, group, observations))
-        except SpecError as error:  # on this kind of device the job cannot be cut, or computed
+        except SpecError as error:  # this kind of device cannot run the job
             refused.append(error)
     if not found:
         raise refused[0]
@@ -111,7 +111,7 @@ def _origin(profile: ModelProfile) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _OnKind:
-    """The forecast on one kind of device, which chooses only what fits its free memory."""
+    """The forecast on one kind of device; only plans that fit its free memory are chosen."""
 
     told: Forecast
     device: DeviceSpec
@@ -124,7 +124,7 @@ class _OnKind:
 
 
 def _or_likeliest(found: _OnKind) -> Forecast:
-    """The same with the plan that most probably runs on an empty device, where its free memory holds it."""
+    """The forecast with the plan most likely to fit an empty device, if the free memory allows it."""
     one = likeliest(((one, found.device.memory) for one in found.candidates), found.calibrated)
     if one is None:
         return found.told
@@ -161,7 +161,7 @@ def _forecast_on(spec: JobSpec, group: Group, observations: Sequence[Observation
 
 
 def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibration) -> CandidateView:
-    """`free_bytes` of all devices, largest first: a gang gets the emptiest, and the fullest of those is its limit."""
+    """The view of a candidate. `free_bytes`: of all devices, largest first; a gang is limited by its smallest."""
     plan, estimate = candidate.plan, candidate.estimate
     capacity_bytes = free_bytes[plan.world_size - 1]
     step_factor = calibrated.step_factors.get(plan.engine, 1.0)
@@ -183,14 +183,14 @@ def _view(candidate: Candidate, free_bytes: Sequence[int], calibrated: Calibrati
 
 
 def _groups(nodes: Sequence[Node]) -> list[Group]:
-    """`groups_of(nodes)`. Raises SpecError where there is none."""
+    """`groups_of(nodes)`. Raises SpecError if it is empty."""
     if not nodes:
         raise SpecError("the cluster has no live node", hint="`orc doctor` says what is missing")
     return groups_of(nodes)
 
 
 def _free_bytes(nodes: Iterable[Node]) -> list[int]:
-    """Of every device, largest first."""
+    """Free bytes of every device, largest first."""
     return sorted((free for node in nodes for free in node.free_bytes), reverse=True)
 
 
@@ -200,9 +200,9 @@ def _free_bytes(nodes: Iterable[Node]) -> list[int]:
 def forecast_of(
     spec: JobSpec, given: Sequence[Override], nodes: Sequence[Node], observations: Sequence[Observation] = ()
 ) -> CandidateView:
-    """One given plan on the first kind of device that has enough devices (the fastest kind where none has).
+    """One given plan on the first kind of device with enough devices, else on the fastest kind.
 
-    Raises SpecError where a setting is unknown or impossible, IllegalPlan where no engine can run the combination.
+    Raises SpecError for an unknown or impossible setting, IllegalPlan if no engine can run the combination.
     """
     plan = given_plan(spec, given)
     groups = _groups(nodes)
@@ -229,7 +229,7 @@ def forecast_of(
 
 
 def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
-    """The plan that `--set` describes; what is not said is the job's own, accumulation follows from the global batch.
+    """The plan that `--set` describes; other settings are the job's, and accumulation follows from the global batch.
 
     Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
     """
@@ -256,7 +256,7 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
 
 
 def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any]) -> Engine:
-    """DeepSpeed for what only it can do, and for stage 2 where both can."""
+    """DeepSpeed for settings that only it supports, and for stage 2 if both engines do."""
     if spec.is_script:
         return Engine.SCRIPT
     zero_stage = values.get("zero_stage", ZeroStage.NONE)
@@ -269,7 +269,7 @@ def _default_engine(spec: JobSpec, layout: ParallelLayout, values: dict[str, Any
 
 
 def _accumulation(spec: JobSpec, told: int | None, micro_batch_size: int, dp: int) -> int:
-    """What the global batch leaves over; it may be said, but not otherwise."""
+    """Accumulation steps from the global batch; a given value must be equal."""
     at_once = micro_batch_size * dp
     steps, left = divmod(spec.global_batch_size, at_once)
     if left or not steps:

@@ -1,4 +1,4 @@
-"""What does a journal tell of the past (every decision, and why), and of what is to come (each job's start and end)?"""
+"""`orc replay` and `orc forecast`: past decisions of a journal, and the expected start and end of each job."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ SQLITE = "sqlite:///"
 
 
 class Decision(TypedDict):
-    """One event after which something was done, or would be."""
+    """One event with actions, then or now."""
 
     at_s: float
     event: str
-    then: str | None  # what was decided, a line for each attempt to start or to end; None: it was not kept
-    now: str  # what this version decides
-    why: str  # in the words of this version, a line for each job
+    then: str | None  # the recorded decision, a line per attempt to start or to end; None: not recorded
+    now: str  # this version's decision
+    why: str  # this version's reasons, a line per job
     same: bool
 
 
 class ExpectedJob(TypedDict):
-    """When a job runs, as far as can be known now."""
+    """Expected start and end of a job."""
 
     id: str
     status: str
     devices: int | None
-    start_s: float | None  # None: nothing is expected of it yet
+    start_s: float | None  # None: no expectation yet
     end_s: float | None
-    start_range_s: tuple[float, float] | None  # within which it starts with a probability of 80 %; None: not known
+    start_range_s: tuple[float, float] | None  # it starts within this range with a probability of 80 %; None: unknown
     end_range_s: tuple[float, float] | None
     deadline_s: float | None
-    says_length: bool  # else a day was taken
+    says_length: bool  # False: a day was assumed
     why: str
 
 
 def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
-    """Every event of a journal with what was decided then, oldest first.
+    """Every event of a journal with its recorded decision, oldest first.
 
     `journal` is a SQLite file or an address, as `Journal` takes it. Raises SpecError, ServiceError.
     """
@@ -61,7 +61,7 @@ def kept_events(journal: str) -> Iterator[tuple[Event, str | None]]:
 
 
 def kept_state(journal: str) -> State:
-    """The state that a journal leads to. Raises as `kept_events`."""
+    """The state at the end of a journal. Raises as `kept_events`."""
     with opened(journal) as kept:
         snapshot, tail = kept.load()
     scheduler = Scheduler(snapshot or State())
@@ -71,7 +71,7 @@ def kept_state(journal: str) -> State:
 
 
 def expected_jobs(state: State, now_s: float) -> list[ExpectedJob]:
-    """Every job that has not ended, the one that starts first on top; those of which nothing is expected last."""
+    """Every live job, earliest expected start first; jobs without an expectation last."""
     found = forecast(replace(state, at_s=max(state.at_s, now_s)))
     jobs = [job for job in state.jobs.values() if not job.status.ended]
     told = [_expected(job, found.get(job.id)) for job in jobs]
@@ -95,7 +95,7 @@ def _expected(job: Job, one: Expected | None) -> ExpectedJob:
 
 @contextmanager
 def opened(journal: str) -> Iterator[Journal]:
-    """A journal to read, whose service may be up: of a SQLite file a copy, for opening it would lock and change it."""
+    """A journal for reading, while its service may be up. A SQLite file is copied: opening would lock and change it."""
     file, is_address = journal.removeprefix(SQLITE), "://" in journal
     if is_address and file == journal:
         with closing(Journal(journal, reads_only=True)) as kept:
@@ -124,7 +124,7 @@ def _copied(path: Path) -> Iterator[Journal]:
 
 
 def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
-    """Each decision of a history, made again by this version on the state that its own decisions have led to."""
+    """Each decision of a history, repeated by this version on the state that its own decisions produced."""
     scheduler = Scheduler(State())
     for event, then in history:
         actions = scheduler.step(event)
@@ -141,7 +141,7 @@ def replay(history: Iterable[tuple[Event, str | None]]) -> Iterator[Decision]:
 
 
 def _why(state: State, actions: Iterable[Action]) -> str:
-    """Each job that something was decided on, or that came to its end, with its reason."""
+    """Each job with an action, and each job that ended, with its reason."""
     reasons: dict[str, str] = {}
     for action in actions:
         if isinstance(action, Launch | Record):

@@ -42,8 +42,8 @@ from orchestrator.specs.parse import job_from_data
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
-LOG_BYTES_MAX = 2**18  # per answer; the reader asks again from the next offset
-ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in an answer
+LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
+ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 WAIT_S_MAX = 10.0  # of a long poll
 NEVER_SEEN = -1  # a version that no state has
 
@@ -65,7 +65,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What the routes need: the controller, accounts, the home folder with its token, and how to end."""
+    """What the routes use: the controller, the accounts, the home folder with its token, and the shutdown."""
 
     controller: Controller
     accounts: Accounts
@@ -78,7 +78,7 @@ class Service:
 
 
 class FaultRequest(BaseModel):
-    """`orc rehearse`: what to make fail, in which rank, before which step completes."""
+    """`orc rehearse`: the fault, its rank, and the step before whose completion it happens."""
 
     model_config = ConfigDict(extra="forbid")
     kind: FaultKind
@@ -95,7 +95,7 @@ class SubmitRequest(BaseModel):
 
 
 class CancelRequest(BaseModel):
-    """Jobs that shall end, or the arrays that they are of."""
+    """Jobs to cancel, or the arrays that they belong to."""
 
     model_config = ConfigDict(extra="forbid")
     jobs: list[str] = Field(min_length=1)
@@ -103,7 +103,7 @@ class CancelRequest(BaseModel):
 
 
 class BatchRequest(BaseModel):
-    """Jobs that are kept together, or not at all."""
+    """Jobs that are submitted atomically."""
 
     model_config = ConfigDict(extra="forbid")
     jobs: list[SubmitRequest] = Field(min_length=1)
@@ -117,7 +117,7 @@ class ObserveRequest(BaseModel):
 
 
 class DrainRequest(BaseModel):
-    """`undo`: the node takes again what comes."""
+    """`undo`: the node accepts new attempts again."""
 
     model_config = ConfigDict(extra="forbid")
     undo: bool = False
@@ -139,14 +139,14 @@ class TokenRequest(BaseModel):
 
 
 class ShutdownRequest(BaseModel):
-    """`force` ends the service although jobs run."""
+    """`force` ends the service even while jobs run."""
 
     model_config = ConfigDict(extra="forbid")
     force: bool = False
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application; wrong token 401, wrong Host or role 403, unknown thing 404, bad input 422, refusal 409."""
+    """The application; wrong token 401, wrong Host or role 403, unknown object 404, bad input 422, refusal 409."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     gate = Gate(
         owner_token=service.token,
@@ -178,7 +178,7 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/jobs/batch")
     def submit_batch(request: BatchRequest, sender: Sender) -> dict[str, Any]:
-        """All or none: one transaction."""
+        """Submit all jobs or none, in one transaction."""
         asked = [_asked(one, f"submitted job {number}", sender) for number, one in enumerate(request.jobs, 1)]
         ids = controller.submit_all(asked)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
@@ -189,7 +189,7 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
     ) -> dict[str, Any]:
         known = dict(controller.state.jobs) if before is None else {}
-        known |= {job.id: job for job in controller.ended(ended, before)}  # asked second: none falls in between
+        known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
         policy = controller.state.policy
         return {"jobs": [_view(service.home, job, policy) for job in in_order(known.values())]}
 
@@ -280,8 +280,8 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         running = [job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING]
         if running and not request.force:
             raise ServiceError(
-                f"jobs run: {', '.join(running)}. Wait, `orc cancel` them, or say `orc down --force`: they are then "
-                "stopped and restart from their newest checkpoint at the next `orc up`"
+                f"jobs run: {', '.join(running)}. Wait, `orc cancel` them, or use `orc down --force`: it stops "
+                "them, and they restart from their newest checkpoint at the next `orc up`"
             )
         service.shut_down()
         return {"running": running}
@@ -359,7 +359,7 @@ class _Forbidden(ServiceError):
 
 
 class _Unknown(ServiceError):
-    """There is no such job, attempt or rank."""
+    """No such job, attempt or rank."""
 
 
 def _job(service: Service, job_id: str) -> Job:
@@ -373,7 +373,7 @@ def _job(service: Service, job_id: str) -> Job:
 
 
 def _view(home: Path, job: Job, policy: PolicySpec) -> JobView:
-    """The job, with what the live attempt's processes have left of themselves so far."""
+    """The job, with the heartbeats of the live attempt's processes."""
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         return job_view(job, policy=policy)
@@ -386,7 +386,7 @@ def _view(home: Path, job: Job, policy: PolicySpec) -> JobView:
 def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
     try:
         return Heartbeat(**json.loads(folder.heartbeat(rank).read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or written by another version
+    except (OSError, ValueError, TypeError):  # missing, or written by another version
         return None
 
 

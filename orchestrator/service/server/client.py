@@ -19,7 +19,7 @@ from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
 
-OBSERVATIONS_SENT = 500  # at once: about 0.5 MB
+OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
 ENDED_SHOWN = 100
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
@@ -49,10 +49,10 @@ class Client:
         return self._json("POST", "/jobs", {"spec": self._signed(spec), "fault": fault})["id"]
 
     def submit_all(self, specs: Sequence[dict[str, Any]]) -> tuple[list[str], dict[str, str], dict[str, PromiseView]]:
-        """The ids of jobs that are all in the queue when this returns.
+        """Submit jobs atomically; returns their ids once they are in the queue.
 
-        With why some will be late for their deadlines, and what is promised to those with a guarantee. Where one is no
-        job, none is in the queue.
+        Also returns, by id, reasons why jobs are expected to miss their deadlines, and the promises to jobs with a
+        guarantee. If one job is invalid, none is submitted.
         """
         answer = self._json("POST", "/jobs/batch", {"jobs": [{"spec": self._signed(spec)} for spec in specs]})
         return answer["ids"], answer["late"], answer["promises"]
@@ -91,21 +91,21 @@ class Client:
         return self._json("GET", f"/audit?limit={limit}")["rows"]
 
     def jobs(self, ended: int = ENDED_SHOWN) -> list[JobView]:
-        """Every live job, and at most so many of those that ended last, in the order of the queue."""
+        """Every live job and the `ended` most recently ended ones, in queue order."""
         return self._json("GET", f"/jobs?ended={ended}")["jobs"]
 
     def job(self, job_id: str, seen: int | None = None) -> tuple[JobView, int]:
-        """One job and its version; with `seen`, waits up to LONG_POLL_S for another version."""
+        """A job and its version; with `seen`, waits up to LONG_POLL_S for another version."""
         query = "" if seen is None else f"?seen={seen}&wait_s={LONG_POLL_S}"
         answer = self._json("GET", f"/jobs/{job_id}{query}")
         return answer["job"], answer["version"]
 
     def explanation(self, job_id: str) -> ExplanationView:
-        """What was predicted of a job, what was measured, and what that changed."""
+        """A job's predictions and measurements, and the corrections learned from them."""
         return self._json("GET", f"/jobs/{job_id}/explanation")
 
     def observe(self, observations: Sequence[Observation]) -> int:
-        """Hand over outcomes that were measured elsewhere; how many the service did not know and keeps."""
+        """Send outcomes that were measured elsewhere; returns how many were new."""
         parts = [
             observations[first : first + OBSERVATIONS_SENT] for first in range(0, len(observations), OBSERVATIONS_SENT)
         ]
@@ -114,32 +114,32 @@ class Client:
         )
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool) -> list[str]:
-        """Ask for the end of jobs, or of the arrays that they are of; who is asked, once that is on disk."""
+        """Request cancellation of jobs or of their arrays; returns the ids once the request is on disk."""
         return self._json("POST", "/jobs/cancel", {"jobs": job_ids, "whole_arrays": whole_arrays})["cancelled"]
 
     def drain(self, node: str, *, undo: bool) -> None:
-        """Let a node take nothing new, or again what comes; returns when the request is on disk."""
+        """Drain a node, or undo it; returns once the request is on disk."""
         self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
 
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
-        """Bytes of one rank's log from `offset`, and the offset behind them; empty where there is nothing yet."""
+        """Bytes of a rank's log from `offset`, and the next offset; empty if there are none yet."""
         answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
         return answer.content, int(answer.headers["x-next-offset"])
 
     def teams(self) -> list[TeamView]:
-        """Teams and users of a shared cluster, whose turn it is on top; empty where its file names none."""
+        """Teams and users of a shared cluster, next in turn first; empty if the cluster file names none."""
         return self._json("GET", "/teams")["teams"]
 
     def cluster(self) -> dict[str, Any]:
-        """Name, live nodes (`views.NodeView`), names of drained ones, and addresses of what belongs to the service."""
+        """Name, live nodes (`views.NodeView`), names of drained nodes, and addresses of the service's parts."""
         return self._json("GET", "/cluster")
 
     def shut_down(self, force: bool) -> None:
-        """Ask the service to end. Refused while jobs run, unless forced."""
+        """Shut the service down. Refused while jobs run, unless forced."""
         self._json("POST", "/shutdown", {"force": force})
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._http.close()
 
     def _signed(self, spec: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Client:
 
 
 def service_file(home: Path) -> dict[str, Any]:
-    """`{pid, port}` of the service. Raises ServiceError where no service was started in this home."""
+    """`{pid, port}` of the service. Raises ServiceError if no service was started in this home."""
     try:
         return dict(json.loads((home / "service.json").read_text()))
     except (FileNotFoundError, NotADirectoryError):
@@ -173,7 +173,7 @@ def service_file(home: Path) -> dict[str, Any]:
 
 
 def is_up(home: Path) -> bool:
-    """Whether the service of this home answers and knows our token."""
+    """Whether the service of this home answers and accepts our token."""
     try:
         client = Client(home)
     except ServiceError:
@@ -188,7 +188,7 @@ def is_up(home: Path) -> bool:
 
 
 def process_is_alive(pid: int) -> bool:
-    """Whether a process of this number exists and is no zombie."""
+    """Whether a process with this id exists and is not a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -199,7 +199,7 @@ def process_is_alive(pid: int) -> bool:
 
 
 def user_name() -> str:
-    """Of who runs this process, as the operating system knows it; the number where it knows no name."""
+    """The operating system's name of this process's user, or the user id if it has no name."""
     number = os.getuid()
     try:
         return pwd.getpwuid(number).pw_name

@@ -1,4 +1,4 @@
-"""The small loop that obeys: hear an event, let the Scheduler decide, keep it in the journal, do what was decided."""
+"""The controller loop: receive events, let the Scheduler decide, commit to the journal, perform the actions."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.state import State
 
-POLL_S = 0.1  # at most this long until a submission or a cancellation is acted upon
-DEAF_S = 1.0  # pause after the backend failed to say what happened
-SNAPSHOT_EVENTS = 500  # events between snapshots at least; more where more jobs live than that
-GROUP = 64  # events in one commit at most: nobody can submit while they are decided upon
+POLL_S = 0.1  # longest delay until a submission or a cancellation is processed
+DEAF_S = 1.0  # pause after the backend failed to return events
+SNAPSHOT_EVENTS = 500  # fewest events between snapshots; with more live jobs, as many events as jobs
+GROUP = 64  # most events in one commit: submissions wait while they are decided
 ERROR_CHARACTERS_MAX = 500
-ANSWER_S = 60.0  # until a submitter gives up: a commit of a group takes some milliseconds
+ANSWER_S = 60.0  # a submission's timeout: the commit of a group takes some milliseconds
 
-_OTHERWISE = """the journal says of {event}:
+_OTHERWISE = """the journal has these decisions on {event}:
 {then}
 and this version of the orchestrator would decide:
 {now}
-Attempts may run that it would know nothing of. Start the version that wrote the journal and stop it without haste \
-(`kill` its process, not `kill -9`): it then leaves nothing to decide again."""
+Attempts may be running that this version does not know. Start the version that wrote the journal, then stop it with \
+SIGTERM (`kill`, not `kill -9`): it saves a snapshot, so that no decision has to be repeated."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Jobs whose submitter waits for an answer."""
+    """Jobs whose submitter waits for the commit."""
 
     jobs: Sequence[tuple[JobSpec, Fault | None]]
     ids: list[str] = field(default_factory=list)
     error: BaseException | None = None
     is_answered: bool = False
-    told: threading.Event = field(default_factory=threading.Event)  # that it is answered, or that it leads
+    woken: threading.Event = field(default_factory=threading.Event)  # answered, or chosen to commit the next group
 
 
 class Controller:
-    """Owns the state. Only the thread in `run` talks to the backend; everything else may be called from any thread."""
+    """Owns the state. Only the thread in `run` calls the backend; other methods may be called from any thread."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Controller:
         clock: Callable[[], float],
         scheduler: Callable[[State], Scheduler] = Scheduler,
     ) -> None:
-        """The state that the journal leads to, with every attempt that holds devices taken up again.
+        """Restore the state from the journal and adopt every attempt that holds devices.
 
         `scheduler` makes the Scheduler of a state: a benchmark gives one that takes the time.
         """
@@ -83,7 +83,7 @@ class Controller:
             if decided not in (None, decisions(actions)):
                 raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
             ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
-        journal.archive(ended)  # a journal that was written before there was an archive
+        journal.archive(ended)  # journals written before the archive existed
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -94,8 +94,8 @@ class Controller:
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
         self._queue = threading.Lock()
-        self._requests: deque[_Request] = deque()  # jobs that nobody has begun to keep
-        self._led = False  # whether a thread keeps them, or was told to
+        self._requests: deque[_Request] = deque()  # not yet committed
+        self._led = False  # whether a submitter's thread commits them, or was chosen to
         self._changed = threading.Condition()
         log.info("restored jobs=%d events=%d", len(state.jobs), len(tail))
         for job in state.jobs.values():
@@ -105,7 +105,7 @@ class Controller:
 
     @property
     def state(self) -> State:
-        """The newest state: frozen, so that any thread may read it."""
+        """The latest state; frozen, so any thread may read it."""
         return self._state
 
     def wake_at_s(self) -> float | None:
@@ -118,61 +118,60 @@ class Controller:
         self._journal.confirm()
 
     def job(self, job_id: str) -> Job | None:
-        """The job as it stands, or as it ended."""
+        """The job's current or final record."""
         return self._state.jobs.get(job_id) or self._journal.job(job_id)
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
-        """At most `limit` jobs that the state has forgotten, the one that ended last first; see `Journal.ended`."""
+        """At most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
         return self._journal.ended(limit, before)
 
     def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
-        """The id of the new job, which is in the journal by now. Raises ServiceError where it cannot be kept."""
+        """Submit a job; returns its id once it is in the journal. Raises ServiceError if it cannot be stored."""
         return self.submit_all([(spec, fault)])[0]
 
     def submit_all(self, jobs: Sequence[tuple[JobSpec, Fault | None]]) -> list[str]:
-        """The ids of new jobs, which are in the journal by now, all of them or, with a ServiceError, none.
+        """Submit jobs atomically; returns their ids once they are in the journal. Raises ServiceError if they are not.
 
-        Raises SpecError where one comes after a job that there is not, or that has ended otherwise than it wants, or
-        where its deadline is over.
+        Raises SpecError if a job depends on an unknown job, or on one whose end excludes it, or missed its deadline.
 
-        Whoever asks while others are being kept shares the next transaction with all who asked by then.
+        Group commit: submissions that arrive during a transaction share the next one.
         """
         request = _Request(jobs)
         with self._queue:
             self._requests.append(request)
             leads, self._led = not self._led, True
-        if not leads and not request.told.wait(ANSWER_S):
+        if not leads and not request.woken.wait(ANSWER_S):
             self._give_up(request)
-        if not request.is_answered:  # it is first in the queue, and its thread does the work of all who wait
+        if not request.is_answered:  # first in the queue: this thread commits for all that wait
             try:
                 self._admit()
             finally:
                 with self._queue:
                     self._led = bool(self._requests)
                     if self._led:
-                        self._requests[0].told.set()
+                        self._requests[0].woken.set()
         if request.error is not None:
             raise request.error
         return request.ids
 
     def _give_up(self, request: _Request) -> None:
-        """Nobody answered in time. Raises ServiceError, but where the request was told at the last moment."""
+        """Handle a timeout: withdraw the request and raise ServiceError, unless it was answered meanwhile."""
         with self._queue:
-            if request.told.is_set():
+            if request.woken.is_set():
                 return
             if request in self._requests:
                 self._requests.remove(request)
                 raise ServiceError(
-                    f"nothing was kept: the journal did not take it within {ANSWER_S:.0f} s; submit again"
+                    f"nothing was submitted: the journal did not commit within {ANSWER_S:.0f} s; submit again"
                 )
         raise ServiceError(
-            f"the journal did not answer within {ANSWER_S:.0f} s: the job may be kept or not; `orc queue` will tell"
+            f"the journal did not answer within {ANSWER_S:.0f} s: `orc queue` shows whether the job was submitted"
         )
 
     def cancel(self, job_ids: Sequence[str], *, whole_arrays: bool = False) -> list[str]:
-        """Ask for the end of these jobs, or of what has not ended of their arrays; who is asked, or nobody on an error.
+        """Request cancellation of these jobs, or of the live members of their arrays; returns the ids.
 
-        Raises ServiceError where there is no such job, where one has ended, and where one is of no array.
+        On an error none is cancelled. Raises ServiceError for an unknown job, an ended job, and a job of no array.
         """
         with self._changed:
             asked = [one for job_id in job_ids for one in self._to_cancel(job_id, whole_array=whole_arrays)]
@@ -196,7 +195,7 @@ class Controller:
         return others
 
     def drain(self, node: str, *, undo: bool) -> None:
-        """Let a node take nothing new, or again what comes. Raises ServiceError where there is no such node."""
+        """Drain a node, or undo it. Raises ServiceError if there is no such node."""
         with self._changed:
             state = self._state
             known = {one.name for one in (*state.nodes, *state.declared)} | {*state.drained}
@@ -208,27 +207,27 @@ class Controller:
                 self._apply([DrainRequested(node=node, undo=undo, at_s=self._clock())])
 
     def observe(self, observations: Sequence[Observation]) -> int:
-        """Take in outcomes that were measured elsewhere; how many of them were new and are kept."""
+        """Store outcomes that were measured elsewhere; returns how many were new."""
         with self._changed:
             before = set(self._state.observations)
             self._apply([Observed(observations=tuple(observations), at_s=self._clock())])
             return len(set(self._state.observations) - before)
 
     def wait_for_change(self, version: int, timeout_s: float) -> int:
-        """The version of the state, as soon as it is not `version` any more or after `timeout_s`; 0 says none yet."""
+        """Wait until the state's version differs from `version`, at most `timeout_s`; returns it (0: no change yet)."""
         with self._changed:
             self._changed.wait_for(lambda: self._version != version, timeout_s)
             return self._version
 
     def run(self, stop: threading.Event) -> None:
-        """Obey until `stop` is set. Raises ServiceError where the journal fails: nothing may happen unrecorded."""
+        """Run until `stop` is set. Raises ServiceError if the journal fails: no action may be unrecorded."""
         while not stop.is_set():
             self.turn(POLL_S)
         with self._changed:
-            self._save()  # the next version may decide otherwise: leave it nothing to fold
+            self._save()  # a snapshot: another version may decide differently, and then has no events to fold
 
     def turn(self, wait_s: float) -> None:
-        """One turn of the loop: do what was decided, hear what happens within `wait_s`, decide, do."""
+        """One iteration: perform pending actions, wait up to `wait_s` for events, decide, perform."""
         self._journal.confirm()
         self._perform()
         wake_s = self.wake_at_s()
@@ -246,12 +245,12 @@ class Controller:
         try:
             return self._backend.events(wait_s)
         except Exception:
-            log.exception("backend failed to tell events")
+            log.exception("backend failed to return events")
             time.sleep(DEAF_S)
             return ()
 
     def _admit(self) -> None:
-        """Keep the jobs of those who wait for an answer, oldest first, in one transaction of about GROUP jobs."""
+        """Commit waiting submissions, oldest first, in one transaction of about GROUP jobs."""
         requests, events = list[_Request](), list[Event]()
         error: BaseException | None = None
         with self._changed:
@@ -263,14 +262,14 @@ class Controller:
                     request.error = refused
             try:
                 self._apply(events)
-            except BaseException as refused:  # told to everybody who waits in this group, each in a thread of its own
+            except BaseException as refused:  # re-raised in the thread of every submitter of this group
                 error = refused
         for request in requests:
             request.error, request.is_answered = request.error or error, True
-            request.told.set()
+            request.woken.set()
 
     def _submissions(self, request: _Request, submitted: int) -> list[Submitted]:
-        """The request's jobs, which get their ids. Raises SpecError where one comes after what is no job."""
+        """The request's jobs with new ids. Raises SpecError if one depends on an unknown job."""
         events = list[Submitted]()
         together: dict[str, list[str]] = {}  # ids by name
         at_s, array = self._clock(), None
@@ -297,7 +296,7 @@ class Controller:
             return self._requests.popleft() if self._requests else None
 
     def _apply(self, events: Sequence[Event]) -> None:
-        """Decide on each and commit them together; only what is committed is seen by others, and done."""
+        """Decide each event and commit all together; only then is the state visible and are actions performed."""
         with self._changed:
             decided = list[Decided]()
             try:
@@ -313,13 +312,13 @@ class Controller:
                 raise
             self._state = state = self._scheduler.state
             self._version += 1
-            for event, told in decided:
+            for event, taken in decided:
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", _line(event))
-                self._pending.extend(action for action in told if isinstance(action, Launch | Stop))
+                self._pending.extend(action for action in taken if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             self._unsaved_events += len(decided)
-            # a snapshot writes one row for each job that changed: so at most one for each event
+            # a snapshot writes one row per changed job, so at most one per event
             if self._unsaved_events >= max(SNAPSHOT_EVENTS, len(state.jobs)):
                 self._save()
 
@@ -351,7 +350,7 @@ class Controller:
             log.exception("backend failed to stop attempt=%s", action.name)
 
     def _take_up(self, job: Job, attempt: Attempt) -> None:
-        """After a restart: whoever holds devices is watched again, and a stop that was under way is asked for again."""
+        """After a restart: watch the attempts that hold devices, and repeat stops that were in progress."""
         log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status)
         try:
             self._backend.adopt(job, attempt)
@@ -363,7 +362,7 @@ class Controller:
             self._stop(Stop(job_id=job.id, number=attempt.number, grace_s=grace_s))
 
     def _not_launched(self, attempt: Attempt, error: Exception) -> None:
-        """The backend refused: as good as an end, but only the backend can say when the devices are free again."""
+        """A failed launch ends the attempt, but only the backend can report that its devices are free."""
         log.error("backend failed on attempt=%s", attempt.name, exc_info=error)
         if attempt.status is AttemptStatus.ENDED:
             return
@@ -379,7 +378,7 @@ def _is_known(state: State, seen: NodesSeen) -> bool:
 
 
 def _line(said: Event | Launch | Stop) -> str:
-    """One line of log: what, which job, which attempt; never what a job was given."""
+    """A log line: kind, job, attempt; never a job's settings, which may hold secrets."""
     match said:
         case NodesSeen():
             return f"nodes_seen nodes={len(said.nodes)}"

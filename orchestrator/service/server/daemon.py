@@ -1,7 +1,7 @@
-"""The service's process: journal, trackers, Ray, controller and HTTP, put together and taken apart.
+"""The service's process: starts and stops journal, trackers, Ray, controller and HTTP.
 
-Killed at any moment it loses nothing: the journal has every event, training goes on in Ray, and the next start takes
-up what runs.
+It may be killed at any moment: the journal has every event, training continues in Ray, and the next start adopts what
+runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from functools import partial
 from pathlib import Path
 
-import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late, each in a thread: at once they break each other
+import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late in two threads, which fails if simultaneous
 import uvicorn
 from fastapi import FastAPI
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Serve the home folder named on the command line until SIGTERM (training goes on) or `orc down` (it does not)."""
+    """Serve the home folder of the command line until SIGTERM (training continues) or `orc down` (training stops)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
     home: Path = parser.parse_args().home.resolve()
@@ -65,8 +65,8 @@ def main() -> None:
 def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     """Run everything until `stop` is set. Raises OrchestratorError.
 
-    With `down`, Ray and the trackers' processes end too. They also end where it never comes to serve, unless Ray ran
-    before: jobs may run there.
+    With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
+    jobs may run there.
     """
     prepare(home)
     cluster = read_cluster(_if_there(home / "cluster.yaml"))
@@ -76,7 +76,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
         return down.is_set() or (found is None and not is_serving.is_set())
 
     with ExitStack() as stack:
-        rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # while all else starts
+        rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # in the background
         journal = stack.enter_context(closing(Journal(journal_url(home))))
         journal.outbox.register(cluster.trackers)
         trackers: dict[str, Tracker] = {}
@@ -84,11 +84,11 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             trackers[name] = TRACKERS[name](home, lambda: controller.state)
             stack.callback(_end, trackers[name].shut_down, must_end)
         address = _ray_address(home, cluster)
-        if (ours := embedded_ray.started(home)) is not None:  # as noted now: another home may stand in this one's place
+        if (ours := embedded_ray.started(home)) is not None:  # as recorded now: another home may have replaced it
             stack.callback(_end, partial(embedded_ray.stop, home, ours), must_end)
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
-        controller.turn(0.0)  # whoever asks first sees the nodes
+        controller.turn(0.0)  # the first request already sees the nodes
         relays = [OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()]
         for relay in relays:
             relay.start()
@@ -123,7 +123,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
 
 
 def _ray_address(home: Path, cluster: ClusterSpec) -> str:
-    """The Ray that `orc up --ray` named, else the embedded one, started where it does not run."""
+    """The address of the Ray that `orc up --ray` named, else of the embedded one, which is started if necessary."""
     kept = _if_there(home / "ray_address")
     return (kept.read_text() if kept else "") or embedded_ray.start(home, cluster)
 
@@ -138,7 +138,7 @@ def _end(what: Callable[[], None], must_end: Callable[[], bool]) -> None:
 
 
 def _is_ours(home: Path, token: str) -> bool:
-    """Whether the folder is still the one that this service was started for."""
+    """Whether the folder is still the one for which this service was started."""
     try:
         return (home / "token").read_text() == token
     except FileNotFoundError:
@@ -146,10 +146,10 @@ def _is_ours(home: Path, token: str) -> bool:
 
 
 def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: threading.Event) -> None:
-    """Shut down once the folder is gone, or another one is in its place: nobody can reach this service any more."""
+    """Shut down once the folder is removed or replaced: clients can no longer find this service."""
     while not stop.wait(HOME_CHECK_S):
         if not _is_ours(home, token):
-            log.error("the home folder %s is gone: all that was started for it ends", home)
+            log.error("the home folder %s was removed or replaced: stopping everything started for it", home)
             shut_down()
 
 

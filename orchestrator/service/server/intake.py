@@ -1,4 +1,4 @@
-"""What did the person hand us? Job and cluster files read from disk, their paths made absolute, or one SpecError."""
+"""Reads job and cluster files from disk, with absolute paths; a bad file is one SpecError."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ nodes:
       fp32_tflops: 0.05
       memory_bandwidth: 8GB/s
       link_bandwidth: 1GB/s
-"""  # clusters/two-virtual-devices.yaml, which an installed package does not have
-# Fields of a job that intake and scheduling fill in, and no file.
+"""  # clusters/two-virtual-devices.yaml: an installed package lacks it
+# Fields of a job that intake and scheduling fill in; a file must not set them.
 LEARNED = {"traced": "what is traced", "measured": "what is measured", "relative_to": "what outcomes are relative to"}
 
 
@@ -52,8 +52,8 @@ def read_job(
 ) -> JobSpec:
     """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
-    A model of which nobody says what it costs is traced; the answer is kept in `home` (None: that of the environment).
-    Only what is `to_run` needs its script: somebody else's project can be planned without it.
+    A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
+    Only a job `to_run` needs its script: other people's projects can be planned without it.
     """
     return _read(parse_job(_read_text(path), str(path), overrides), path, home, to_run=to_run)
 
@@ -67,7 +67,7 @@ def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobS
     source = str(path)
     for name, what in LEARNED.items():
         if getattr(spec, name):
-            raise SpecError(f"{what} is no setting", source=source, path=name, hint="say `profile`")
+            raise SpecError(f"{what} is no setting", source=source, path=name, hint="set `profile`")
     resolved = _absolute(spec, path.resolve().parent)
     problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
     if to_run:
@@ -81,7 +81,7 @@ def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobS
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:
-    """The cluster in a file; the embedded one of two virtual devices where there is no file. Raises SpecError."""
+    """The cluster in a file; without a file, the embedded one of two virtual devices. Raises SpecError."""
     if path is None:
         return parse_cluster(EMBEDDED_CLUSTER, "the embedded cluster")
     cluster = parse_cluster(_read_text(path), str(path))
@@ -90,7 +90,7 @@ def read_cluster(path: Path | None) -> ClusterSpec:
 
 
 def read_overrides(settings: Sequence[str]) -> tuple[Override, ...]:
-    """`key=value` as pairs. Raises SpecError where a `=` is missing or a key comes twice."""
+    """`key=value` settings as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
     pairs = [setting.partition("=") for setting in settings]
     for key, equals, value in pairs:
         if not equals or not key:
@@ -123,8 +123,8 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
         changed["deadline"] = dataclasses.replace(spec.deadline, zone=local_zone())
     if spec.is_script or spec.workdir is not None:
         changed["workdir"] = str(_at(folder, spec.workdir or "."))
-    if spec.resume.before is not None:  # a program of ours beside the job's file; it runs in `workdir`
-        # an environment's interpreter is a link: resolved, it would know nothing of its environment
+    if spec.resume.before is not None:  # its program may be beside the job's file, but it runs in `workdir`
+        # not resolved: a virtual environment's interpreter is a link, and its target has other packages
         before = [os.path.abspath(folder / word) if (folder / word).is_file() else word for word in spec.resume.before]
         changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
     if spec.known_model is not None:
@@ -133,7 +133,7 @@ def _absolute(spec: JobSpec, folder: Path) -> JobSpec:
 
 
 def _said_as(spec: JobSpec) -> str:
-    """Under which key the job file says `known_model`."""
+    """The job file's key of `known_model`."""
     return "trains" if spec.is_script else "model"
 
 
@@ -149,7 +149,7 @@ def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
 
 
 def local_zone() -> str:
-    """Name of this machine's time zone, as TZ or the link /etc/localtime tells it; UTC where neither does."""
+    """Name of this machine's time zone, from TZ or the link /etc/localtime, else UTC."""
     linked = str(Path("/etc/localtime").resolve()).rpartition("zoneinfo/")[2]
     for name in (os.environ.get("TZ", "").removeprefix(":"), linked):
         with suppress(ValueError):
@@ -162,14 +162,14 @@ def _at(folder: Path, path: str) -> Path:
 
 
 def _folder_or_name(folder: Path, said: str | None) -> str | None:
-    """A folder as an absolute path; what is no folder and does not look like one is a name on the hub."""
+    """A folder as an absolute path; anything that neither is a folder nor looks like one is a hub name."""
     if said is None or not (said.startswith((".", "/", "~")) or _at(folder, said).is_dir()):
         return said
     return str(_at(folder, said))
 
 
 def _folder_config(folder: str) -> dict[str, Any]:
-    """What config.json says; empty where it cannot be read, which _missing_files says."""
+    """The content of config.json; empty if it cannot be read, which _missing_files reports."""
     try:
         config = json.loads((Path(folder) / CONFIG).read_text())
     except (OSError, ValueError):
@@ -178,9 +178,9 @@ def _folder_config(folder: str) -> dict[str, Any]:
 
 
 def _hub_config(name: str) -> dict[str, Any]:
-    """What the hub, or its local cache, says of a model; empty where it says nothing: then the job has to."""
+    """A model's configuration from the hub or its local cache; empty if there is none: the job must then give it."""
     try:
-        from transformers import PreTrainedConfig  # only here: it takes seconds, and comes with the extra `finetune`
+        from transformers import PreTrainedConfig  # late: it takes seconds, and needs the extra `finetune`
 
         return dict(PreTrainedConfig.get_config_dict(name)[0])
     except (ImportError, OSError, ValueError):
@@ -199,7 +199,7 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
             yield SpecError("the folder does not exist", source=source, path=path, got=folder)
     hf = folders[f"{key}.hf"]
     if model is not None and isinstance(hf, str) and Path(hf).is_dir() and not model.config:
-        hint = "a folder as `save_pretrained` writes it"
+        hint = "use a folder as `save_pretrained` writes it"
         yield SpecError(f"no {CONFIG} can be read", source=source, path=f"{key}.hf", got=hf, hint=hint)
     if model is not None and model.factory is not None:
         file, _, function = model.factory.rpartition(":")
@@ -215,19 +215,19 @@ def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:
         yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
     elif spec.command is not None and spec.workdir is not None:
         if spec.config is not None and not (Path(spec.workdir) / spec.config.file).is_file():
-            hint = f"it starts at `workdir`, here {spec.workdir}"
+            hint = f"it is relative to `workdir`, here {spec.workdir}"
             yield SpecError(
                 "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
             )
         yield from _missing_programs(spec, source)
         script = _script_of(spec.command)
         if script is not None and not (Path(spec.workdir) / script).is_file():
-            hint = f"paths in `command` start at `workdir`, here {spec.workdir}"
+            hint = f"paths in `command` are relative to `workdir`, here {spec.workdir}"
             yield SpecError("the script does not exist", source=source, path="command", got=script, hint=hint)
 
 
 def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
-    """Programs that cannot start here; a bare `python` is the service's own."""
+    """Errors for programs that cannot start here; a bare `python` is the service's own."""
     assert spec.command is not None, "only a script has programs"
     env = {**base_env(), **dict(spec.env)}
     programs = {"command": spec.command[0], "resume.before": (spec.resume.before or ("python",))[0]}
@@ -239,7 +239,7 @@ def _missing_programs(spec: JobSpec, source: str) -> Iterator[SpecError]:
 
 
 def _script_of(command: Sequence[str]) -> str | None:
-    """The script that `python [-u ...] script.py` starts; None where the command does not show it."""
+    """The script that `python [-u ...] script.py` starts; None for other commands."""
     program, *arguments = command
     if not is_python(program):
         return None
@@ -248,12 +248,12 @@ def _script_of(command: Sequence[str]) -> str | None:
 
 
 def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
-    """A knob whose flag or variable the job sets itself: the plan would be overruled, or the flag repeated."""
+    """Errors for knobs whose flag or variable the job sets too: it would override the plan, or repeat the flag."""
     for name, knob in spec.knobs.each():
         word = knob.flag or knob.switch or knob.override
         if word and any(said == word or said.startswith(f"{word}=") for said in spec.command or ()):
             yield SpecError(
-                "the flag of a knob stands in `command` already",
+                "the flag of a knob is already in `command`",
                 source=source,
                 path=f"knobs.{name}",
                 got=word,
@@ -261,7 +261,7 @@ def _knobs_said_twice(spec: JobSpec, source: str) -> Iterator[SpecError]:
             )
         if knob.env and any(knob.env == variable for variable, _ in spec.env):
             yield SpecError(
-                "the variable of a knob stands in `env` already",
+                "the variable of a knob is already in `env`",
                 source=source,
                 path=f"knobs.{name}",
                 got=knob.env,

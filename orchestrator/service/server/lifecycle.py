@@ -1,4 +1,4 @@
-"""How does the service come up, and how does it go? The daemon's process, its home folder, and its token."""
+"""Starts and stops the service: the daemon's process, its home folder, and its token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(home: Path, cluster: Path | None, ray_address: str | None, endpoint: E
         listen = None if endpoint is None else endpoint_text(endpoint)
         named = {"ray_address": ray_address, "journal_url": os.environ.get("ORC_JOURNAL"), ENDPOINT_FILE: listen}
         wanted = {name: text for name, text in named.items() if text is not None}
-        if cluster is not None:  # the whole world is said anew: without an address it is the embedded Ray's
+        if cluster is not None:  # a new cluster without an address means the embedded Ray
             wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
         up = is_up(home)
         if up or (home / "ray.json").exists():
@@ -50,9 +50,9 @@ def start(home: Path, cluster: Path | None, ray_address: str | None, endpoint: E
 
 
 def stop(home: Path, force: bool) -> None:
-    """Bring the service down, with its Ray and MLflow, and wait until its process is gone.
+    """Stop the service with its Ray and MLflow, and wait until its process has ended.
 
-    Raises ServiceError where jobs run and it is not forced, where nothing is up, or where it hangs.
+    Raises ServiceError if jobs run without `force`, if nothing is up, or if it hangs.
     """
     if not is_up(home):
         _clear_remains(home, force)
@@ -73,7 +73,7 @@ def stop(home: Path, force: bool) -> None:
 
 
 def _clear_remains(home: Path, force: bool) -> None:
-    """What a killed service left running."""
+    """Handle the leftovers of a killed service."""
     from orchestrator.backends.mlflow.server import MlflowServer
     from orchestrator.backends.ray import embedded as embedded_ray
 
@@ -82,8 +82,8 @@ def _clear_remains(home: Path, force: bool) -> None:
         raise ServiceError(f"process {pid} is the service, but does not answer: see {home / 'service.log'}, or kill it")
     if embedded_ray.find(home) is not None and not force:
         raise ServiceError(
-            "the service is gone, but its Ray runs, perhaps with jobs: `orc up` takes them up again, "
-            "`orc down --force` ends them (they restart from their newest checkpoint at the next `orc up`)"
+            "the service is gone, but its Ray runs, perhaps with jobs: `orc up` adopts them, "
+            "`orc down --force` stops them (they restart from their newest checkpoint at the next `orc up`)"
         )
     embedded_ray.stop(home)
     MlflowServer(home).stop()
@@ -91,7 +91,7 @@ def _clear_remains(home: Path, force: bool) -> None:
 
 
 def _is_daemon(pid: int) -> bool:
-    """Process numbers are used again: only a command line tells."""
+    """Whether the process is a service, by its command line: process ids are reused."""
     try:
         return b"orchestrator.service.server.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -99,7 +99,7 @@ def _is_daemon(pid: int) -> bool:
 
 
 def prepare(home: Path) -> None:
-    """Make the home folder (0700) and the token (0600) where they are missing, and close them where they are open."""
+    """Create the home folder (0700) and the token (0600) if missing, and correct their permissions."""
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     home.chmod(0o700)
     token = home / "token"
@@ -113,14 +113,14 @@ def prepare(home: Path) -> None:
 
 
 def write_service_file(home: Path, port: int) -> None:
-    """Say where this process serves; whole or not at all."""
+    """Write this process's id and port to the home folder, atomically."""
     temporary = home / f"service.json.{os.getpid()}"
     temporary.write_text(json.dumps({"pid": os.getpid(), "port": port}))
     temporary.replace(home / "service.json")
 
 
 def journal_url(home: Path) -> str:
-    """Where this home keeps its journal: where ORC_JOURNAL said when it was brought up, else in a file of its own."""
+    """The journal's address: that of ORC_JOURNAL when the service was started, else a file in the home folder."""
     kept = home / "journal_url"
     return kept.read_text().strip() if kept.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
@@ -132,16 +132,16 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:
-    """What runs was started for one cluster; another one would be believed and not be there."""
+    """Raise ServiceError if the running service was started with another cluster, Ray address or journal."""
     for name, text in wanted.items():
         path = home / name
         if (path.read_text(encoding="utf-8") if path.exists() else "") != text:
-            raise ServiceError(f"what runs in {home} was started with another {name}: say `orc down` first")
+            raise ServiceError(f"what runs in {home} was started with another {name}: run `orc down` first")
 
 
 @contextmanager
 def _only_one(home: Path) -> Iterator[None]:
-    """Two `orc up` at once start one service: the second waits and finds it up."""
+    """A lock for the start: a concurrent `orc up` waits and finds the service up."""
     with (home / "up.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""What does a model cost that no closed form knows? It is traced, in a process of its own, once: the answer is kept.
+"""Profiles of models without a closed form: traced once, in a child process, and cached.
 
-A trace runs the model's code (training/tracing/trace.py). What it says follows from that code, its settings and
-the versions of the libraries, so it is kept under a digest of them in the home folder.
+A trace runs the model's code (training/tracing/trace.py). Its result depends on that code, its settings and the
+versions of the libraries. It is cached in the home folder under a digest of these.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TRACE_TIMEOUT_S = 600.0  # a decoder of 70 billion parameters takes 20 s
 PROGRAM = "orchestrator.training.tracing.trace"
 BAD_JOB_EXIT_CODE = 2  # of that program
 HINT = (
-    "say what it costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
+    "give its costs: `profile: {parameters: ..., layers: ..., activations_per_sample: ...}`; "
     f"the trace alone: python -m {PROGRAM}"
 )
 
 
 def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
-    """The profiles of the job's model for everything that a plan of it may ask for; from `home` where they are known.
+    """The profiles of the job's model for all its possible plans; from the cache in `home` if present.
 
-    Raises SpecError with the model's own words where its code fails; `source` is the job's file.
+    Raises SpecError with the model's own message if its code fails; `source` is the job's file.
     """
     assert spec.known_model is not None, "nothing is traced of a script alone"
     arithmetics = _arithmetics(spec)
@@ -54,29 +54,29 @@ def traced(spec: JobSpec, home: Path, source: str) -> tuple[TracedProfile, ...]:
         }
         kept = home / "profiles" / f"{_digest(spec, request)}.json"
         profiles = _read(kept) or _trace(request, kept, source, spec.workdir if spec.is_script else None)
-        told: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # what CUDA does no otherwise, once
+        distinct: dict[tuple[bool, ModelProfile], TracedProfile] = {}  # one entry if CUDA and CPU agree
         for (_, autocast, cuda), profile in zip(arithmetics, profiles, strict=True):
             one = TracedProfile(sequence_length=length, autocast=autocast, cuda=cuda, profile=profile)
-            told.setdefault((autocast, profile), one)
-        found += told.values()
+            distinct.setdefault((autocast, profile), one)
+        found += distinct.values()
     return tuple(found)
 
 
 def _arithmetics(spec: JobSpec) -> list[tuple[Precision, bool, bool]]:
-    """Precisions, whether autocast computes in them, and as on CUDA, of plans and of what may be recommended."""
+    """(precision, autocast, as on CUDA) of possible and recommended plans."""
     low = Precision.BF16 if spec.precision is Precision.FP32 else spec.precision
     cases = [(Precision.FP32, False)] if spec.precision is Precision.FP32 else []
     return [(*case, cuda) for case in (*cases, (low, True), (low, False)) for cuda in (False, True)]
 
 
 def _lengths(spec: JobSpec) -> list[int]:
-    """Tokens per sample that a plan may have; a factory's data are its own."""
+    """Possible sequence lengths, in tokens; a factory brings its own data."""
     shorter = () if spec.known_model is not None and spec.known_model.factory else spec.degrade.sequence_lengths
     return list(dict.fromkeys((spec.data.sequence_length, *shorter)))
 
 
 def _digest(spec: JobSpec, request: dict[str, Any]) -> str:
-    """Of all that the answer follows from; where a factory's file lies does not matter, nor how long it trains."""
+    """The digest of everything the result depends on; not of a factory file's folder or the training's length."""
     assert spec.known_model is not None, "nothing is traced of a script alone"
     file, _, function = (spec.known_model.factory or "").rpartition(":")
     model = {**request["model"], "factory": function}
@@ -99,7 +99,7 @@ def _read(kept: Path) -> tuple[ModelProfile, ...] | None:
 
 
 def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None) -> tuple[ModelProfile, ...]:
-    """`project`: a folder from which the model's file may import, as its script does."""
+    """Run the trace. `project`: a folder from which the model's file may import, as its script does."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if project is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (project, env.get("PYTHONPATH"))))
@@ -115,13 +115,13 @@ def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            what = f"its memory is not known after {TRACE_TIMEOUT_S:.0f} s of tracing"
+            what = f"tracing its memory did not finish within {TRACE_TIMEOUT_S:.0f} s"
             raise SpecError(what, source=source, path="model", hint=HINT) from None
     if child.returncode == BAD_JOB_EXIT_CODE:
         said = json.loads(child.stdout)
         raise SpecError(source=source, **{**said, "hint": said["hint"] or HINT})
     if child.returncode:
-        what = f"no closed form knows how much memory it takes, and tracing it failed: {_last_words(child)}"
+        what = f"there is no closed form of its memory, and tracing it failed: {_last_words(child)}"
         raise SpecError(what, source=source, path="model", hint=HINT)
     kept.parent.mkdir(parents=True, exist_ok=True)
     temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
@@ -131,7 +131,7 @@ def _trace(request: dict[str, Any], kept: Path, source: str, project: str | None
 
 
 def _last_words(child: subprocess.CompletedProcess[bytes]) -> str:
-    """The exception that ended the process, or the last thing that it said."""
+    """The exception that ended the process, or its last output."""
     lines = [line.strip() for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (raised or lines or [f"exit code {child.returncode}"])[-1]

@@ -1,6 +1,6 @@
-"""How fast are the CPU ranks of this machine? Measured once, in a process of its own, and kept in the home folder.
+"""Rates of this machine's CPU ranks: measured once, in a child process, and cached in the home folder.
 
-A cluster file can only guess what a virtual device computes and sends; its guesses hold where nothing was measured.
+A cluster file can only guess the rates of a virtual device; its guesses apply if nothing was measured.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from orchestrator.planning.kernels import BANDWIDTH_EFFICIENCY, PRODUCT_EFFICIEN
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec
 
 PROGRAM = "orchestrator.training.rates"
-TIMEOUT_S = 30.0  # it takes 3 s, most of them to import torch, and more where all of a new service starts at once
+TIMEOUT_S = 30.0  # it takes 3 s, most of them to import torch, and longer while a service starts
 
 log = logging.getLogger(__name__)
 
 
 class Rates(BaseModel):
-    """What one CPU rank reaches while its neighbour does the same."""
+    """The rates of a CPU rank while a second one is as busy."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,9 +38,9 @@ class Rates(BaseModel):
 
 
 def measured(cluster: ClusterSpec, home: Path) -> ClusterSpec:
-    """The cluster with what this machine's CPU ranks reach; measured where `home` does not know it yet.
+    """The cluster with the rates of this machine's CPU ranks, measured unless cached in `home`.
 
-    Nodes elsewhere are taken to be like this one. What cannot be measured stays as declared.
+    Other nodes are assumed to be like this one. Rates that cannot be measured stay as declared.
     """
     ranks = _ranks(cluster)
     if not ranks:
@@ -51,25 +51,25 @@ def measured(cluster: ClusterSpec, home: Path) -> ClusterSpec:
 
 
 def known(cluster: ClusterSpec, home: Path) -> ClusterSpec:
-    """The cluster with what was measured of this machine's CPU ranks; as declared where nothing was."""
+    """The cluster with the cached rates of this machine's CPU ranks; as declared if there are none."""
     rates = rates_of(cluster, home)
     return cluster if rates is None else with_rates(cluster, rates)
 
 
 def rates_of(cluster: ClusterSpec, home: Path) -> Rates | None:
-    """What was measured of this machine's CPU ranks; None where nothing was, or the cluster has none."""
+    """The cached rates of this machine's CPU ranks; None if not measured, or the cluster has no CPU ranks."""
     ranks = _ranks(cluster)
     return _read(_kept(home, ranks)) if ranks else None
 
 
 def with_rates(cluster: ClusterSpec, rates: Rates) -> ClusterSpec:
-    """The cluster whose virtual devices reach these rates."""
+    """The cluster with these rates for its virtual devices."""
     nodes = tuple(node.model_copy(update={"device": _with_rates(node.device, rates)}) for node in cluster.nodes)
     return cluster.model_copy(update={"nodes": nodes})
 
 
 def _with_rates(device: DeviceSpec, rates: Rates) -> DeviceSpec:
-    """Planning expects of a device its peaks, and takes its own efficiencies off them."""
+    """The device with peak rates: planning multiplies peaks by its efficiencies."""
     if device.kind is not DeviceKind.VIRTUAL:
         return device
     return device.model_copy(
@@ -94,7 +94,7 @@ def _measure(ranks: int, kept: Path) -> Rates | None:
         )
         rates = Rates.model_validate_json(child.stdout)
     except (OSError, subprocess.SubprocessError, ValidationError) as error:
-        log.warning("what CPU ranks reach stays as declared: %s", error)
+        log.warning("rates of CPU ranks stay as declared: %s", error)
         return None
     kept.parent.mkdir(parents=True, exist_ok=True)
     temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
@@ -111,17 +111,17 @@ def _read(kept: Path) -> Rates | None:
 
 
 def _ranks(cluster: ClusterSpec) -> int:
-    """How many CPU ranks share a machine; 0 where there are none."""
+    """CPU ranks per machine; 0 if there are none."""
     return max((node.devices for node in cluster.nodes if node.device.kind is DeviceKind.VIRTUAL), default=0)
 
 
 def _threads(ranks: int) -> int:
-    """As many as a launch gives a rank (backends/attempts/launch_request.py)."""
+    """Threads per rank, as a launch sets them (backends/attempts/launch_request.py)."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _kept(home: Path, ranks: int) -> Path:
-    """Where the rates of this machine lie: another processor, torch or way to measure is another file."""
+    """The cache file of the rates, by processor, torch version and method of measurement."""
     model = next((line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")), "")
     program = Path(__file__).parents[2] / "training" / "rates.py"
     said = (platform.node(), platform.machine(), model, str(_threads(ranks)), importlib.metadata.version("torch"))

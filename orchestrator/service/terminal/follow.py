@@ -1,4 +1,4 @@
-"""What happens to a job, told live until it ends."""
+"""Prints a job's events live until it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 
 ENDS = ("succeeded", "failed", "refused", "cancelled")
-PLAIN_EVERY_S = 5.0  # between two lines of progress where there is no terminal
+PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
 LOG_POLL_S = 0.5
 
 
@@ -36,7 +36,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
     try:
         job = follow(client, job_id, console_on(sys.stderr if as_json else sys.stdout))
     except KeyboardInterrupt:
-        print(f"{job_id} goes on; `orc show {job_id}` tells how it stands", file=sys.stderr)
+        print(f"{job_id} continues; `orc show {job_id}` shows its state", file=sys.stderr)
         return 130
     tell(dict(job), as_json, attempts_table([job]))
     excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
@@ -46,7 +46,7 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
 
 
 def follow(client: Client, job_id: str, console: Console) -> JobView:
-    """Tell on `console` what happens to the job; the job as it ended."""
+    """Print the job's events on `console` until it ends; returns the ended job."""
     with console.status(f"{job_id} is queued") as status:
         said: list[str] = []
         said_at_s = 0.0
@@ -63,14 +63,14 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
 def log_lines(
     client: Client, job_id: str, number: int | None, rank: int, to_the_end: bool
 ) -> Iterator[tuple[int, str]]:
-    """What a rank wrote, in pieces of (attempt, text); the last attempt's, where no number is given.
+    """A rank's log in pieces of (attempt, text); of the last attempt if no number is given.
 
-    With `to_the_end` it waits for more, and goes on with the attempts that follow, until the job has ended.
+    With `to_the_end` it waits for more, and continues with later attempts, until the job has ended.
     """
     job, _ = client.job(job_id)
     current, offset, decoder = number or len(job["attempts"]) or 1, 0, _decoder()
     while True:
-        job, _ = client.job(job_id)  # before its log, so that the log of an ended attempt is complete
+        job, _ = client.job(job_id)  # read before its log, so that the log of an ended attempt is complete
         count, text = len(job["attempts"]), b""
         if current <= count or number is not None:
             text, offset = client.log(job_id, current, rank, offset)
@@ -92,7 +92,7 @@ def _decoder() -> codecs.IncrementalDecoder:
 
 
 def _changes(client: Client, job_id: str) -> Iterator[JobView]:
-    """The job now, at every change of it and every few seconds, up to its end."""
+    """The job now, then at every change and every few seconds, until its end."""
     seen: int | None = None
     while True:
         job, seen = client.job(job_id, seen)
@@ -102,7 +102,7 @@ def _changes(client: Client, job_id: str) -> Iterator[JobView]:
 
 
 def _lines(job: JobView) -> list[str]:
-    """What has happened so far, one line each, in order; a line that was said is never changed."""
+    """The job's events so far, one line each, in order; lines only ever get appended."""
     lines = []
     for attempt in job["attempts"]:
         lines.append(f"{job['id']}: attempt {attempt['number']} on {attempt['placement']}: {attempt['plan']}")

@@ -1,4 +1,4 @@
-"""Who ran where and when, as a picture: one row per node in the terminal, one lane per device as a PNG."""
+"""A Gantt chart of attempts: one row per node in the terminal, one lane per device as a PNG."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from orchestrator.backends.simulated.process import Process
 
 COLUMNS = 72
-NODES_MAX = 32  # rows of a larger cluster stand for several nodes each
-BLOCKS = " ▁▂▃▄▅▆▇█"  # of a row's devices that are busy, on average over the column
+NODES_MAX = 32  # in a larger cluster a row is several nodes
+BLOCKS = " ▁▂▃▄▅▆▇█"  # share of a row's devices that are busy, averaged over the column
 INCHES = (12.0, 6.0)
 DOTS_PER_INCH = 120
 # Colour-blind safe (Okabe and Ito 2008, Color Universal Design).
@@ -24,7 +24,7 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 
 
 def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
-    """Busy devices of each node over time, and how many jobs wait."""
+    """Busy devices per node over time, and the number of waiting jobs."""
     end_s = _end_s(outcomes)
     rows, labels = _rows(cluster)
     devices = dict.fromkeys(labels, 0)
@@ -49,8 +49,8 @@ def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
 
 
 def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Figure:
-    """One lane per device; an attempt has the colour of its job, its launch is pale."""
-    from matplotlib.figure import Figure  # mlflow brings matplotlib; pyplot keeps state, which threads share
+    """One lane per device; an attempt has its job's colour, and its launch is pale."""
+    from matplotlib.figure import Figure  # mlflow depends on matplotlib; pyplot has global state, which threads share
 
     lanes: dict[tuple[str, int], int] = {}
     for node in idle_nodes(cluster):
@@ -104,12 +104,12 @@ def _rows(cluster: ClusterSpec) -> tuple[dict[str, str], list[str]]:
 
 
 def _shares(from_s: float, until_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """(column, share of it that the span covers)."""
+    """(column, share of the column that the span covers)."""
     first, last = (COLUMNS * min(1.0, at_s / end_s) for at_s in (from_s, until_s))
     for column in range(int(first), min(COLUMNS, int(last) + 1)):
         yield column, max(0.0, min(last, column + 1) - max(first, column))
 
 
 def _block(share: float) -> str:
-    """Nothing only where there is nothing."""
+    """The block of a share; empty only for 0."""
     return BLOCKS[0] if share <= 0 else BLOCKS[max(1, min(8, round(8 * share)))]

@@ -1,4 +1,4 @@
-"""How does a command answer? In words for people, as JSON for programs."""
+"""Output of the commands: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-if TYPE_CHECKING:  # a command that answers as JSON does without
+if TYPE_CHECKING:  # not loaded for JSON output
     from rich.console import Console, RenderableType
 
-PLAIN_WIDTH = 160  # columns where the output is no terminal
+PLAIN_WIDTH = 160  # columns if the output is not a terminal
 
 
 def tell(answer: dict[str, Any], as_json: bool, words: RenderableType) -> None:
-    """Print the answer as JSON, or its words."""
+    """Print the answer as JSON, or as text."""
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
@@ -22,7 +22,7 @@ def tell(answer: dict[str, Any], as_json: bool, words: RenderableType) -> None:
 
 
 def console_on(stream: TextIO) -> Console:
-    """As wide as the terminal, or as PLAIN_WIDTH where it is none and nobody says how wide."""
+    """A console of the terminal's width; PLAIN_WIDTH if there is no terminal and COLUMNS is not set."""
     from rich.console import Console
 
     width = None if stream.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH

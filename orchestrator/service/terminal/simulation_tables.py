@@ -1,4 +1,4 @@
-"""How do simulated, replayed and expected runs look in a terminal? Views in, Rich renderables out."""
+"""Tables of simulated, replayed and expected runs: views in, Rich renderables out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from orchestrator.specs.units import format_seconds
 
 
 def simulated_table(run: Simulated) -> Table:
-    """A simulated run in numbers, and what its decisions took on this machine."""
+    """The metrics of a simulated run, and the time of its decisions on this machine."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in _rows(run):
         table.add_row(name, value)
@@ -26,7 +26,7 @@ def simulated_table(run: Simulated) -> Table:
 
 
 def _rows(run: Simulated) -> list[tuple[str, str]]:
-    """What is told of a run, and how much of it: the same names for every run of a trace."""
+    """(name, value) rows of a run; the names are the same for every run of a trace."""
     report, taken_s = run.report, sorted(run.decisions_s)
     rows = [
         ("jobs finished", f"{report['finished']} of {report['jobs']}"),
@@ -62,7 +62,7 @@ def _rows(run: Simulated) -> list[tuple[str, str]]:
 
 
 def compared_table(runs: Mapping[Objective, Simulated]) -> Table:
-    """Runs of the same jobs under several objectives, side by side."""
+    """Runs of the same jobs under several objectives, one column each."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("OBJECTIVE")
     columns = [_rows(run) for run in runs.values()]
@@ -74,7 +74,7 @@ def compared_table(runs: Mapping[Objective, Simulated]) -> Table:
 
 
 def replay_table(decided: Sequence[Decision]) -> RenderableType:
-    """Past decisions with their reasons; where this version decides otherwise, both."""
+    """Past decisions with their reasons; both decisions if this version decides otherwise."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("AT", "AFTER", "DECIDED", "WHY"):
         table.add_column(column, no_wrap=column in ("AT", "AFTER"), overflow="fold")
@@ -86,12 +86,12 @@ def replay_table(decided: Sequence[Decision]) -> RenderableType:
     kept = sum(one["then"] is not None for one in decided)
     verdict = f"{len(decided)} decisions, {kept} of them kept: this version decides {len(others)} otherwise."
     if others:
-        verdict += " Whatever follows the first of them may differ because of it."
+        verdict += " Later ones may differ as a consequence of the first."
     return Group(table, Text(verdict))
 
 
 def expected_table(expected: Sequence[ExpectedJob]) -> Table:
-    """When each job is expected to run."""
+    """Expected start and end of each job."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("JOB", "STATUS", "GPUS", "STARTS", "ENDS", "DUE"):
         table.add_column(column, no_wrap=True)

@@ -1,4 +1,4 @@
-"""How do jobs, attempts and plans look in a terminal? Views in, Rich renderables out."""
+"""Tables of jobs, attempts and plans: views in, Rich renderables out."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ STYLES = {
 }
 MARK_STYLES = {Mark.TOO_BIG: "dim", Mark.FITS: "", Mark.REFUTED: "red", Mark.CHOSEN: "bold green"}
 BAR_WIDTH = 32
-MOMENT_BAR_WIDTH = 28  # beside the longest name of a moment within 80 columns
+MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 columns
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
 
 
 def queue_table(jobs: Sequence[JobView]) -> Table:
-    """One row per job: how it stands, with which plan, and why; on a shared cluster also whose it is."""
+    """One row per job: status, plan, reason; on a shared cluster also its user and team."""
     shared = any(job["team"] is not None for job in jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("JOB", *(["TEAM/USER"] if shared else []), "STATUS", "PRIO", "TRIES", "PLAN", "PROGRESS"):
@@ -64,7 +64,7 @@ def queue_table(jobs: Sequence[JobView]) -> Table:
 
 
 def job_panel(job: JobView) -> RenderableType:
-    """Everything on one job: its attempts side by side, the bytes of the last one, and its failure."""
+    """One job: its attempts side by side, the bytes of the last one, and its failure."""
     head = Table.grid(padding=(0, 2))
     head.add_row("job", Text(job["id"], style="bold"))
     head.add_row("status", coloured(job["status"]))
@@ -87,7 +87,7 @@ def job_panel(job: JobView) -> RenderableType:
 
 
 def attempts_table(jobs: Sequence[JobView]) -> Table:
-    """One row per attempt: what changed and why, predicted and measured peak, step time, outcome."""
+    """One row per attempt: change and reason, predicted and measured peak, step time, outcome."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("ATTEMPT", "PLAN", "CHANGE"):
         table.add_column(column, overflow="fold")
@@ -111,7 +111,7 @@ def attempts_table(jobs: Sequence[JobView]) -> Table:
 
 
 def forecast_panel(forecast: Forecast) -> RenderableType:
-    """The chosen plan, the frontier around it with the line where memory ends, and why faster plans were rejected."""
+    """The chosen plan, the frontier around it with the memory limit, and why faster plans were rejected."""
     parts: list[RenderableType] = [
         Text(f"{forecast['job']} on {forecast['devices']} x {forecast['device']}", style="bold"),
         Text(f"global batch {forecast['global_batch_size']}; memory of the model: {forecast['profile']}", style="dim"),
@@ -124,7 +124,7 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
     candidate = forecast["frontier"][chosen]
     if forecast["nothing_fits"] is not None:
         parts += [Text(forecast["nothing_fits"], style="red"), Text()]
-        parts += [Text("What may fit is tried all the same:", style="yellow"), Text()]
+        parts += [Text("Plans that may fit are tried anyway:", style="yellow"), Text()]
     parts.append(candidate_panel(candidate) if forecast["probe"] is None else _probe_panel(forecast["probe"]))
     if _is_known(candidate["estimate"]):
         title = Text("Bytes by moment of a step", style="bold")
@@ -139,12 +139,12 @@ def forecast_panel(forecast: Forecast) -> RenderableType:
 
 
 def candidate_panel(candidate: CandidateView) -> RenderableType:
-    """One plan: predicted step time, bytes by cause, and what is compared with the capacity."""
+    """One plan: predicted step time, bytes by cause, and needed bytes against the capacity."""
     head = Table.grid(padding=(0, 2))
     head.add_row("plan", Text(candidate["plan"], style="bold"))
     if not _is_known(candidate["estimate"]):
         head.add_row(
-            "memory", "not known: the script's own micro-batch is taken to fill a device; `profile` says better"
+            "memory", "not known: the script's own micro-batch is assumed to fill a device; `profile` is more exact"
         )
         head.add_row("", "with knobs for micro-batch, accumulation and output folder it would be measured first")
         return head
@@ -157,7 +157,7 @@ def candidate_panel(candidate: CandidateView) -> RenderableType:
 
 
 def _probe_panel(probe: CandidateView) -> RenderableType:
-    """What is run before the training, and why."""
+    """The probe attempts before the training, and their reason."""
     head = Table.grid(padding=(0, 2))
     head.add_row("memory", "not known: two short attempts measure what a sample needs, before the training is planned")
     head.add_row("first", Text(f"{probe['plan']}, ended after {PROBE_STEPS} optimizer steps", style="bold"))
@@ -167,7 +167,7 @@ def _probe_panel(probe: CandidateView) -> RenderableType:
 
 
 def explanation_panel(explanation: ExplanationView) -> RenderableType:
-    """Each attempt's bytes by cause and by moment beside what was measured, what it taught, and the frontier now."""
+    """Each attempt's predicted bytes by cause and moment, measurements and lessons, and the frontier now."""
     job = explanation["job"]
     parts: list[RenderableType] = [Text(f"{job['id']} {job['status']}: {job['reason']}", style="bold")]
     if job["promise"] is not None and not job["promise"]["refused"]:
@@ -188,7 +188,7 @@ def explanation_panel(explanation: ExplanationView) -> RenderableType:
 
 
 def _sentences(said: Sequence[str]) -> Table:
-    """Each after its first word, which stands in a column of its own."""
+    """One row per sentence, with its first word in a separate column."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
@@ -199,7 +199,7 @@ def _sentences(said: Sequence[str]) -> Table:
 
 
 def coloured_picture(picture: Picture) -> Text:
-    """The picture with each mark in its colour."""
+    """The picture with coloured marks."""
     text = Text("\n".join(drawn(picture)), no_wrap=True)
     for mark, symbol in SYMBOLS.items():
         text.highlight_words([symbol], MARK_STYLES[mark])
@@ -208,7 +208,7 @@ def coloured_picture(picture: Picture) -> Text:
 
 
 def moments(estimate: EstimateView, correction: float) -> Table:
-    """Bytes by moment of a step as bars, activations as corrected."""
+    """Bytes by moment of a step as bars, with corrected activations."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
@@ -258,7 +258,7 @@ def progress_line(progress: ProgressView | None) -> str:
 
 
 def coloured(word: str) -> Text:
-    """The word in the colour of what it means; anything unknown is a failure."""
+    """The status word in its colour; unknown words have the colour of failures."""
     return Text(word, style=STYLES.get(word, "red"))
 
 
@@ -351,7 +351,7 @@ def _failure(attempt: AttemptView) -> list[RenderableType]:
 
 
 def promise_words(promise: PromiseView) -> str:
-    """What a job with a guarantee is promised, or why it is refused."""
+    """The promise to a job with a guarantee, or the reason of the refusal."""
     if promise["refused"]:
         return f"is refused: {promise['refused']}"
     gpus = f"{promise['gpus']} gpu{'s' if promise['gpus'] > 1 else ''}"
@@ -363,7 +363,7 @@ def promise_words(promise: PromiseView) -> str:
 
 
 def _gpus(job: JobView) -> str:
-    """How many it wants: `1 gpu`, `2-8 gpus`."""
+    """The requested GPUs: `1 gpu`, `2-8 gpus`."""
     return f"{job['gpus']} gpu" if job["gpus"] == "1" else f"{job['gpus']} gpus"
 
 
@@ -382,7 +382,7 @@ def _clock(at_s: float) -> str:
 
 
 def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
-    """Each node, whether it takes what comes, and whose attempts are on it; drained nodes that are away come last."""
+    """One row per node: whether it is drained, and the jobs on it; drained nodes that are absent come last."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("NODE", "TAKES", "BUSY", "JOBS", "NEXT MAINTENANCE"):
         table.add_column(column, overflow="fold")
@@ -403,7 +403,7 @@ def nodes_table(nodes: Sequence[NodeView], drained: Sequence[str]) -> Table:
 
 
 def local_minute(at_s: float | None, range_s: tuple[float, float] | None) -> str:
-    """A minute of local time, with the range around it."""
+    """A local time to the minute, with its range."""
     if at_s is None:
         return "not known"
     said = time.strftime("%a %d %b %H:%M", time.localtime(at_s))

@@ -1,4 +1,4 @@
-"""What does a person (or a program, as JSON) get to read about jobs, attempts and nodes?"""
+"""Views of jobs, attempts and nodes, for tables and as JSON."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class MomentView(TypedDict):
 
     name: str
     counted_bytes: int  # these follow from the parameter count
-    activation_bytes: int  # these are what measurements correct
+    activation_bytes: int  # these are corrected by measurements
 
 
 class EstimateView(TypedDict):
-    """Predicted bytes of the worst rank at its worst moment, as corrected."""
+    """Predicted bytes of the worst rank at its peak, after correction."""
 
     source: str  # a Source
     moment: str
     by_cause: dict[str, int]
-    by_moment: list[MomentView]  # the worst of them, in the order in which they come
+    by_moment: list[MomentView]  # the largest ones, in order of time
     allocated_bytes: int
     reserved_bytes: int
     device_bytes: int
@@ -47,19 +47,19 @@ class EstimateView(TypedDict):
 
 
 class ProgressView(TypedDict):
-    """How far the live attempt is, from its ranks' last signs of life."""
+    """Progress of the live attempt, from its ranks' last heartbeats."""
 
     step: int
-    max_steps: int | None  # None: a script keeps its own count
+    max_steps: int | None  # None: the script counts its own steps
     step_s: float | None
     peak_bytes: int
     phase: str
-    loss: float | None  # None also where it is not a finite number: JSON has none
+    loss: float | None  # None also if it is not finite: JSON has no such number
     at_s: float
 
 
 class FailureView(TypedDict):
-    """Why an attempt did not finish."""
+    """The failure of an attempt."""
 
     kind: str
     reason: str
@@ -68,7 +68,7 @@ class FailureView(TypedDict):
 
 
 class AttemptView(TypedDict):
-    """One launch: what was planned, what was predicted, what was measured, how it ended."""
+    """One launch: plan, prediction, measurement, outcome."""
 
     number: int
     status: str
@@ -81,8 +81,8 @@ class AttemptView(TypedDict):
     change_reason: str
     estimate: EstimateView
     correction: float
-    predicted_bytes: int | None  # allocated peak expected at launch; None where nothing was known
-    needed_bytes: int | None  # of the device, with margin, expected at launch; None where it was measured before
+    predicted_bytes: int | None  # allocated peak predicted at launch; None if unknown
+    needed_bytes: int | None  # device bytes with margin, predicted at launch; None if measured before
     fit_probability: float | None
     predicted_step_s: float
     peak_bytes: int | None
@@ -92,11 +92,11 @@ class AttemptView(TypedDict):
     launched_at_s: float
     ended_at_s: float | None
     failure: FailureView | None
-    warnings: list[str]  # what its record does not vouch for
+    warnings: list[str]  # limits of its record's validity
 
 
 class JobView(TypedDict):
-    """One job and everything that has become of it."""
+    """One job with its attempts."""
 
     id: str
     name: str
@@ -104,7 +104,7 @@ class JobView(TypedDict):
     reason: str
     cancelling: bool
     priority: int
-    user: str  # "" where nobody said
+    user: str  # "" if not given
     team: str | None  # None: the cluster file names no teams
     order: int
     submitted_at_s: float
@@ -120,9 +120,9 @@ class JobView(TypedDict):
 class PromiseView(TypedDict):
     """What became of a job's `guarantee` at its submission."""
 
-    gpus: int  # whose speed it asks for
-    starts_by_s: float | None  # None: it was refused, or the cluster was not seen yet
-    refused: str  # why; "" where it was not
+    gpus: int  # the speed of this many is guaranteed
+    starts_by_s: float | None  # None: refused, or no cluster was seen yet
+    refused: str  # the reason, or ""
 
 
 class PointView(TypedDict):
@@ -143,7 +143,7 @@ class PictureView(TypedDict):
 
 
 class ExplanationView(TypedDict):
-    """A job, what each of its attempts taught, and its frontier as it is judged by now."""
+    """A job, the lessons of each attempt, and its frontier as judged now."""
 
     job: JobView
     lessons: list[list[str]]  # of each attempt
@@ -154,12 +154,12 @@ class NodeView(TypedDict):
     """One live node."""
 
     name: str
-    device: dict[str, Any]  # DeviceSpec as a cluster file says it
+    device: dict[str, Any]  # DeviceSpec, as in a cluster file
     free_bytes: list[int]
-    busy: list[int]  # devices that our own attempts hold
-    jobs: list[str]  # whose they are
-    drained: bool  # it takes nothing new
-    maintenance: list[tuple[float, float]]  # when nothing may run on it, in seconds since 1970
+    busy: list[int]  # devices that our attempts hold
+    jobs: list[str]  # the jobs of these attempts
+    drained: bool  # it accepts no new attempts
+    maintenance: list[tuple[float, float]]  # windows without jobs, in seconds since 1970
     host_free_bytes: int
     network_bandwidth: int  # bytes per second
 
@@ -167,7 +167,7 @@ class NodeView(TypedDict):
 def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNSHARED, unwatched: str = "") -> JobView:
     """The job with its attempts.
 
-    Of the live attempt, `beats` are the last signs of life of its ranks, `unwatched` is a process without the guard.
+    `beats` are the last heartbeats of the live attempt; `unwatched` names a process of it without the guard.
     """
     return JobView(
         id=job.id,
@@ -191,7 +191,7 @@ def job_view(job: Job, beats: Sequence[Heartbeat] = (), policy: PolicySpec = UNS
 
 
 def promise_view(job: Job) -> PromiseView | None:
-    """What the job is promised; None where it asks for nothing."""
+    """The promise to the job; None without a `guarantee`."""
     if job.spec.guarantee is None:
         return None
     refused = job.reason if job.status is JobStatus.REFUSED else ""
@@ -199,7 +199,7 @@ def promise_view(job: Job) -> PromiseView | None:
 
 
 def attempt_view(attempt: Attempt) -> AttemptView:
-    """The attempt with prediction and measurement side by side."""
+    """The attempt with predictions and measurements."""
     evidence, failure = attempt.evidence, attempt.failure
     return AttemptView(
         number=attempt.number,
@@ -249,7 +249,7 @@ def estimate_view(estimate: MemoryEstimate, correction: float) -> EstimateView:
 
 
 def explanation_view(state: State, job: Job) -> ExplanationView:
-    """What there is to tell of the job's predictions and of what became of them."""
+    """The job's predictions, measurements and lessons."""
     picture = picture_of(state, job)
     return ExplanationView(
         job=job_view(job, policy=state.policy),
@@ -259,7 +259,7 @@ def explanation_view(state: State, job: Job) -> ExplanationView:
 
 
 def picture_from_view(view: PictureView) -> Picture:
-    """The picture that was sent."""
+    """The picture of a view."""
     points = tuple(
         Point(step_s=one["step_s"], needed_bytes=one["needed_bytes"], mark=Mark(one["mark"]), label=one["label"])
         for one in view["points"]
@@ -273,7 +273,7 @@ def observations_view(observations: Sequence[Observation]) -> list[dict[str, Any
 
 
 def observations_from_view(view: object) -> tuple[Observation, ...]:
-    """The outcomes that were sent. Raises SpecError where they are none."""
+    """The outcomes of a view. Raises SpecError if it is malformed."""
     try:
         return _observations().validate_python(view)
     except ValidationError as error:
@@ -283,7 +283,7 @@ def observations_from_view(view: object) -> tuple[Observation, ...]:
 
 
 def node_view(node: Node, holders: Mapping[tuple[str, int], str], drained: Container[str]) -> NodeView:
-    """The node as JSON, its device as a cluster file says it; `holders` as `placement.holders` tells."""
+    """The node as JSON, its device as in a cluster file; `holders` as returned by `placement.holders`."""
     busy = {index: job for (name, index), job in holders.items() if name == node.name}
     return NodeView(
         name=node.name,
@@ -299,7 +299,7 @@ def node_view(node: Node, holders: Mapping[tuple[str, int], str], drained: Conta
 
 
 def node_from_view(view: NodeView) -> Node:
-    """The node as planning sees it: devices that our own attempts hold count as free, since a job may wait for them."""
+    """The node for planning: devices that our attempts hold count as free, since a job may wait for them."""
     device = DeviceSpec.model_validate(view["device"])
     free_bytes = (device.memory if index in view["busy"] else free for index, free in enumerate(view["free_bytes"]))
     return Node(

@@ -1,4 +1,4 @@
-"""How is the cluster shared? Each team and user: shares, what they used, hold, run and wait for. `orc teams`."""
+"""`orc teams`: shares, usage, held devices, running and waiting jobs of each team and user."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class UserView(TypedDict):
     """One user of a team."""
 
     name: str
-    used_device_s: float  # as it counts today
+    used_device_s: float  # with decay, as of now
     running: int  # jobs
     waiting: int
 
 
 class TeamView(TypedDict):
-    """One team, its users in the order of their turns."""
+    """One team, with its users, next in turn first."""
 
     name: str
     shares: int
-    share: float  # of the cluster, among the teams that used it or want it; 0 of those that do not
-    used_share: float  # of all that counts as used today
+    share: float  # of the cluster, among teams with usage or demand; 0 for the others
+    used_share: float  # of all usage, with decay, as of now
     used_device_s: float
     quota: int  # devices
     held: int  # devices
-    borrowed: int  # of them, beyond the quota; 0 where no team has one
+    borrowed: int  # of them, beyond the quota; 0 if no team has a quota
     running: int  # jobs
     waiting: int
     users: list[UserView]
 
 
 def teams_view(state: State, now_s: float) -> list[TeamView]:
-    """Every team of the policy, whose turn it is on top; none where the cluster file names none."""
+    """Every team of the policy, next in turn first; empty if the cluster file names none."""
     policy = state.policy
     if not policy.is_shared:
         return []
@@ -89,7 +89,7 @@ def _user_view(user: str, used_device_s: float, jobs: Sequence[Job]) -> UserView
 
 
 def teams_table(teams: Sequence[TeamView]) -> Table:
-    """One row per team and user, whose turn it is on top; who used more than its share is said in red."""
+    """One row per team and user, next in turn first; usage above the share is red."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("TEAM", "SHARES", "SHARE", "USED", "DEVICE-HOURS", "DEVICES", "QUOTA", "BORROWED", "RUNS", "WAITS"):
         table.add_column(column, justify="left" if column == "TEAM" else "right", no_wrap=True)
