@@ -1,10 +1,10 @@
-"""What a fine-tuning leaves in the job's output folder: the model, or its adapters, in transformers' own format.
+"""The output of a fine-tuning: the model, or its adapters, in transformers' own format in the job's output folder.
 
-It is read from the newest complete checkpoint, a few tensors at a time, into host memory: no device holds the model.
+It is read from the newest complete checkpoint into host memory, a few tensors at a time. No device holds the model.
 
 output/config.json, model-<n>-of-<m>.safetensors, model.safetensors.index.json    a whole model
 output/adapter_config.json, adapter_model.safetensors                             adapters, as peft reads them
-output/tokenizer.json, ...                                                        the tokenizer, where there is one
+output/tokenizer.json, ...                                                        the tokenizer, if there is one
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from orchestrator.training.models.hf_adapters import lora_config
 from orchestrator.training.models.hf_model import Built, build, read_config
 from orchestrator.training.models.hf_weights import found_file
 
-SHARD_BYTES = 4 * 2**30  # of a file of weights, and so what is in host memory at a time
-ADAPTER = ".default"  # peft's name of the only adapter, which its files leave out
+SHARD_BYTES = 4 * 2**30  # of a file of weights; at most this much is in host memory at a time
+ADAPTER = ".default"  # peft's name of the only adapter; its files omit it
 
 
 def export(run: TrainingRun) -> None:
-    """Write what the finished training of a transformers model made into the job's output folder, whole or not at all.
+    """Write the trained transformers model, or its adapters, to the job's output folder, atomically.
 
-    One process calls it. Nothing happens where something stands there already.
+    One process calls it. Does nothing if the output exists already.
     """
     output = Path(run.job_folder) / "output"
     saved = checkpoint_folder.latest_complete(Path(run.job_folder) / "checkpoints")
@@ -97,7 +97,7 @@ def _write_model(folder: Path, run: TrainingRun, saved: Path) -> None:
 
 
 def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
-    """Parameters and stored buffers by name, shared ones once, in groups of at most SHARD_BYTES where one fits."""
+    """Parameters and stored buffers by name, shared ones once, in groups of at most SHARD_BYTES or one tensor."""
     seen: set[int] = set()
     shard: dict[str, Tensor] = {}
     size = 0
@@ -114,7 +114,7 @@ def _shards(built: Built) -> Iterator[dict[str, Tensor]]:
 
 
 def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str, Tensor]:
-    """What the checkpoint holds of a shard; what no step trained comes from where the model came from."""
+    """The values of a shard: from the checkpoint, and untrained ones from the model's source."""
     known = FileSystemReader(saved).read_metadata().state_dict_metadata
     values = {name: torch.empty(each.shape) for name, each in shard.items() if f"model.{name}" in known}
     _read(saved, values)
@@ -126,7 +126,7 @@ def _values(shard: Mapping[str, Tensor], built: Built, saved: Path) -> dict[str,
 
 
 def _read(saved: Path, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Fill tensors by whole-model name from a checkpoint, in this process alone."""
+    """Fill tensors by whole-model name from a checkpoint; not collective."""
     tree = {f"model.{name}": tensor for name, tensor in values.items()}
     state_dict_loader.load(tree, storage_reader=FileSystemReader(saved), no_dist=True)
     return values

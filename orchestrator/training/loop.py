@@ -1,4 +1,4 @@
-"""The training loop: data by step, one small all-reduce per step, checkpoints, and how it ends."""
+"""The training loop: data, one small all-reduce per step, checkpoints, and the end of the training."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from orchestrator.training.contract.recipe import Recipe
 from orchestrator.training.data.dataset import global_batch, micro_batches
 from orchestrator.training.engines import freezing
 
-SAVING_TIMEOUT = timedelta(hours=1)  # a rank may have that much more to write; a dead one is noticed at once
-LAST_SAVE_S = 30.0  # how long a failing attempt waits for the checkpoint in flight; its evidence waits as long
+SAVING_TIMEOUT = timedelta(hours=1)  # longest wait for a slower rank's write; a dead rank is noticed at once
+LAST_SAVE_S = 30.0  # longest wait of a failing attempt for the save in flight; its evidence is delayed as long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Where this process stands in the gang."""
+    """This process's rank, local rank, world size and device."""
 
     rank: int
     local_rank: int
@@ -42,9 +42,9 @@ class Ranks:
 
 
 def train(run: TrainingRun, ranks: Ranks) -> bool:
-    """Run to the last step, from the newest intact checkpoint; False where SIGTERM ended it early (and it was saved).
+    """Train from the newest intact checkpoint to the last step; False if SIGTERM ended it early, after a save.
 
-    Raises StaleAttempt on every rank where a newer attempt exists when a checkpoint is to be published.
+    Raises StaleAttempt on every rank if a newer attempt exists when a checkpoint is published.
     """
     stop = _listen_for_stop()
     checkpoints = Path(run.job_folder) / "checkpoints"
@@ -59,16 +59,16 @@ def train(run: TrainingRun, ranks: Ranks) -> bool:
     while cursor.step < run.training.max_steps and not stopped:
         try:
             cursor, stopped = _phase(run, ranks, saver, saved, stop)
-        except Exception:  # the next attempt goes on from what is being written
+        except Exception:  # the next attempt resumes from the save in flight
             saver.let_finish(LAST_SAVE_S)
             raise
         saved = Saved(path=checkpoint_folder.complete_path(checkpoints, cursor.step), cursor=cursor)
-        gc.collect()  # engines hold themselves in cycles: the next one needs their memory
+        gc.collect()  # engines are in reference cycles, and the next engine needs their memory
     return cursor.step >= run.training.max_steps
 
 
 def _phase(run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, stop: list[int]) -> tuple[Cursor, bool]:
-    """Train up to where more parameters thaw, or to the end, and save there; whether any rank was asked to stop."""
+    """Train to the next thaw step or the end, and save; also returns whether any rank received SIGTERM."""
     cursor, stopping = saved.cursor if saved else Cursor(), False
     last = min(freezing.next_thaw(cursor.step, run.training.freeze) or run.training.max_steps, run.training.max_steps)
     recipe = build_recipe(run)
@@ -83,7 +83,7 @@ def _phase(run: TrainingRun, ranks: Ranks, saver: Saver, saved: Saved | None, st
 
 
 def _listen_for_stop() -> list[int]:
-    """A list that SIGTERM makes non-empty."""
+    """A list that becomes non-empty on SIGTERM."""
     received: list[int] = []
 
     def note(signal_number: int, _frame: FrameType | None) -> None:
@@ -96,9 +96,9 @@ def _listen_for_stop() -> list[int]:
 def _step(
     run: TrainingRun, ranks: Ranks, recipe: Recipe, engine: Engine, saver: Saver, cursor: Cursor, stop: list[int]
 ) -> tuple[Cursor, bool]:
-    """One optimizer step: where the training is after it, and whether any rank was asked to stop.
+    """One optimizer step; returns the cursor after it, and whether any rank received SIGTERM.
 
-    Raises on every rank where a checkpoint could not be saved on any.
+    Raises on every rank if any rank failed to save a checkpoint.
     """
     began_s = time.monotonic()
     plan, dataset = run.plan, recipe.dataset

@@ -1,6 +1,6 @@
-"""Entry of a training rank: `python -m orchestrator.training.main RUN_JSON`.
+"""Entry point of a training rank: `python -m orchestrator.training.main RUN_JSON`.
 
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT stand in the environment, as under torchrun.
+The environment has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from orchestrator.specs.run import STALE_EXIT_CODE, TrainingRun, training_run_fr
 from orchestrator.training import loop
 from orchestrator.training.checkpoint.saver import StaleAttempt
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; this bounds a silent one
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a dead peer is noticed at once; this bounds the wait for a hanging one
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of this rank: 0 finished, STALE_EXIT_CODE; after SIGTERM it ends by that signal instead."""
+    """Run this rank; returns 0 (finished) or STALE_EXIT_CODE. After SIGTERM the process ends by that signal."""
     run = training_run_from_json(json.loads(Path(arguments[0]).read_text()))
     ranks = _join(run)
     try:
@@ -32,17 +32,17 @@ def main(arguments: list[str]) -> int:
         print(f"attempt {run.epoch} is stale: a newer one exists; nothing was published", file=sys.stderr)
         return STALE_EXIT_CODE
     if finished and ranks.rank == 0 and run.model.hf is not None:
-        from orchestrator.training.export import export  # only here: it imports transformers
+        from orchestrator.training.export import export  # late: it imports transformers
 
         export(run)
     if not finished:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    return 0  # the process group ends with the process: tearing gloo down may abort (see guard._leave)
+    return 0  # the process group is not destroyed: tearing gloo down may abort (see guard._leave)
 
 
 def _join(run: TrainingRun) -> loop.Ranks:
-    """Enter the process group that the environment describes."""
+    """Join the process group that the environment describes."""
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     assert world_size == run.plan.world_size, f"{world_size} ranks were started for {run.plan}"
     device = torch.device("cuda", local_rank) if run.device == "cuda" else torch.device("cpu")
@@ -50,7 +50,7 @@ def _join(run: TrainingRun) -> loop.Ranks:
         torch.cuda.set_device(device)
     cuda = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",  # offloaded gradients are reduced to one norm in host memory
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",  # the norm of offloaded gradients is reduced in host memory
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,

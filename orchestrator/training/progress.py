@@ -1,4 +1,4 @@
-"""How a training loop that knows its own step tells the guard around it."""
+"""The interface by which a training loop reports its steps to the guard."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Have `listener(step, loss)` called after every completed optimizer step of this process."""
+    """Register `listener(step, loss)`, called after every optimizer step that this process reports."""
     _listeners.append(listener)
 
 
 def step_completed(step: int, loss: float | None = None) -> None:
-    """Say that optimizer step `step` (counted from 1 over all attempts) is complete, with its loss."""
+    """Report that optimizer step `step` (counted from 1 over all attempts) is complete, with its loss."""
     for listener in _listeners:
         listener(step, loss)

@@ -1,9 +1,9 @@
-"""How fast is a CPU rank on this machine? Products, memory and messages between two ranks, measured in a second.
+"""Rates of a CPU rank on this machine, measured in a second: matrix products, memory, messages between two ranks.
 
     python -m orchestrator.training.rates THREADS
 
-prints the rates as JSON. Everything is counted in processor time, the best of some repetitions: what else runs on the
-machine now is no property of it.
+prints the rates as JSON. Rates are per second of processor time, the best of several repetitions, so that other
+processes on the machine do not affect them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 REPETITIONS = 5
-SIDE = 384  # of the matrices: larger than a core's caches of the first level, as the layers of small models are
-COPIED = 16 * 2**20  # bytes: no cache of a core holds them twice
-SENT = 8 * 2**20  # bytes: so many that starting the message does not count
-LIMIT_S = 20  # after which a rank that waits for the other one ends
+SIDE = 384  # of the matrices: larger than a core's first-level cache, as the layers of small models are
+COPIED = 16 * 2**20  # bytes: too many for a core's caches to hold twice
+SENT = 8 * 2**20  # bytes: large enough to hide the latency of a message
+LIMIT_S = 20  # longest wait of a rank for the other one
 
 
 def main(threads: int) -> None:
-    """Two ranks, which a fork makes of this process before it has any threads; the first one prints."""
+    """Fork into two ranks, before any thread exists; the first one prints."""
     with tempfile.TemporaryDirectory() as folder:
         second = os.fork()
         rank = 0 if second else 1
@@ -39,7 +39,7 @@ def main(threads: int) -> None:
                 os._exit(1)
             raise
         if rank:
-            os._exit(0)  # gloo may abort on its way out
+            os._exit(0)  # gloo may abort at exit
         _, status = os.waitpid(second, 0)
         if status:
             sys.exit("the second rank failed")
@@ -48,7 +48,7 @@ def main(threads: int) -> None:
 
 
 def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
-    """FLOP/s and bytes/s of this rank; both ranks measure at once, as those of a job compute."""
+    """FLOP/s and bytes/s of this rank; both ranks measure at once, as a job's ranks compute."""
     signal.alarm(LIMIT_S)
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -60,12 +60,12 @@ def _rates(threads: int, rank: int, folder: Path) -> dict[str, float]:
         "fp32_flops": operations / _best_s(lambda: fp32 @ fp32),
         "bf16_flops": operations / _best_s(lambda: bf16 @ bf16),
         "memory_bandwidth": 2.0 * COPIED * threads / _best_s(lambda: target.copy_(source)),
-        "link_bandwidth": SENT / _best_s(lambda: dist.all_reduce(message)),  # between two, as many bytes go each way
+        "link_bandwidth": SENT / _best_s(lambda: dist.all_reduce(message)),  # each of two sends that many
     }
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """Processor seconds of all threads, the least of some repetitions after one that warms up."""
+    """Minimum processor seconds of all threads over several repetitions, after one warm-up."""
     taken_s = []
     for _ in range(REPETITIONS + 1):
         began_s = time.process_time()

@@ -288,7 +288,7 @@ def _in_files(home: Path, job: str, **changes: Any) -> TrainingRun:
 
 
 def test_offload_to_files_wants_a_folder_that_exists_and_says_so(tmp_path: Path) -> None:
-    for folder, said in ((None, "needs a folder"), (str(tmp_path / "nvme"), "can be written to")):
+    for folder, said in ((None, "needs a folder"), (str(tmp_path / "nvme"), "needs a writable folder")):
         with pytest.raises(SpecError, match=said):
             deepspeed_nvme.swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
 

@@ -211,7 +211,7 @@ def test_an_encoder_decoder_takes_conversations_only(tmp_path: Path) -> None:
 
 def test_a_chat_template_that_hides_what_was_said_is_refused(tmp_path: Path) -> None:
     data = chats(tmp_path, [("user", "a"), ("assistant", "beta")])
-    with pytest.raises(SpecError, match="changes what the assistant says"):
+    with pytest.raises(SpecError, match="changes an assistant message"):
         dataset(tmp_path, data, template="{% for m in messages %}{{ m['role'] }}{% endfor %}")
-    with pytest.raises(SpecError, match="refuses this: no"):
+    with pytest.raises(SpecError, match="raised an error: no"):
         dataset(tmp_path, data, template="{{ raise_exception('no') }}", job="other")

@@ -1,13 +1,15 @@
 """The canonical checkpoint: a torch.distributed.checkpoint folder that every engine at any world size reads and writes.
 
 model.<name>                              fp32 master weight (or buffer), by whole-model name
-optim.state.<name>.exp_avg, .exp_avg_sq   what the optimizer keeps of a parameter (here AdamW), fp32
+optim.state.<name>.exp_avg, .exp_avg_sq   optimizer states of a parameter (here AdamW), fp32
 optim.steps                               updates done, per group of parameters that thaw together
 loss_scale                                fp16 only: the scale, and finite steps since it changed
-step, samples                             optimizer steps done, samples consumed: where the data go on
-Of several recipes that train in turn, each has its name before its own: model.<recipe>.<name>, optim.steps.<recipe>.
-Parameters that no step trains (the base under adapters) come with the model. There are no param_groups and no random
-states: hyperparameters and seeds come from the job, not from the checkpoint.
+step, samples                             optimizer steps done, samples consumed
+
+With several recipes, names contain the recipe: model.<recipe>.<name>, optim.steps.<recipe>.
+
+Parameters that no step trains (the base model under adapters) are not saved. Neither are param_groups and random
+states: hyperparameters and seeds come from the job.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from orchestrator.training.contract.engine import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a training is."""
+    """Progress of a training."""
 
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by them
@@ -55,9 +57,9 @@ class Saved:
 def save(
     folder: Path, state: State, cursor: Cursor, group: dist.ProcessGroup | None = None
 ) -> dict[str, checkpoint_folder.Written]:
-    """Write the state to `folder` and have it on the disk; every rank of `group` calls it. The files this rank wrote.
+    """Write and fsync the state to `folder`; returns the files that this rank wrote. Collective over `group`.
 
-    Nothing is gathered: each rank writes what it holds; of values that several hold, one of them does.
+    Nothing is gathered: each rank writes what it holds, and one holder writes a replicated value.
     """
     tree = {**state, "step": torch.tensor(cursor.step), "samples": torch.tensor(cursor.samples)}
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one item at a time
@@ -68,10 +70,10 @@ def save(
 
 
 def load(folder: Path, state: State) -> None:
-    """Fill the tensors of `state` in place from a checkpoint of any engine at any world size; every rank calls it.
+    """Fill the tensors of `state` in place from a checkpoint of any engine and world size. Collective.
 
-    A loss scale stays as it is where the checkpoint, of another precision, has none. Raises SpecError where the
-    checkpoint lacks any other name, or has it in another shape.
+    A loss scale keeps its value if the checkpoint, of another precision, has none. Raises SpecError if any other name
+    is missing or has another shape.
     """
     reader = FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
@@ -83,8 +85,8 @@ def load(folder: Path, state: State) -> None:
 
 
 def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> None:
-    """Raise SpecError where the checkpoint has no tensor of this shape."""
-    hint = "give the job the model, optimizer and training.freeze that the checkpoint was written with, or a new name"
+    """Raise SpecError unless the checkpoint has a tensor of this shape."""
+    hint = "use the model, optimizer and training.freeze that wrote the checkpoint, or give the job a new name"
     if not isinstance(found, TensorStorageMetadata):
         raise SpecError(f"the checkpoint has no {name}", source=str(folder), path=name, hint=hint)
     if tuple(found.size) != wanted:
@@ -99,7 +101,7 @@ def _check(folder: Path, name: str, wanted: tuple[int, ...], found: object) -> N
 
 
 def opened(folder: Path) -> Saved:
-    """A complete checkpoint, and how far its training is; every rank calls it."""
+    """A complete checkpoint with its step and sample counts. Collective."""
     tree = {"step": torch.tensor(0), "samples": torch.tensor(0)}
     load(folder, tree)
     return Saved(path=folder, cursor=Cursor(step=int(tree["step"]), samples=int(tree["samples"])))
@@ -108,7 +110,7 @@ def opened(folder: Path) -> Saved:
 def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor]:
     """`model.<name>` of the parameters named in `changing` and of every persistent buffer, sharing their memory.
 
-    A shared parameter appears once. What no step changes comes with the model and is not saved.
+    A shared parameter appears once. Parameters that no step changes are left out.
     """
     kept = changing | {name for name, _ in module.named_buffers(remove_duplicate=False)}
     values = {name: value for name, value in module.state_dict().items() if name in kept}
@@ -116,7 +118,7 @@ def model_state(module: nn.Module, changing: frozenset[str]) -> dict[str, Tensor
 
 
 def of_recipe(recipe: str, state: State) -> State:
-    """The state with the recipe's name in all names, where it has one: so that states of several recipes fit together.
+    """The state with the recipe's name, if it has one, in all names: several recipes share one checkpoint.
 
     `model.x` -> `model.<recipe>.x`, `optim.state.x` -> `optim.state.<recipe>.x`, others end in `.<recipe>`.
     """
@@ -129,7 +131,7 @@ def _named(recipe: str, name: str) -> str:
 
 
 class _ChecksummedFiles(FileSystem):
-    """Files as torch.distributed.checkpoint writes them, with the checksum of what went into each."""
+    """torch.distributed.checkpoint's file system, which also computes a CRC-32 of every file written."""
 
     def __init__(self) -> None:
         self.written: dict[str, checkpoint_folder.Written] = {}
@@ -147,7 +149,7 @@ class _ChecksummedFiles(FileSystem):
 
 
 class _Checksummed(io.RawIOBase):
-    """A file that is written from its beginning to its end, and what was."""
+    """A sequentially written file with its size and CRC-32."""
 
     def __init__(self, raw: io.IOBase) -> None:
         self._raw, self.size_bytes, self.crc = raw, 0, 0
@@ -172,7 +174,7 @@ class _Checksummed(io.RawIOBase):
 
 @contextlib.contextmanager
 def _own_out_of_memory() -> Iterator[None]:
-    """Raise this rank's out-of-memory error as itself: torch wraps whatever fails on any rank."""
+    """Raise this rank's out-of-memory error itself: torch wraps every rank's exceptions."""
     try:
         yield
     except CheckpointException as failure:

@@ -1,14 +1,14 @@
-"""Names of checkpoints on disk, and which of them count. Standard library only: the service asks here too.
+"""Names of checkpoints on disk, and which are complete. Standard library only: the service imports it too.
 
 step-<8 digits>/                   complete: renamed into place by rank 0 after every rank had written
 step-<8 digits>/manifest           size and CRC-32 of every other file, written last; begins with a CRC-32 of itself
 .writing-<epoch>-step-<8 digits>/  being written by the attempt with that epoch, or left by it
-.removing-step-<8 digits>/         on its way out
-damaged-step-<8 digits>/           found damaged when it was to be loaded; kept to be looked at
+.removing-step-<8 digits>/         being removed
+damaged-step-<8 digits>/           found damaged on loading; kept for inspection
 
-CRC-32 because it is the fastest checksum of the standard library that notices every burst of wrong bits up to 32 long:
-3.3 GiB/s on one core (SHA-1 2.2, BLAKE2b 1.4; Adler-32's 4.1 is weak; measured 2026-11). It guards against disks and
-crashes, not against forgery.
+CRC-32 is the fastest checksum of the standard library that detects every error burst of up to 32 bits. It reaches
+3.3 GiB/s on one core (SHA-1 2.2, BLAKE2b 1.4; Adler-32's 4.1 is weak; measured 2026-11). It detects faults of disks
+and crashes, not forgery.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a file of a checkpoint was when it was written."""
+    """Size and checksum of a checkpoint's file as written."""
 
     size_bytes: int
     crc32: str  # 8 hexadecimal digits
 
 
 def complete_path(checkpoints: Path, step: int) -> Path:
-    """Where the complete checkpoint of `step` stands."""
+    """The folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:08d}"
 
 
 def writing_path(checkpoints: Path, epoch: int, step: int) -> Path:
-    """Where attempt `epoch` writes the checkpoint of `step` before it is complete."""
+    """The folder in which attempt `epoch` writes the checkpoint of `step` until it is complete."""
     return checkpoints / f".writing-{epoch}-step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer steps behind a complete checkpoint."""
+    """The number of optimizer steps of a complete checkpoint, from its name."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is not the name of a complete checkpoint"
     return int(match[1])
 
 
 def published(checkpoints: Path) -> list[Path]:
-    """Every checkpoint with the name of a complete one, whatever became of its files, oldest first."""
+    """Every folder named as a complete checkpoint, oldest first; its files are not checked."""
     return sorted(_named(checkpoints, _COMPLETE))
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Every complete checkpoint as far as the sizes of its files tell, oldest first."""
+    """Every checkpoint whose files all have the sizes written, oldest first."""
     return [path for path in published(checkpoints) if not damage(path, read=False)]
 
 
 def latest_complete(checkpoints: Path) -> Path | None:
-    """The complete checkpoint with the most steps, or None; unfinished and truncated ones are never returned."""
+    """The complete checkpoint with the most steps, or None; never an unfinished or truncated one."""
     return next((path for path in reversed(published(checkpoints)) if not damage(path, read=False)), None)
 
 
 def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files of a published checkpoint, a sentence each; empty where all is as it was written.
+    """Defects of a published checkpoint's files, one sentence each; empty if there are none.
 
-    Without `read` only their sizes are looked at. With `parts`, every part of the ranks looks at its own files.
+    Without `read`, only sizes are compared. With `parts`, each of that many ranks checks its own part of the files.
     """
     try:
         files = read_manifest(checkpoint)
@@ -86,7 +86,7 @@ def damage(checkpoint: Path, *, read: bool = True, part: int = 0, parts: int = 1
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Written]:
-    """Every file of a checkpoint by name. Raises OSError or ValueError where the manifest is not as it was written."""
+    """Every file of a checkpoint by name. Raises OSError or ValueError if the manifest is damaged."""
     crc, _, text = (checkpoint / MANIFEST).read_text().partition("\n")
     if crc != _hexadecimal(zlib.crc32(text.encode())):
         raise ValueError("its content is not what was written")
@@ -94,7 +94,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Written]:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
-    """Write the manifest of a checkpoint whose files are on the disk, and have it there too."""
+    """Write and fsync the manifest of a checkpoint whose files are on disk."""
     entries = {name: {"size_bytes": file.size_bytes, "crc32": file.crc32} for name, file in files.items()}
     text = json.dumps(entries, indent=1, sort_keys=True)
     with (folder / MANIFEST).open("w") as manifest:
@@ -110,23 +110,23 @@ def written(size_bytes: int, crc: int) -> Written:
 
 
 def is_stale(epoch_file: Path, epoch: int) -> bool:
-    """Whether a newer attempt than `epoch` exists: then this one may publish nothing."""
+    """Whether an attempt newer than `epoch` exists; then attempt `epoch` must not publish."""
     return epoch_file.is_file() and int(epoch_file.read_text()) > epoch
 
 
 def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
-    """Give a checkpoint with its manifest its name; once it is seen to stand there whole, remove all but `keep`.
+    """Rename a written checkpoint to its final name, check it, then remove all but the newest `keep`.
 
-    Raises OSError where it is not whole; then the older ones stay.
+    Raises OSError if it is damaged; older checkpoints then stay.
     """
     target = complete_path(checkpoints, step)
-    if target.exists():  # left by an attempt that trained on from an older one: the new one has the same content
+    if target.exists():  # an earlier attempt, resumed from an older checkpoint, wrote the same content
         _remove(target)
     writing_path(checkpoints, epoch, step).rename(target)
     _sync_folder(checkpoints)
     wrong = damage(target, read=False)
     if wrong:
-        raise OSError(f"{target} was written and is damaged: {'; '.join(wrong)}")
+        raise OSError(f"{target} is damaged after writing: {'; '.join(wrong)}")
     kept = complete(checkpoints)[-keep:]
     for old in published(checkpoints):
         if step_of(old) < step_of(kept[0]):
@@ -134,7 +134,7 @@ def publish(checkpoints: Path, epoch: int, step: int, keep: int) -> None:
 
 
 def quarantine_checkpoint(checkpoint: Path) -> Path:
-    """Move a damaged checkpoint out of the way, keeping the newest DAMAGED_KEPT of those; where it is now."""
+    """Rename a damaged checkpoint and keep the newest DAMAGED_KEPT of those; returns its new path."""
     target = checkpoint.with_name(f"damaged-{checkpoint.name}")
     shutil.rmtree(target, ignore_errors=True)
     checkpoint.rename(target)
@@ -144,7 +144,7 @@ def quarantine_checkpoint(checkpoint: Path) -> Path:
 
 
 def remove_unfinished(checkpoints: Path, epoch: int) -> None:
-    """Remove what attempts up to `epoch` began to write, or to remove, and did not finish."""
+    """Remove the unfinished writes and removals of attempts up to `epoch`."""
     for path in _named(checkpoints, _WRITING):
         match = _WRITING.fullmatch(path.name)
         if match and int(match[1]) <= epoch:
@@ -160,7 +160,7 @@ def _named(checkpoints: Path, pattern: re.Pattern[str]) -> Iterable[Path]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; at no moment does half of one keep its name."""
+    """Remove a checkpoint. It is renamed first, so that a partly removed one never has a complete one's name."""
     going = checkpoint.with_name(f".removing-{checkpoint.name}")
     shutil.rmtree(going, ignore_errors=True)
     checkpoint.rename(going)

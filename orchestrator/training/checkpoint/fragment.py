@@ -1,8 +1,8 @@
 """Pieces of flattened tensors inside a torch.distributed.checkpoint.
 
-DeepSpeed's ranks own runs of elements of a flattened parameter. The checkpoint knows rectangles of whole tensors. A
-run of a row-major tensor is a few rectangles, each of which is contiguous in the run: so every rank writes and reads
-its own memory in place, and nothing is gathered.
+DeepSpeed's ranks own runs of elements of a flattened parameter; the checkpoint stores rectangles of whole tensors. A
+run of a row-major tensor is a few rectangles, each contiguous in the run. So every rank writes and reads its own
+memory in place, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Part of a tensor: where it begins and how far it reaches, per axis."""
+    """Part of a tensor: offset and size per axis."""
 
     offsets: Shape
     sizes: Shape
 
 
 def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
-    """The rectangles that elements `start` to `stop` (excluded) of a row-major tensor fill, in order; at most 2n-1."""
+    """The rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor, in order; at most 2n-1."""
     assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
     row_size = math.prod(shape[1:])
     while start < stop:
@@ -48,7 +48,7 @@ def rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]:
 
 
 class Chunks:
-    """Rectangles of a tensor of `shape` that a rank holds, by where they begin, as the checkpoint wants to see them."""
+    """The rectangles of a tensor of `shape` that a rank holds, by offset: the form that the checkpoint takes."""
 
     def __init__(self, held: Mapping[Shape, Tensor], shape: torch.Size) -> None:
         self.held, self._shape = held, shape
@@ -79,7 +79,7 @@ class Chunks:
 
 
 class Fragment(Chunks):
-    """`flat`, the memory of the elements from `start` on of a tensor of `shape`."""
+    """`flat` is the memory of a run of elements, from element `start`, of a tensor of `shape`."""
 
     def __init__(self, flat: Tensor, start: int, shape: torch.Size) -> None:
         assert flat.dim() == 1, flat.shape
@@ -93,7 +93,7 @@ class Fragment(Chunks):
 
 
 def chunks_of(value: Tensor | Chunks) -> Chunks:
-    """What this rank holds of a value in a state, sharing its memory: of a cut tensor (DTensor) its own part."""
+    """What this rank holds of a value in a state, sharing its memory; of a DTensor its local shard."""
     if isinstance(value, Chunks):
         return value
     if not isinstance(value, DTensor):
@@ -120,7 +120,7 @@ class FragmentLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         tensors = {name: value for name, value in state_dict.items() if not isinstance(value, Chunks)}
-        super().set_up_planner(tensors, metadata, is_coordinator)  # replaces what it does not know by None
+        super().set_up_planner(tensors, metadata, is_coordinator)  # replaces values of unknown types by None
         self.state_dict = {**state_dict, **self.state_dict}
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a rank writes of a state, copied into host memory that is used again for every checkpoint."""
+"""A rank's share of a state, copied into host memory that every checkpoint reuses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Part = tuple[str, Shape, int]  # canonical name, where the part begins, bytes
 
 
 class HostCopy:
-    """`state` holds, after `take`, this rank's share of the state it was made for, as host memory of its own.
+    """After `take`, `state` holds a copy of this rank's share in host memory.
 
-    Every part of a value is in the share of one rank that holds it. The memory is pinned where the state is on CUDA;
-    it is taken at once, not at the first copy.
+    Every part of a value belongs to the share of exactly one rank that holds it. The memory is allocated at
+    construction, and pinned if the state is on CUDA.
     """
 
     def __init__(self, state: Mapping[str, Any], device: torch.device, group: dist.ProcessGroup) -> None:
@@ -43,9 +43,9 @@ class HostCopy:
         self.state = {name: Chunks(part, values[name].size()) for name, part in parts.items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Copy this rank's share of `state`, which has the same values as the one it was made for.
+        """Copy this rank's share of `state`, whose names and shapes are those of construction.
 
-        On CUDA the copies are queued behind what the device does: call `wait` before reading them.
+        On CUDA the copies are asynchronous: call `wait` before reading them.
         """
         with torch.no_grad(), host_memory():
             for (name, at), buffer in self._buffers.items():
@@ -54,24 +54,24 @@ class HostCopy:
             self._copied.record()
 
     def wait(self) -> None:
-        """Return when the copies of the last `take` are there; from any thread."""
+        """Block until the copies of the last `take` are complete; callable from any thread."""
         if self._copied:
             self._copied.synchronize()
 
     def release(self) -> None:
-        """Give the memory back, in so far as nobody else holds it."""
+        """Drop the memory; it is freed once no other reference holds it."""
         if self._pinned is not None:
             _check(_cudart().cudaHostUnregister(self._pinned.data_ptr()))
         self._pinned, self._buffers, self.state = None, {}, {}
 
     def _allocate(self, parts: Sequence[tuple[str, Shape, Tensor]]) -> dict[tuple[str, Shape], Tensor]:
-        """A buffer for each part, all in one mapping, each with a storage of its own: so it is written as it is.
+        """A buffer for each part, all in one mapping, each with its own storage, so that it is written without a copy.
 
-        Not torch's pinned allocator, which rounds up to powers of two.
+        torch's pinned allocator is not used: it rounds up to powers of two.
         """
         sizes = [-(-part.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, _, part in parts]
         memory = mmap.mmap(-1, max(sum(sizes), mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # the pages are there from now on
+        whole = torch.frombuffer(memory, dtype=torch.uint8).zero_()  # touches every page
         if self._copied:
             _check(_cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
             self._pinned = whole
@@ -96,9 +96,9 @@ def _check(result: Any) -> None:
 
 
 def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """What each rank writes, of what each rank holds: every part once, and as equal in bytes as that allows.
+    """The parts that each rank writes, from the parts each rank holds: every part once, balanced by bytes.
 
-    What only one rank holds is its own; the rest goes, largest first, to the holder with least.
+    A part with one holder is written by it. The others go, largest first, to the holder with the fewest bytes.
     """
     holders: dict[Part, list[int]] = {}
     for rank, held in enumerate(everyone):
@@ -114,7 +114,7 @@ def shares(everyone: Sequence[Sequence[Part]]) -> list[list[Part]]:
 
 
 def _part(value: Any, at: Shape) -> Tensor:
-    """The part of a value that begins there; cheaper than `chunks_of`, since this happens between two steps."""
+    """The part of a value at an offset; cheaper than `chunks_of`, because it runs between two steps."""
     if isinstance(value, Chunks):
         return value.held[at]
     return value.to_local() if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""Which checkpoint does a training go on from? The newest one whose files are all as they were written."""
+"""Which checkpoint does a training resume from? The newest whose files are all intact."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from orchestrator.training.checkpoint import folder as checkpoint_folder
 
 
 def newest_intact(checkpoints: Path, group: dist.ProcessGroup) -> Path | None:
-    """The newest checkpoint that is as it was written, the same on every rank of `group`; None where there is none.
+    """The newest intact checkpoint, the same on every rank of `group`; None if there is none.
 
-    The ranks share the reading. What is found damaged is named on stderr and moved aside.
+    The ranks share the reading. Damaged checkpoints are named on stderr and quarantined.
     """
     steps: list[list[int]] = [[]]
     if group.rank() == 0:

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on: a step waits for the copy to host memory and for nothing else."""
+"""Saves checkpoints in the background: a training step waits only for the copy to host memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from orchestrator.training.checkpoint.host_copy import HostCopy
 from orchestrator.training.contract.engine import State
 
 STALE = "stale"
-HAND_OVER_S = 0.001  # a new thread keeps the interpreter for 5 ms (sys.getswitchinterval): training goes first
+HAND_OVER_S = 0.001  # lets training run first: a new thread keeps the interpreter for 5 ms (sys.getswitchinterval)
 
 
 class StaleAttempt(Exception):
-    """A newer attempt of the job exists: this one may publish nothing."""
+    """A newer attempt of the job exists, so this one must not publish."""
 
 
 class Saver:
-    """Writes and publishes the checkpoints of one attempt, at most one at a time, in a thread of its own.
+    """Writes and publishes the checkpoints of one attempt in a background thread, at most one at a time.
 
-    What the ranks agree on there goes through a group of its own, so that it cannot get between training's collectives.
+    The thread has its own process group, so that its collectives cannot interleave with training's.
     """
 
     def __init__(self, run: TrainingRun, device: torch.device, group: dist.ProcessGroup) -> None:
-        """`group`: of all ranks, on gloo, for nobody else from now on. `prepare` and `save` are collective."""
+        """`group`: all ranks, on gloo, reserved for this saver. `prepare` and `save` are collective."""
         self._run, self._device, self._group = run, device, group
         self._checkpoints = Path(run.job_folder) / "checkpoints"
         self._copy: HostCopy | None = None
@@ -40,11 +40,11 @@ class Saver:
         self._failure: BaseException | None = None
 
     def prepare(self, state: State) -> None:
-        """Take the host memory for states with these values."""
+        """Allocate the host memory for states with these names and shapes."""
         self._copy = HostCopy(state, self._device, self._group)
 
     def save(self, state: State, cursor: Cursor) -> None:
-        """Begin to save: waits for the save before and copies the state. Raises what the save before ended with."""
+        """Wait for the previous save, copy the state and start saving it. Raises the previous save's error."""
         assert self._copy, "prepare comes first"
         self.wait()
         self._copy.take(state)
@@ -57,7 +57,7 @@ class Saver:
         return self._failure is not None
 
     def wait(self) -> None:
-        """Return when nothing is in flight. Raises StaleAttempt, on every rank, or what went wrong while writing."""
+        """Block until no save is in flight. Raises StaleAttempt, on every rank, or the error of the write."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -65,12 +65,12 @@ class Saver:
             raise self._failure
 
     def let_finish(self, limit_s: float) -> None:
-        """Give the save in flight so much time, whatever comes of it."""
+        """Wait up to `limit_s` seconds for the save in flight; ignores its outcome."""
         if self._thread:
             self._thread.join(limit_s)
 
     def release(self) -> None:
-        """Wait, then give the host memory back."""
+        """Wait, then free the host memory."""
         self.wait()
         if self._copy:
             self._copy.release()
@@ -82,7 +82,7 @@ class Saver:
             copy.wait()
             folder = checkpoint_folder.writing_path(self._checkpoints, self._run.epoch, cursor.step)
             self._publish(folder, cursor.step, checkpoint.save(folder, copy.state, cursor, self._group))
-        except BaseException as failure:  # raised in the training's thread: see `wait`
+        except BaseException as failure:  # `wait` raises it in the training thread
             self._failure = failure
             if self._is_stale():  # the newer attempt removes what this one writes
                 self._failure = StaleAttempt()
@@ -91,7 +91,7 @@ class Saver:
         return checkpoint_folder.is_stale(Path(self._run.job_folder) / "epoch", self._run.epoch)
 
     def _publish(self, folder: Path, step: int, written: dict[str, Written]) -> None:
-        """Give the checkpoint its name once all ranks have written; no rank returns before it has it."""
+        """Publish the checkpoint once all ranks have written; no rank returns earlier."""
         everyone: list[dict[str, Written]] = [{} for _ in range(self._group.size())]
         dist.all_gather_object(everyone, written, group=self._group)
         outcome, failure = [""], None

@@ -14,7 +14,7 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """What losses are multiplied with: doubled after GROWTH_INTERVAL finite steps, halved after one that is not."""
+    """The factor of the loss: doubled after GROWTH_INTERVAL finite steps, halved after a step that overflowed."""
 
     def __init__(self) -> None:
         self.state = torch.tensor([INITIAL, 0.0])
@@ -24,7 +24,7 @@ class LossScale:
         return float(self.state[0])
 
     def update(self, norm: float) -> bool:
-        """Whether a step with this norm of gradients may be made; adapts the scale. The same on every rank."""
+        """Adapt the scale; returns whether a step with this gradient norm may be applied. The same on every rank."""
         finite = math.isfinite(norm)
         if not finite:
             self.state[0] *= 0.5

@@ -1,4 +1,4 @@
-"""Low precisions as torch knows them."""
+"""Low precisions as torch dtypes."""
 
 from __future__ import annotations
 

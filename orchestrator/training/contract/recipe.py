@@ -1,4 +1,4 @@
-"""The small contract between a model and our engines. A factory returns a Recipe; the decoder is one of them."""
+"""The contract between a model and the engines. A factory returns a Recipe; the built-in decoder is one."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def token_count(self, index: int) -> int:
-        """Terms that the sample adds to the loss sum (tokens with a label; 1 for a classified image)."""
+        """Terms that the sample adds to the loss sum: labelled tokens, or 1 for a classified image."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples as tensors in host memory, samples first."""
+        """The samples as tensors in host memory; axis 0 counts samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How a module is cut into pipeline stages: between its layers.
+    """How a module is cut into pipeline stages, between its layers.
 
-    `first` and `last` name the submodules (by whole-model name) that only the first and the last stage have. On a
-    stage, layers of other stages hand their first input on unchanged, and a missing submodule of `first` or `last` is
-    None. `hidden(module, x)` runs what the stage has: `x` is `batch[0]` on the first stage, else the hidden states that
-    the stage before returned. `loss_sum(module, hidden, labels)` ends the last stage; `labels` is `batch[1]`.
+    - `first`, `last`: submodules, by whole-model name, of the first and the last stage only; None on other stages.
+    - `hidden(module, x)` runs the stage. `x` is `batch[0]` on the first stage, else the previous stage's hidden states.
+    - `loss_sum(module, hidden, labels)` ends the last stage; `labels` is `batch[1]`.
+
+    On a stage, layers of other stages return their first input unchanged.
     """
 
     first: tuple[str, ...]
@@ -54,20 +55,21 @@ class Stages:
 class Recipe:
     """A model, its loss and its data.
 
-    `loss_sum(module, batch)` returns the loss *summed* over the batch's terms as a scalar: the engine divides by the
-    global batch's count. It reaches the module through its call, once, so that an engine can wrap it. `layers` are the
-    repeated blocks of the module: what FSDP2 shards, activation checkpointing recomputes and a pipeline cuts. A module
-    on the meta device comes with `initialise(name, parameter)`, which fills a parameter by its whole-model name alone,
-    so that every layout starts from the same numbers. `tensor_parallel` is the model's own plan: shell patterns of
-    module names -> "colwise", "rowwise", "embedding" (cut by vocabulary), "head" (so too; its forward pass gives the
-    DTensor weight to `linear_cross_entropy`), "headwise" (repeated, but used on this rank's heads: gradients are added
-    up), or a torch ParallelStyle; what it does not name is repeated. `tensor_parallel_sizes` are the sizes, by the
-    names that the user knows, that the degree must divide. Without a plan the model runs at tp=1, without `stages` at
-    pp=1.
+    - `loss_sum(module, batch)`: the loss *summed* over the batch's terms, a scalar. The engine divides by the global
+      batch's count. It calls the module exactly once, so that an engine can wrap it.
+    - `layers`: the repeated blocks, which FSDP2 shards, activation checkpointing recomputes and a pipeline cuts.
+    - `initialise(name, parameter)`: required for a module on the meta device. It fills a parameter by its whole-model
+      name alone, so that every layout starts from the same values.
+    - `tensor_parallel`: shell patterns of module names -> one of these words, or a torch ParallelStyle. "colwise",
+      "rowwise"; "embedding" (cut by vocabulary); "head" (likewise, and its forward pass passes the DTensor weight to
+      `linear_cross_entropy`); "headwise" (replicated, used on this rank's heads, gradients summed). Modules without a
+      match are replicated. Without a plan the model runs at tp=1.
+    - `tensor_parallel_sizes`: sizes, by the user's names, that the degree must divide.
+    - `stages`: without it the model runs at pp=1.
 
-    A factory may return several recipes (a GAN's two networks), each with a `name` and, if it likes, a `learning_rate`
-    of its own: they train in turn within every optimizer step, in that order. The loss of one calls its own module by
-    its argument and the other modules as they were built; `then` holds those that follow the first.
+    A factory may return several recipes (a GAN's two networks), each with a `name` and optionally a `learning_rate`.
+    They train one after the other within every optimizer step, in that order. A recipe's loss calls its own module
+    through its argument, and the other modules as they were built. `then` holds the recipes after the first.
     """
 
     module: nn.Module
@@ -90,10 +92,10 @@ def materialise(
     device: torch.device,
     place: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Give the parameters of `part` that are still on the meta device their memory and first values, in place.
+    """Allocate and initialise the parameters of `part` that are on the meta device, in place.
 
-    Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns what this rank keeps of
-    a parameter, on the meta device before or not; one parameter at a time is whole.
+    Shared parameters stay shared. Names are those in `root`, the whole module. `place` returns this rank's part of any
+    parameter; at most one parameter at a time is whole.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     real: dict[int, nn.Parameter] = {}
@@ -122,15 +124,15 @@ def seeded_normal(name: str, values: Tensor, *, seed: int, std: float) -> None:
 
 
 def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """A generator in host memory whose numbers follow from (seed, name) alone."""
+    """A CPU generator whose numbers depend on (seed, name) alone."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
-    """What `path/to/file.py:function` returns for `config`: a Recipe, or the first of several with the rest in `then`.
+    """The Recipe that `path/to/file.py:function` returns for `config`; of several, the first with the rest in `then`.
 
-    Raises SpecError where it cannot be called or returns anything else.
+    Raises SpecError if it cannot be called or returns anything else.
     """
     file, _, name = factory.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if file else None
@@ -150,7 +152,7 @@ def from_factory(factory: str, config: dict[str, Any]) -> Recipe:
 
 
 def _in_turn(recipes: tuple[Recipe, ...]) -> Recipe:
-    """The first recipe, followed by the others. Raises SpecError where they cannot train in turn."""
+    """The first recipe, with the others in `then`. Raises SpecError if they cannot alternate."""
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names) or not all(name.isidentifier() for name in names):
         raise SpecError("several recipes need a name each", path="model.factory", got=names, allowed="identifiers")

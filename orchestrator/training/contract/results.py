@@ -1,4 +1,4 @@
-"""What a training step leaves behind."""
+"""The result of a training step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step leaves: `loss` is this rank's share, and the shares of all ranks add up to the global batch's mean.
+    """`loss` is this rank's share: the sum over all ranks is the global batch's mean loss.
 
-    `grad_norm` is the global norm before clipping; infinite or NaN where a fp16 step overflowed and was left out.
+    `grad_norm` is the global norm before clipping; infinite or NaN if a fp16 step overflowed and was skipped.
     """
 
     loss: float

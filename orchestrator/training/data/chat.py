@@ -1,8 +1,8 @@
-"""Conversations in JSON-lines files as tokens: who said what, and which tokens are to be learnt.
+"""Conversations in JSON-lines files as tokens, with a mark for each token that is a label.
 
-A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Only what an
-assistant says is learnt. The tokenizer's chat template renders a conversation where there is one; else each message is
-`role: content`, an assistant's followed by the end-of-text token, and a new line.
+A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Only
+assistant messages are labels. The tokenizer's chat template renders a conversation. Without a template each message is
+`role: content` and a newline; an assistant's message is followed by the end-of-text token.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from orchestrator.specs.errors import SpecError
 ASSISTANT = "assistant"
 
 Message = dict[str, str]
-Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 where it is learnt, else 0
+Marked = tuple[list[int], list[int]]  # tokens, and for each of them 1 if it is a label, else 0
 
 
 def conversations(files: Sequence[str]) -> Iterator[tuple[str, list[Message]]]:
-    """Every conversation with the place where it stands. Raises SpecError, naming file and line."""
+    """Every conversation with its `file:line`. Raises SpecError, naming file and line."""
     for name in files:
         found = False
         with _opened(name) as lines:
@@ -59,7 +59,7 @@ def _is_message(message: object) -> bool:
 
 
 def marked(tokenizer: Any, messages: list[Message], place: str) -> Marked:
-    """The conversation as tokens, marked where the assistant speaks; its end-of-turn marks are learnt too."""
+    """The conversation as tokens; assistant messages and their end-of-turn tokens are marked as labels."""
     if tokenizer.chat_template is None:
         return _plain(tokenizer, messages)
     text, spans = _rendered(tokenizer, messages, place)
@@ -85,7 +85,7 @@ def _plain(tokenizer: Any, messages: list[Message]) -> Marked:
 
 
 def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str, list[tuple[int, int]]]:
-    """The whole conversation through the chat template, and where in it the assistant's turns stand."""
+    """The conversation rendered by the chat template, and the spans of its assistant messages."""
     whole = _render(tokenizer, messages, place)
     spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
@@ -96,7 +96,7 @@ def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str,
         opened = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
         at = whole.find(content, opened)
         if at < 0:
-            raise SpecError("the chat template changes what the assistant says", source=place, path="data.chat")
+            raise SpecError("the chat template changes an assistant message", source=place, path="data.chat")
         alone = _render(tokenizer, messages[: turn + 1], place)
         closing = alone[alone.rfind(content) + len(content) :]
         stop = at + len(content)
@@ -108,13 +108,13 @@ def _rendered(tokenizer: Any, messages: list[Message], place: str) -> tuple[str,
 def _render(tokenizer: Any, messages: list[Message], place: str, **settings: Any) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **settings)
-    except Exception as error:  # jinja2's errors, and whatever a template raises by itself
+    except Exception as error:  # jinja2's errors, and those that a template raises
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SpecError(f"the chat template refuses this: {reason}", source=place, path="data.chat") from None
+        raise SpecError(f"the chat template raised an error: {reason}", source=place, path="data.chat") from None
 
 
 def pairs(tokenizer: Any, messages: list[Message], longest: int) -> Iterator[tuple[list[int], list[int]]]:
-    """For an encoder-decoder, one pair per assistant turn: all that was said before, and the turn; cut at `longest`."""
+    """For an encoder-decoder: per assistant message, a pair of the preceding text and the message, cut at `longest`."""
     for turn, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before = "\n".join(each["content"] for each in messages[:turn])

@@ -1,7 +1,7 @@
-"""Tokens as samples, and the order in which training sees them.
+"""Token samples, and the order in which training consumes them.
 
-A position counts samples over the whole training: optimizer step n (from 1) takes positions (n-1)*B to n*B-1 of a
-global batch of B samples, whatever the layout. Which sample stands at a position follows from the seed alone.
+A position counts samples over the whole training. With a global batch of B samples, optimizer step n (from 1) consumes
+positions (n-1)*B to n*B-1, in every layout. The seed alone determines which sample has a position.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 
 BYTE_VOCABULARY = 256
-FEISTEL_ROUNDS = 4  # a strong pseudorandom permutation from 4 on (Luby and Rackoff 1988, theorem 2)
+FEISTEL_ROUNDS = 4  # 4 rounds give a strong pseudorandom permutation (Luby and Rackoff 1988, theorem 2)
 
 
 class TokenStreams:
-    """Streams of tokens; a sample holds at most `sequence_length` tokens of one, with their successors as labels.
+    """Streams of tokens. A sample has at most `sequence_length` tokens of one stream; labels are the next tokens.
 
-    `trained` has a byte per token, where given: only tokens whose byte is not zero are labels, and samples without any
-    are left out. The arrays may be memory-mapped: then they cost page cache, not tensors.
+    `trained`, if given, has a byte per token: only tokens with a non-zero byte are labels, and samples without labels
+    are left out. Memory-mapped arrays cost page cache instead of tensors.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TokenStreams:
         return (self._ends[-1] if self._ends else 0) if self._kept is None else len(self._kept)
 
     def token_count(self, index: int) -> int:
-        """Tokens of a sample that have a label."""
+        """Labelled tokens of a sample."""
         if self._labels is not None:
             return int(self._labels[index])
         stream, start = self._place(index)
@@ -86,7 +86,7 @@ class TextDataset(TokenStreams):
 
 
 def _sums(values: np.ndarray, width: int) -> np.ndarray:
-    """How many of every `width` values in a row are not zero; the last row may be shorter."""
+    """The number of non-zero values in every row of `width` values; the last row may be shorter."""
     if not len(values):
         return np.empty(0, np.int64)
     return np.add.reduceat(values != 0, np.arange(0, len(values), width), dtype=np.int64)
@@ -101,7 +101,7 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def sample_at(position: int, size: int, seed: int) -> int:
-    """The sample at a position: every epoch of `size` positions is another permutation of all samples."""
+    """The sample at a position: each epoch of `size` positions is its own permutation of all samples."""
     epoch, value = divmod(position, size)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     value = _feistel(value, half_bits, f"{seed}:{epoch}")
@@ -130,7 +130,7 @@ def micro_batches(
 ) -> list[Sequence[int]]:
     """Data-parallel rank `rank`'s consecutive slice of a global batch, cut into micro-batches.
 
-    Where `together` ranks normalise over what they have at a time, those are its consecutive samples instead.
+    If `together` ranks normalise over their simultaneous micro-batches, these take consecutive samples instead.
     """
     firsts = (
         ((rank // together * accumulation + turn) * together + rank % together) * micro_batch_size

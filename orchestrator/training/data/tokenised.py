@@ -1,12 +1,12 @@
 """The data of a transformers model: tokenised once, then memory-mapped by every rank.
 
-The first rank tokenises into the job's folder, which all ranks share (as they share its checkpoints); the others wait
-for it. A later attempt finds the tokens there, so it goes on with the same samples although files changed since.
+The first rank tokenises into the job's folder, which all ranks share as they share its checkpoints. The others wait.
+Later attempts reuse the tokens: they continue with the same samples even if the files have changed.
 
 data/about.json     {largest token, count of tokens}
-data/tokens.bin     int32; documents one after another, each begun and ended by the tokenizer's own marks
-data/learnt.bin     chat only: a byte per token, 1 where an assistant speaks
-data/bounds.bin     encoder-decoders only: int64, where each input and each target ends in tokens.bin
+data/tokens.bin     int32; concatenated documents, each with the tokenizer's own start and end tokens
+data/learnt.bin     chat only: a byte per token, 1 if it is a label
+data/bounds.bin     encoder-decoders only: int64, the end of each input and each target in tokens.bin
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from orchestrator.training.contract.recipe import IGNORED_LABEL, Dataset
 from orchestrator.training.data import chat
 from orchestrator.training.data.dataset import BYTE_VOCABULARY, TextDataset, TokenStreams
 
-PIECE_CHARACTERS = 2**20  # text is tokenised in pieces of whole lines of about this size
+PIECE_CHARACTERS = 2**20  # size of the pieces, of whole lines, in which text is tokenised
 PIECES_AT_ONCE = 16  # a fast tokenizer works on them in parallel
-SCANNED_AT_ONCE = 2**24  # tokens of a file that are in memory while their largest is looked for
-WAIT_S = 24 * 3600.0  # for the first rank to tokenise; what the job's start-up time allows ends it before
+SCANNED_AT_ONCE = 2**24  # tokens in memory during the search for the largest
+WAIT_S = 24 * 3600.0  # for the first rank to tokenise; the job's start-up limit is shorter
 POLL_S = 0.2
 
 
@@ -55,7 +55,7 @@ class PairDataset:
         return min(self._length, int(self._bounds[2 * index + 1] - self._bounds[2 * index]))
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Input tokens and target labels, int64 [len(indices), sequence_length], padded by the model's own and -100."""
+        """Input tokens and target labels, int64 [len(indices), sequence_length], padded by the pad token and -100."""
         tokens = torch.full((len(indices), self._length), self._padding, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORED_LABEL)
         for row, index in enumerate(indices):
@@ -69,12 +69,12 @@ class PairDataset:
 def dataset_of(run: TrainingRun, *, vocabulary: int, padding: int | None) -> Dataset:
     """The samples of a run. `padding` is the padding token of an encoder-decoder; None for a decoder.
 
-    Raises SpecError where files cannot be read, hold no sample, or hold tokens that the model does not know.
+    Raises SpecError if files cannot be read, hold no sample, or hold tokens outside the model's vocabulary.
     """
     data, length = run.data, run.plan.sequence_length or run.data.sequence_length
     if padding is not None and not data.chat:
         raise SpecError(
-            "an encoder-decoder learns to answer an input: running text has none",
+            "an encoder-decoder needs inputs and targets: running text has none",
             path="data",
             allowed="data.chat",
             hint="write each example as one user and one assistant message",
@@ -104,7 +104,7 @@ def _some(dataset: Dataset, data: DataSpec) -> Dataset:
 
 
 def tokenizer_source(run: TrainingRun) -> str | None:
-    """The folder or name of the tokenizer; None where neither job nor model has one."""
+    """The folder or hub name of the tokenizer; None if neither the job nor the model has one."""
     return run.data.tokenizer or (run.model.hf if isinstance(run.model.hf, str) else None)
 
 
@@ -112,7 +112,7 @@ def _bytes(data: DataSpec, length: int, vocabulary: int) -> Dataset:
     if data.chat:
         raise SpecError("a conversation needs a tokenizer", path="data.tokenizer", allowed="a folder, or a hub's name")
     if vocabulary < BYTE_VOCABULARY:
-        hint = "say `data.tokenizer`, or a larger vocabulary"
+        hint = "set `data.tokenizer`, or a larger vocabulary"
         raise SpecError("text without a tokenizer is bytes", path="model.hf.vocab_size", got=vocabulary, hint=hint)
     return TextDataset(data.text, length)
 
@@ -137,7 +137,7 @@ def _token_file(name: str) -> np.ndarray:
 
 
 def _largest(tokens: np.ndarray) -> int:
-    """The largest token. Raises SpecError where one is negative."""
+    """The largest token. Raises SpecError if one is negative."""
     largest = 0
     for start in range(0, len(tokens), SCANNED_AT_ONCE):
         part = tokens[start : start + SCANNED_AT_ONCE]
@@ -148,12 +148,12 @@ def _largest(tokens: np.ndarray) -> int:
 
 
 def _once(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let the first rank fill `folder`, whole or not at all; the others return when it is there."""
+    """Let the first rank fill `folder` atomically; the others wait until it exists."""
     if dist.is_initialized() and dist.get_rank() > 0:
         deadline_s = time.monotonic() + WAIT_S
         while not folder.is_dir():
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{folder} did not appear within {WAIT_S:.0f} s: do all nodes share this folder?")
+                raise TimeoutError(f"{folder} did not appear within {WAIT_S:.0f} s: all nodes must share this folder")
             time.sleep(POLL_S)
     elif not folder.is_dir():
         for left in folder.parent.glob(f".{folder.name}-*"):
@@ -194,7 +194,7 @@ def _tokenise(into: Path, data: DataSpec, source: str, *, as_pairs: bool) -> Non
 
 
 def _documents(data: DataSpec, tokenizer: Any, *, as_pairs: bool) -> Iterator[chat.Marked]:
-    """Tokens in the order in which they are stored; marks for chat, inputs and targets in turn for pairs."""
+    """Tokens in stored order: with label marks for chat; inputs and targets alternate for pairs."""
     if data.text:
         yield from ((ids, []) for ids in _text(data.text, tokenizer))
         return
@@ -208,7 +208,7 @@ def _documents(data: DataSpec, tokenizer: Any, *, as_pairs: bool) -> Iterator[ch
 
 
 def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
-    """Each file as one document: begun as the tokenizer begins a text, and ended by its end-of-text token."""
+    """Each file as one document, with the tokenizer's start tokens and its end-of-text token."""
     begin = [token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in files:
@@ -220,7 +220,7 @@ def _text(files: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def _pieces(name: str) -> Iterator[str]:
-    """The file's text in whole lines. Raises SpecError where it cannot be read or is empty."""
+    """The file's text in pieces of whole lines. Raises SpecError if it cannot be read or is empty."""
     held: list[str] = []
     size = number = 0
     try:
@@ -243,16 +243,16 @@ def _pieces(name: str) -> Iterator[str]:
 
 
 def read_tokenizer(source: str) -> Any:
-    """The tokenizer in a folder, or of a name on the hub. Raises SpecError."""
+    """The tokenizer of a folder or a hub name. Raises SpecError if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source, local_files_only=Path(source).is_dir(), trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
-        hint = "say `data.tokenizer`: a folder with tokenizer.json, or a name that the hub (or its local cache) knows"
+        hint = "set `data.tokenizer` to a folder with tokenizer.json, or to a name on the hub or in its local cache"
         reason = str(error).splitlines()[0]
         raise SpecError(f"no tokenizer: {reason}", path="data.tokenizer", got=source, hint=hint) from None
-    tokenizer.model_max_length = 2**62  # samples are cut here: no warning about long texts
+    tokenizer.model_max_length = 2**62  # samples are cut here, so a warning about long texts would mislead
     return tokenizer
 
 

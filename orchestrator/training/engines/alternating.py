@@ -1,8 +1,8 @@
-"""Several recipes that train in turn within every optimizer step, such as the two networks of a GAN.
+"""Several recipes that train one after the other within every optimizer step, such as the two networks of a GAN.
 
-Each has an ordinary engine. In a recipe's turn the others stand still: what its loss sends through them changes
-nothing of theirs. Where their parameters are plain tensors they ask for no gradients meanwhile; FSDP2 keeps gathered
-parameters of its own that ask all the same, so there the gradients are dropped: they cost a reduction in vain.
+Each has an ordinary engine. In a recipe's turn the others are frozen, although its loss may run through them. Plain
+parameters require no gradients meanwhile. FSDP2's gathered parameters still do, so their gradients are dropped after
+a wasted reduction.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from orchestrator.training.engines.randomness import Randomness
 
 
 class AlternatingEngine:
-    """One engine per recipe; every step lets each see the same micro-batches, in the recipes' order."""
+    """One engine per recipe; in every step each trains on the same micro-batches, in the recipes' order."""
 
     def __init__(
         self, recipe: Recipe, plan: Plan, training: TrainingSpec, build: Callable[[Recipe, TrainingSpec], Engine]
     ) -> None:
-        """`build` makes a recipe's own engine. Raises SpecError where the plan or the job does not fit such recipes."""
+        """`build` makes a recipe's engine. Raises SpecError if the plan or the job does not support several recipes."""
         recipes = (recipe, *recipe.then)
         if plan.layout.tp > 1 or plan.layout.pp > 1:
             got = f"tp={plan.layout.tp}, pp={plan.layout.pp}"
@@ -41,7 +41,7 @@ class AlternatingEngine:
         own = [self._with_own_randomness(each) for each in recipes]
         self._engines = [build(each, _training(each, training)) for each in own]
         self._parts = [_Part(each.module) for each in recipes]
-        # Registered after the engines', so that its seeds count: those of a recipe's engine know its own turn only.
+        # Registered after the engines' hooks, so that these seeds win: a recipe's engine seeds for its own turn only.
         layers = tuple(layer for each in recipes for layer in each.layers)
         self._randomness = Randomness(dataclasses.replace(recipe, layers=layers), training.seed)
 
@@ -63,7 +63,7 @@ class AlternatingEngine:
         return {name: value for engine in self._engines for name, value in engine.state().items()}
 
     def _with_own_randomness(self, recipe: Recipe) -> Recipe:
-        """The recipe, with every module's layers seeded by what its engine has just seeded for the micro-batch."""
+        """The recipe, with the layers of every module seeded from its engine's seed of the micro-batch."""
 
         def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
             self._randomness.begin(torch.initial_seed(), 0)
@@ -73,7 +73,7 @@ class AlternatingEngine:
 
 
 class _Part:
-    """A recipe's module, as the turns of others see it."""
+    """A recipe's module during the turns of other recipes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -86,14 +86,14 @@ class _Part:
 
     def go_on(self) -> None:
         for part in self._sharded:
-            part.reshard()  # a forward pass alone leaves it gathered
+            part.reshard()  # a forward pass without backward leaves it gathered
         for parameter in self._trained:
             parameter.requires_grad_(True)
             parameter.grad = None
 
 
 def _training(recipe: Recipe, training: TrainingSpec) -> TrainingSpec:
-    """The job's settings for one recipe: its own learning rate, and what is frozen by its own names."""
+    """The job's settings for one recipe: its own learning rate, and `freeze` by its own parameter names."""
     names = [name for name, _ in recipe.module.named_parameters()]
     freeze = tuple(
         Freeze(parameters=glob.escape(name), until_step=entry.until_step)

@@ -1,13 +1,13 @@
-"""BatchNorm, whose output depends on which samples are taken together: so the job has to say how many.
+"""BatchNorm: its output depends on which samples are normalised together, so the job sets their number.
 
-With `training.batch_norm_samples: N` every plan normalises over N samples at a time: over a micro-batch
-(micro_batch_size = N), or with `sync_batch_norm` over the micro-batches that all data-parallel ranks have at a time
-(micro_batch_size x dp = N). So losses are those of one process with micro-batches of N samples.
+With `training.batch_norm_samples: N` every plan normalises over N samples at a time. That is one micro-batch
+(micro_batch_size = N), or with `sync_batch_norm` the simultaneous micro-batches of all data-parallel ranks
+(micro_batch_size x dp = N). Losses equal those of one process with micro-batches of N samples.
 
-Running statistics are its as well. A micro-batch with statistics s makes of r: (1 - momentum) r + momentum s. That is
-linear in r: after n micro-batches, a rank that began at r has (1 - momentum)^n r + c, where c is what its micro-batches
-add. One process goes through the micro-batches of all ranks, rank by rank, so from every rank's c follows what it would
-have: RunningStatistics adds them up after every step, each faded by the micro-batches of the ranks behind it.
+Running statistics equal that process's as well. A micro-batch with statistics s updates r to (1 - momentum) r +
+momentum s, which is linear in r. After n micro-batches a rank that began at r has (1 - momentum)^n r + c, where c
+depends on its micro-batches only. One process would run the ranks' micro-batches rank by rank. So RunningStatistics
+sums every rank's c after each step, each scaled by (1 - momentum) per micro-batch of the later ranks.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from orchestrator.training.contract.results import StepResult
 
 
 def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The layers that take statistics of what they are given; those in evaluation mode do not."""
+    """The layers that use batch statistics; layers in evaluation mode do not."""
     return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
 
 
 def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> None:
-    """Let the layers take their statistics in fp32 over as many samples as the job says, in place.
+    """Make the layers take their statistics in fp32 over `training.batch_norm_samples` samples, in place.
 
-    Raises SpecError where the job does not say it, or the plan has other micro-batches.
+    Raises SpecError if the job does not set it, or the plan normalises another number.
     """
     if not layers:
         return
     samples, path = training.batch_norm_samples, "training.batch_norm_samples"
     if samples is None:
         raise SpecError(
-            "the model has BatchNorm: its training depends on how many samples are normalised together",
+            "the model has BatchNorm: training depends on how many samples are normalised together",
             path=path,
             allowed=f"a number of samples, such as {plan.micro_batch_size}; every plan then keeps to it",
-            hint="with `sync_batch_norm: true` they may lie on several devices",
+            hint="with `sync_batch_norm: true` they may be spread over several devices",
         )
     together = plan.micro_batch_size * (plan.layout.dp if training.sync_batch_norm else 1)
     if together != samples:
@@ -68,7 +68,7 @@ def prepare(layers: list[_BatchNorm], plan: Plan, training: TrainingSpec) -> Non
 
 @contextlib.contextmanager
 def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
-    """Within, forward passes change copies of the running statistics: they recompute what has counted already."""
+    """A context for recomputed forward passes: they update copies of the running statistics, not the statistics."""
     originals = [(layer, dict(layer._buffers)) for layer in layers]
     for layer, buffers in originals:
         layer._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
@@ -80,7 +80,7 @@ def counted_once(layers: Iterable[_BatchNorm]) -> Iterator[None]:
 
 
 class RunningStatistics:
-    """An engine on several ranks, whose running statistics are those of one process (see above)."""
+    """An engine on several ranks whose running statistics equal those of one process (see above)."""
 
     def __init__(self, engine: Engine, layers: list[_BatchNorm]) -> None:
         self._engine = engine
@@ -116,7 +116,7 @@ class RunningStatistics:
             layer.running_var.copy_(variance)  # type: ignore[union-attr]
 
     def _statistics(self) -> list[Tensor]:
-        """Per layer, running means and then variances."""
+        """Running means, then variances, of every layer."""
         return [torch.cat((layer.running_mean, layer.running_var)).float() for layer in self._layers]  # type: ignore[arg-type]
 
     def _counted(self) -> list[int]:
@@ -124,7 +124,7 @@ class RunningStatistics:
 
 
 def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """BatchNorm's forward pass. (torch's refuses weights of another precision than the running statistics.)"""
+    """BatchNorm's forward pass. torch's requires weights and running statistics of one precision."""
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     assert layer.momentum is not None
     tracking = layer.track_running_stats and layer.running_mean is not None
@@ -144,7 +144,7 @@ def _over_own_samples(layer: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _over_all_ranks(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """BatchNorm's forward pass over what all ranks are given, [N, C, ...] each. (torch's refuses tensors on a CPU.)"""
+    """BatchNorm's forward pass over all ranks' inputs, [N, C, ...] each. torch's does not support CPU tensors."""
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     wide = x.float()
     dims = [dim for dim in range(x.dim()) if dim != 1]
@@ -172,7 +172,7 @@ def _summed(values: Tensor) -> Tensor:
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over all ranks, whose gradient is the sum of all ranks' gradients."""
+    """The sum over all ranks; its gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(_ctx: Any, values: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""The DeepSpeed engine: ZeRO 0 to 3, optimizer and parameters in host memory or files where the plan says so.
+"""The DeepSpeed engine: ZeRO 0 to 3, optimizer and parameters optionally in host memory or files.
 
-Some of the calls are private to DeepSpeed 0.19; each is marked, and each stage has a test.
+Some calls are private to DeepSpeed 0.19; each is marked, and each stage has a test.
 
-What decides memory, in bytes, for the model of it (P parameters, dp ranks):
-- Start: every rank makes the whole module, 4P; stage 3 makes and cuts a layer at a time. Adam's moments (8P/dp; stage
-  0: 8P) are allocated before the first step. Stages 1 to 3 have fp32 masters (4P/dp) beside the weights, in fp32 too.
+Facts for its memory model, in bytes (P parameters, dp ranks):
+- Start: every rank makes the whole module, 4P; stage 3 makes and partitions a layer at a time. Adam's moments (8P/dp;
+  stage 0: 8P) are allocated before the first step. Stages 1 to 3 have fp32 masters (4P/dp) even beside fp32 weights.
 - Buckets: see Buckets. Stage 0 all-reduces one flat copy of all gradients, 4P.
 - Optimizer on CPU: one flat tensor at a time, two temporaries of its size. On CUDA: fused, none.
   Offloaded to files: one sub-group at a time, with its gradient and moments (see deepspeed_settings.Buckets.swapped).
-- A checkpoint is written and read in place, piece by piece; from files by way of copies in host memory, 12P/dp.
-- In low precision a start makes the exact weights again, one by one; what thaws later has 4P/dp in host memory.
-- DeepSpeed flattens in host memory where a device cannot hold module and flat copy both (stage_1_and_2.py).
+- A checkpoint is written and read in place, piece by piece; with offload to files, through host copies of 12P/dp.
+- In low precision a start makes the fp32 weights again, one by one; parameters that thaw later hold 4P/dp on the host.
+- DeepSpeed flattens in host memory if the device cannot hold the module and its flat copy (stage_1_and_2.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DeepSpeedEngine:
         device: torch.device,
         resume_from: checkpoint.Saved | None,
     ) -> None:
-        """`training` is the run's, or what of it this recipe of several has. Raises SpecError: see deepspeed_nvme."""
+        """`training` is the run's, or one recipe's share of it. Raises SpecError: see deepspeed_nvme."""
         plan = run.plan
         self._recipe, self._plan, self._training, self._device = recipe, plan, training, device
         self._module = recipe.module
@@ -110,7 +110,7 @@ class DeepSpeedEngine:
             engine.step()
         if plan.zero_stage is not ZeroStage.NONE:
             norm = float(engine.get_global_grad_norm())
-            norm = norm if norm >= 0 else math.nan  # bf16: -1 stands for what is not finite
+            norm = norm if norm >= 0 else math.nan  # bf16: DeepSpeed returns -1 for a non-finite norm
         if engine.was_step_applied():
             self._updates.count()
         if self._loss_scale:
@@ -121,14 +121,14 @@ class DeepSpeedEngine:
         return checkpoint.of_recipe(self._recipe.name, self._state(self._in_files()))
 
     def _start(self, resume_from: checkpoint.Saved | None, exact: Callable[[str], Tensor] | None) -> None:
-        """Give masters, moments and counters their first values."""
+        """Initialise masters, moments and counters."""
         if self._is_swapped:
             deepspeed_nvme.allocate(self._engine.optimizer, self._moments)
         values = self._in_files()
         if resume_from:
             self._load(resume_from, self._state(values, known_at=resume_from.cursor.step))
             self._updates.set_steps()
-        if exact:  # DeepSpeed took the masters from rounded weights: 1e-3 of loss
+        if exact:  # DeepSpeed derives the masters from rounded weights, which changes the loss by 1e-3
             for piece in (*self._waiting, *self._pieces()):
                 master = values[id(piece.flat)][deepspeed_nvme.MASTER] if id(piece.flat) in values else piece.flat
                 piece.of(master).copy_(exact(piece.name).flatten().narrow(0, piece.start, piece.count))
@@ -139,11 +139,11 @@ class DeepSpeedEngine:
         checkpoint.load(saved.path, checkpoint.of_recipe(self._recipe.name, state))
 
     def _in_files(self) -> deepspeed_nvme.Held:
-        """Copies of what lies in files; nothing where all is in memory."""
+        """Host copies of what is offloaded to files; empty without such offload."""
         return deepspeed_nvme.held(self._engine.optimizer, self._moments) if self._is_swapped else {}
 
     def _state(self, in_files: deepspeed_nvme.Held, known_at: int | None = None) -> State:
-        """The canonical tensors; with `known_at`, without moments of groups that had not thawed before that step."""
+        """The canonical tensors; with `known_at`, without moments of groups still frozen before that step."""
         if self._plan.zero_stage is ZeroStage.NONE:
             return checkpoint.model_state(self._module, self._changing) | self._updates.state(known_at=known_at)
         state: dict[str, Any] = dict(checkpoint.model_state(self._module, frozenset()))  # buffers
@@ -153,13 +153,13 @@ class DeepSpeedEngine:
         return state | {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else state
 
     def _clip(self) -> float:
-        """Clip the gradients that stage 0 leaves at the parameters; their norm."""
+        """Clip the gradients of the parameters at stage 0; returns their norm before clipping."""
         norm = gradient_norm(self._trained.values()).item()
         scale_gradients(self._trained.values(), clip_factor(norm, self._training.clip_norm))
         return norm
 
     def _initialised(self, config: dict[str, Any]) -> Any:
-        """DeepSpeed's engine. In low precision inputs are rounded as FSDP2 does, and buffers stay as they are."""
+        """DeepSpeed's engine. In low precision, inputs are cast as FSDP2 casts them; buffers keep their precision."""
         buffers = [
             (
                 module,
@@ -177,7 +177,7 @@ class DeepSpeedEngine:
         return engine
 
     def _masters(self) -> list[list[Tensor]] | None:
-        """Per group of parameters, this rank's flat masters; None where the parameters themselves are updated."""
+        """Per group of parameters, this rank's flat masters; None if the parameters themselves are updated."""
         if self._plan.zero_stage is ZeroStage.NONE:
             return None
         return masters(self._engine.optimizer, self._plan.zero_stage, len(self._updates.groups))
@@ -187,7 +187,7 @@ class DeepSpeedEngine:
         return pieces(self._engine.optimizer, self._plan.zero_stage, self._trained)
 
     def _materialise(self, config: dict[str, Any], resume_from: checkpoint.Saved | None) -> None:
-        """Make the parameters; at stage 3 layer by layer, each cut before the next is made."""
+        """Make the parameters; at stage 3 layer by layer, each partitioned before the next is made."""
         recipe, low = self._recipe, LOW_PRECISION.get(self._plan.precision)
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             materialise(recipe.module, recipe.module, recipe, self._device)
@@ -197,23 +197,23 @@ class DeepSpeedEngine:
             materialise(recipe.module, part, recipe, self._device)
             named = recipe.module.named_parameters()
             whole = {name: p for name, p in named if not p.is_meta and not hasattr(p, "ds_id")}
-            if resume_from and self._weights_swapped:  # out of reach once they are cut
+            if resume_from and self._weights_swapped:  # not accessible once partitioned
                 state = {f"model.{name}": p.detach() for name, p in whole.items() if name in self._changing}
                 self._load(resume_from, state)
             for parameter in whole.values() if low else ():
-                parameter.data = parameter.data.to(low)  # Init takes a module as it is, and nothing casts what is cut
-            # One swapper for all parts: a new one would empty its folder.
+                parameter.data = parameter.data.to(low)  # zero.Init does not cast, nor does anything after it
+            # One swapper for all parts: a second one would empty the folder.
             swapper = deepspeed.zero.Init(module=part, config_dict_or_path=config, param_swapper=swapper).param_swapper
 
     def _computed_with(self) -> State:
-        """Weights and buffers of forward and backward before `initialize`: whole, or this rank's runs at stage 3."""
+        """Weights and buffers in use before `initialize`: whole, or at stage 3 this rank's runs."""
         if self._plan.zero_stage is not ZeroStage.PARAMETERS:
             return checkpoint.model_state(self._module, self._changing)
         buffers = checkpoint.model_state(self._module, frozenset())
         return buffers if self._weights_swapped else buffers | self._runs(self._changing)
 
     def _runs(self, names: Iterable[str]) -> dict[str, Any]:
-        """`model.<name>` of this rank's runs of parameters that stage 3 has cut."""
+        """`model.<name>` of this rank's runs of parameters that stage 3 has partitioned."""
         named, found = dict(self._module.named_parameters()), {}
         for name in names:
             start, count = own_run(self._shapes[name].numel())
@@ -222,7 +222,7 @@ class DeepSpeedEngine:
         return found
 
     def _exact_weights(self) -> Callable[[str], Tensor]:
-        """Initial fp32 weights by name: made again one by one where the recipe can, else from copies in host memory."""
+        """Initial fp32 weights by name: made again one by one if the recipe can, else from host copies."""
         if self._recipe.initialise is None:
             named = dict(self._module.named_parameters())
             with host_memory():
@@ -238,7 +238,7 @@ class DeepSpeedEngine:
         return again
 
     def _waiting_pieces(self) -> Iterator[Piece]:
-        """In host memory, this rank's part of the exact weights that are trained later."""
+        """This rank's part, in host memory, of the fp32 weights that thaw later."""
         for name in sorted(self._changing - set(self._trained)) if self._keeps_copies else ():
             start, count = own_run(self._shapes[name].numel())
             with host_memory():
@@ -246,7 +246,7 @@ class DeepSpeedEngine:
             yield Piece(name=name, flat=flat, offset=0, start=start, count=count)
 
     def _frozen_until_later(self) -> Mapping[str, Any]:
-        """`model.<name>` of what later steps train: from exact copies, or as it is computed with."""
+        """`model.<name>` of parameters that thaw later: from fp32 copies, or the weights in use."""
         if self._keeps_copies:
             return {f"model.{p.name}": Fragment(p.flat, p.start, self._shapes[p.name]) for p in self._waiting}
         names = self._changing - set(self._trained)
@@ -256,7 +256,7 @@ class DeepSpeedEngine:
         return {f"model.{name}": named[name].detach() for name in names}
 
     def _fragments(self, in_files: deepspeed_nvme.Held, known_at: int | None) -> Iterator[tuple[str, Fragment]]:
-        """What this rank holds of every master and of every moment that is known."""
+        """This rank's fragments of every master and of every known moment."""
         thaws = {name: thaw for thaw, group in self._updates.groups.items() for name in group}
         for piece in self._pieces():
             flat, shape = piece.flat, self._shapes[piece.name]
@@ -268,7 +268,7 @@ class DeepSpeedEngine:
                 yield f"optim.state.{piece.name}.{moment}", Fragment(piece.of(values[moment]), piece.start, shape)
 
     def _nvme(self, run: TrainingRun) -> dict[str, Any] | None:
-        """What the configuration says of files, if the plan offloads to them."""
+        """The configuration's part for offload to files, or None."""
         if not self._is_swapped:
             return None
         folder = deepspeed_nvme.swap_folder(run) / (self._recipe.name or "model")
@@ -285,17 +285,17 @@ class DeepSpeedEngine:
 
     @property
     def _keeps_copies(self) -> bool:
-        """Whether what is computed with is rounded or out of reach, so that frozen weights need exact copies."""
+        """Whether the weights in use are rounded or not accessible, so that frozen weights need fp32 copies."""
         return self._plan.precision in LOW_PRECISION or self._weights_swapped
 
     @property
     def _moments(self) -> tuple[str, ...]:
-        """What the optimizer keeps of a flat master."""
+        """Names of the optimizer's states of a flat master."""
         return state_names(self._training, (1,))
 
 
 def _rounded(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A module's arguments, floating ones in low precision."""
+    """A module's arguments, with floating-point tensors in low precision."""
 
     def cast(value: Any) -> Any:
         return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -304,11 +304,11 @@ def _rounded(low: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> An
 
 
 def _join_deepspeed(device: torch.device) -> None:
-    """Let DeepSpeed use the process group that exists, without compiling anything."""
+    """Make DeepSpeed use the existing process group, without compiling anything."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # private; else a C++ build at every start
-        # torch computes in fp16 on any CPU; DeepSpeed asks for oneDNN's kernels, which want AVX512-FP16.
+        # torch computes in fp16 on any CPU; DeepSpeed requires oneDNN's kernels, which need AVX512-FP16.
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
 

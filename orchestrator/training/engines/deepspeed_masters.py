@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps the fp32 masters, and which part of each parameter is this rank's; private to it."""
+"""Where DeepSpeed keeps the fp32 masters, and which part of each parameter this rank has; its private attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.plan import ZeroStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one rank holds of a parameter's master: `count` elements from `start` on, at `offset` of a flat tensor."""
+    """A rank's part of a parameter's master: `count` elements from `start`, stored at `offset` of a flat tensor."""
 
     name: str
     flat: Tensor
@@ -23,7 +23,7 @@ class Piece:
     count: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The same place in the flat master or in one of its moments, sharing memory."""
+        """A view of this piece in a flat master or in one of its moments."""
         return flat.detach().narrow(0, self.offset, self.count)
 
 
@@ -47,16 +47,16 @@ def pieces(zero: Any, stage: ZeroStage, trained: Mapping[str, nn.Parameter]) -> 
 
 
 def own_run(elements: int) -> tuple[int, int]:
-    """Where this rank's run of a parameter begins and how long it is, cut into equal runs as stage 3 does."""
+    """Start and length of this rank's run of a parameter; stage 3 cuts it into equal runs."""
     run = -(-elements // dist.get_world_size())
     start = min(dist.get_rank() * run, elements)
     return start, min(run, elements - start)
 
 
 def _locate_flat(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
-    """Stages 1 and 2 cut the chain of a group's parameters into equal flat masters."""
+    """Stages 1 and 2 cut a group's concatenated parameters into equal flat masters."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-    if mapping is None:  # all of it is another rank's
+    if mapping is None:  # another rank has all of it
         return None
     flat = zero.single_partition_of_fp32_groups[mapping.param_group_index]
     master, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
@@ -64,7 +64,7 @@ def _locate_flat(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
 
 
 def _locate_partitioned(zero: Any, name: str, parameter: nn.Parameter) -> Piece | None:
-    """Stage 3 cuts every parameter into equal runs, the last ones padded."""
+    """Stage 3 cuts every parameter into equal runs and pads the last ones."""
     group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
     start, count = own_run(parameter.ds_numel)  # type: ignore[attr-defined]
     flat = zero.fp32_partitioned_groups_flat[group]

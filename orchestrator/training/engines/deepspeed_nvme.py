@@ -1,8 +1,8 @@
-"""DeepSpeed's offload to files (ZeRO-Infinity, arXiv:2104.07857): what it needs, where it writes, and its masters.
+"""DeepSpeed's offload to files (ZeRO-Infinity, arXiv:2104.07857): requirements, folders and masters.
 
-Masters and moments of a sub-group lie in files between optimizer steps; parameters as well where the plan says so.
-What is below 1 MiB stays in host memory (deepspeed/runtime/swap_tensor/utils.py, MIN_AIO_BYTES). `python -m
-orchestrator.training.engines.deepspeed_nvme` compiles what it needs into TORCH_EXTENSIONS_DIR: minutes, once per home.
+Masters and moments of a sub-group are in files between optimizer steps; so are parameters if the plan offloads them.
+Tensors below 1 MiB stay in host memory (deepspeed/runtime/swap_tensor/utils.py, MIN_AIO_BYTES). `python -m
+orchestrator.training.engines.deepspeed_nvme` compiles the extension into TORCH_EXTENSIONS_DIR: minutes, once per home.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Held = dict[int, dict[str, Tensor]]  # by id of a flat master: its values and th
 
 
 def nvme_problem(extensions: Path) -> str | None:
-    """Why DeepSpeed cannot offload to files with what `extensions` holds, and what to do; None where it can.
+    """Why DeepSpeed cannot offload to files with the extensions in `extensions`, and the remedy; None if it can.
 
-    `extensions` is what TORCH_EXTENSIONS_DIR says where a training runs: <home>/torch_extensions under the service.
+    `extensions` is TORCH_EXTENSIONS_DIR of the training process: <home>/torch_extensions under the service.
     """
     from deepspeed.git_version_info import installed_ops
 
-    if installed_ops.get("async_io", False):  # compiled when deepspeed itself was
+    if installed_ops.get("async_io", False):  # compiled with deepspeed itself
         return None
     problem = _missing_tools()
     if problem:
@@ -57,22 +57,20 @@ def nvme_problem(extensions: Path) -> str | None:
 
 
 def extensions_folder() -> Path:
-    """Where this process keeps compiled extensions."""
+    """The folder of this process's compiled extensions."""
     return Path(cpp_extension._get_build_directory(OPERATIONS[0], verbose=False)).parent  # private
 
 
 def swap_folder(run: TrainingRun) -> Path:
-    """Where this attempt swaps to; what older attempts of the job left there, on a node that died, is removed.
+    """This attempt's swap folder; leftovers of the job's older attempts are removed.
 
-    Raises SpecError where the node has no such folder or DeepSpeed cannot offload to files.
+    Raises SpecError if the node has no such folder or DeepSpeed cannot offload to files.
     """
     folder = run.swap_folder
     if folder is None:
-        raise SpecError("offload to NVMe needs a folder", path="nvme_folder", hint="name it on the cluster's devices")
-    if not os.access(folder.parents[1], os.W_OK | os.X_OK):  # made here it would fill the disk below the mount point
-        raise SpecError(
-            "offload to NVMe needs a folder that can be written to", path="nvme_folder", got=str(run.nvme_folder)
-        )
+        raise SpecError("offload to NVMe needs a folder", path="nvme_folder", hint="set it on the cluster's devices")
+    if not os.access(folder.parents[1], os.W_OK | os.X_OK):  # creating it could fill the disk under the mount point
+        raise SpecError("offload to NVMe needs a writable folder", path="nvme_folder", got=str(run.nvme_folder))
     problem = nvme_problem(extensions_folder())
     if problem:
         raise SpecError(problem, path="plan.offload_target", got="nvme")
@@ -81,14 +79,14 @@ def swap_folder(run: TrainingRun) -> Path:
 
 
 def remove_older(folder: Path) -> None:
-    """Remove what older attempts of the job left beside an attempt's folder."""
+    """Remove the swap folders of older attempts of the job."""
     for old in folder.parent.iterdir() if folder.parent.is_dir() else ():
         if old.name.isdigit() and int(old.name) < int(folder.name):
             shutil.rmtree(old, ignore_errors=True)
 
 
 def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> dict[str, Any]:
-    """What the plan adds to `zero_optimization`; no rank's part of a parameter is larger than `largest_run`."""
+    """The plan's entries of `zero_optimization`. No rank's part of a parameter exceeds `largest_run` elements."""
     files = {"device": "nvme", "nvme_path": str(folder), "pin_memory": pin_memory}
     settings: dict[str, Any] = {"offload_optimizer": {**files, "buffer_count": BUFFERS}}
     if plan.offload is Offload.PARAMETERS:
@@ -97,7 +95,7 @@ def offload(plan: Plan, folder: Path, largest_run: int, *, pin_memory: bool) -> 
 
 
 def allocate(zero: Any, names: Sequence[str]) -> None:
-    """Give masters that lie in files their moments `names`, of zeros, in files too."""
+    """Write zero moments `names` of the masters that are in files."""
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=True):
@@ -105,7 +103,7 @@ def allocate(zero: Any, names: Sequence[str]) -> None:
 
 
 def held(zero: Any, names: Sequence[str]) -> Held:
-    """Copies in host memory of masters and moments that lie in files, read one sub-group after the other."""
+    """Host copies of the masters and moments in files, read one sub-group after the other."""
     found: Held = {}
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
@@ -115,7 +113,7 @@ def held(zero: Any, names: Sequence[str]) -> Held:
 
 
 def put_back(zero: Any, names: Sequence[str], values: Held) -> None:
-    """Write what `held` gave, and was changed since, to the files."""
+    """Write the copies that `held` returned back to the files."""
     for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
         if zero._swappable_optimizer_subgroup(index):
             with _swapped_in(zero, index, write=True):
@@ -129,7 +127,7 @@ def _tensors(zero: Any, flat: Tensor, names: Sequence[str]) -> Mapping[str, Tens
 
 @contextlib.contextmanager
 def _swapped_in(zero: Any, index: int, *, write: bool) -> Iterator[None]:
-    """A sub-group's master and moments in memory; private calls of DeepSpeed's third stage."""
+    """A context with a sub-group's master and moments in memory; private calls of DeepSpeed's stage 3."""
     zero._optimizer_states_and_gradient_swap_in(index)
     yield
     if write:
@@ -139,25 +137,25 @@ def _swapped_in(zero: Any, index: int, *, write: bool) -> Iterator[None]:
 
 
 def largest_run(shapes: Sequence[torch.Size], ranks: int) -> int:
-    """The elements of the largest part that one rank has of a parameter."""
+    """Elements of the largest part of a parameter on one rank."""
     return max(math.ceil(shape.numel() / ranks) for shape in shapes)
 
 
 def _missing_tools() -> str | None:
-    """What this machine lacks to compile and load DeepSpeed's asynchronous reads and writes; None: nothing."""
+    """What this machine lacks to compile and load DeepSpeed's async_io; None if nothing."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if shutil.which("ninja", path=_path()) is None or shutil.which("c++") is None:
         return "DeepSpeed's async_io cannot be compiled: install ninja and a C++ compiler (ninja-build, g++)"
     if torch.version.cuda and cpp_extension.CUDA_HOME is None:  # deepspeed/ops/op_builder/async_io.py
-        return "DeepSpeed's async_io is compiled with headers of CUDA: install its toolkit, or say CUDA_HOME"
+        return "DeepSpeed's async_io is compiled with headers of CUDA: install its toolkit, or set CUDA_HOME"
     if not AsyncIOBuilder().is_compatible(verbose=False):
         return "DeepSpeed's async_io needs libaio: install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora, RHEL)"
     return None
 
 
 def _path() -> str:
-    """Where tools are looked for: ninja is one of this environment, which need not be activated."""
+    """PATH with this environment's `bin`, which holds ninja even if the environment is not activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 

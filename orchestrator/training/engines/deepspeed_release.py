@@ -1,4 +1,4 @@
-"""Gives the memory of a DeepSpeed engine back while its process lives on; private to DeepSpeed 0.19."""
+"""Frees the memory of a DeepSpeed engine before its process ends; private attributes of DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def release_with(owner: object, engine: Any, optimizer: Any) -> None:
-    """Take the DeepSpeed engine and its optimizer apart when `owner`, who alone uses them, is gone.
+    """Dismantle the DeepSpeed engine and its optimizer when `owner`, their only user, is collected.
 
-    They hold each other through hooks in C++, which Python's collector does not see: masters, moments and weights of
-    ZeRO 1 to 3 would stay for ever (measured 2026-11 on CPU), beside those of the engine that follows.
+    They reference each other through C++ hooks that Python's collector does not see. Masters, moments and weights of
+    ZeRO 1 to 3 would never be freed (measured 2026-11 on CPU), and add to those of the next engine.
     """
     weakref.finalize(owner, _take_apart, engine, optimizer).atexit = False
 

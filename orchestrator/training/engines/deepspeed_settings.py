@@ -1,4 +1,4 @@
-"""A plan in DeepSpeed's words, and what has to be there before it starts."""
+"""A plan as a DeepSpeed configuration, and DeepSpeed's bucket sizes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from orchestrator.specs.plan import Offload, OffloadTarget, Plan, Precision, Zer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """DeepSpeed's buffers and limits, in elements (not bytes)."""
+    """DeepSpeed's buffer sizes and limits, in elements (not bytes)."""
 
     reduce: int
     allgather: int
     prefetch: int  # stage 3: gathered ahead of use
-    live: int  # stage 3: gathered at a time, where prefetch and reuse would keep more
+    live: int  # stage 3: limit on gathered parameters, where prefetch and reuse would keep more
     reuse: int  # stage 3: a parameter used again within this distance stays gathered
     persistent: int  # stage 3: parameters smaller than this are never partitioned
-    swapped: int  # NVMe: of the master that comes in at a time, with its gradient and moments
+    swapped: int  # NVMe: elements of the master read at a time, with its gradient and moments
 
 
-# A virtual device is small: DeepSpeed's defaults (5e8 elements) would keep everything and hide what a stage saves.
+# Virtual devices are small: DeepSpeed's defaults (5e8 elements) would keep everything and hide what a stage saves.
 CPU_BUCKETS = Buckets(reduce=2**19, allgather=2**19, prefetch=0, live=0, reuse=0, persistent=1_000, swapped=2**18)
-# Reduce and gather: a tenth of the defaults, 0.2 GB in fp32, still large messages. The rest are the defaults
-# (deepspeed/runtime/zero/config.py), but for what is swapped: 0.4 GB each of four buffers, a tenth of the default.
+# Reduce and gather: a tenth of the defaults, 0.2 GB in fp32, still large messages. Swapped: a tenth of the default,
+# four buffers of 0.4 GB. The rest are the defaults (deepspeed/runtime/zero/config.py).
 CUDA_BUCKETS = Buckets(
     reduce=50_000_000,
     allgather=50_000_000,
@@ -42,13 +42,13 @@ CUDA_BUCKETS = Buckets(
 def settings(
     plan: Plan, training: TrainingSpec, device: torch.device, nvme: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """The plan as a DeepSpeed configuration; `nvme` is what `deepspeed_nvme.offload` says."""
+    """The plan as a DeepSpeed configuration; `nvme` is the result of `deepspeed_nvme.offload`."""
     buckets = CUDA_BUCKETS if device.type == "cuda" else CPU_BUCKETS
     zero: dict[str, Any] = {
         "stage": int(plan.zero_stage),
         "reduce_bucket_size": buckets.reduce,
         "allgather_bucket_size": buckets.allgather,
-        "overlap_comm": device.type == "cuda" and plan.zero_stage is ZeroStage.PARAMETERS,  # the default, said aloud
+        "overlap_comm": device.type == "cuda" and plan.zero_stage is ZeroStage.PARAMETERS,  # the default, made explicit
         "stage3_prefetch_bucket_size": buckets.prefetch,
         "stage3_max_live_parameters": buckets.live,
         "stage3_max_reuse_distance": buckets.reuse,
@@ -69,9 +69,9 @@ def settings(
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "zero_optimization": zero,
         "bf16": {"enabled": plan.precision is Precision.BF16},
-        # A scale of our own goes in before every step: DeepSpeed's changes in the middle of one.
+        # Our own loss scale is set before every step: DeepSpeed would change its scale within a step.
         "fp16": {"enabled": plan.precision is Precision.FP16, "loss_scale": 1.0},
-        # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not tell the norm, so we clip ourselves.
+        # Explicit: unset means 1.0, not off. At stage 0 DeepSpeed does not return the norm, so the engine clips.
         "gradient_clipping": training.clip_norm if plan.zero_stage is not ZeroStage.NONE else 0.0,
         "zero_allow_untested_optimizer": True,  # torch.optim.AdamW: DeepSpeed's own would be compiled at start
         "zero_force_ds_cpu_optimizer": False,

@@ -1,7 +1,7 @@
 """8-bit AdamW of bitsandbytes (Dettmers et al. 2022, arXiv:2110.02861): quantised moments, on CUDA only.
 
-Names, sizes and counters are those of bitsandbytes 0.50.2 (bitsandbytes/optim/optimizer.py, Optimizer2State), which
-quantises in blocks of 256: a release with other blocks could not read the checkpoint.
+Names, sizes and counters are those of bitsandbytes 0.50.2 (bitsandbytes/optim/optimizer.py, Optimizer2State). It
+quantises in blocks of 256; a release with another block size could not read the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MINIMUM_ELEMENTS = 4096  # smaller tensors keep fp32 moments (bitsandbytes/optim
 
 
 def state_names(elements: int) -> tuple[str, ...]:
-    """What is kept for a parameter: both moments, and where they are quantised the largest value of every block."""
+    """Names of a parameter's states: both moments and, if quantised, the largest value of every block."""
     return ("state1", "state2", "absmax1", "absmax2") if elements >= MINIMUM_ELEMENTS else ("state1", "state2")
 
 
 def adamw(groups: Sequence[dict[str, Any]], training: TrainingSpec, device: torch.device) -> Any:
-    """The optimizer. Raises SpecError where there is no CUDA device or no bitsandbytes."""
+    """The optimizer. Raises SpecError without a CUDA device or without bitsandbytes."""
     if device.type != "cuda":
         raise SpecError("needs CUDA", path="training.optimizer", got="adamw_8bit", allowed="adamw on this device")
     try:

@@ -14,7 +14,7 @@ from orchestrator.specs.job.model import Freeze
 def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
     """The optimizer steps after which the parameter `name` is trained; 0: from the start, None: never.
 
-    Where several entries match, the one that freezes longest counts.
+    If several entries match, the one that freezes longest counts.
     """
     until = [entry.until_step for entry in freeze if fnmatchcase(name, entry.parameters)]
     if None in until:
@@ -23,20 +23,21 @@ def thaw_step(name: str, freeze: Sequence[Freeze]) -> int | None:
 
 
 def thaw_steps(freeze: Sequence[Freeze]) -> tuple[int, ...]:
-    """Every step at which parameters begin to be trained, ascending, from 0 on."""
+    """Every step at which parameters thaw, ascending, from 0 on."""
     return tuple(sorted({0, *(entry.until_step for entry in freeze if entry.until_step is not None)}))
 
 
 def next_thaw(step: int, freeze: Sequence[Freeze]) -> int | None:
-    """The first step after `step` at which the trained parameters change; None where they stay as they are."""
+    """The first step after `step` at which parameters thaw; None if there is none."""
     return next((thaw for thaw in thaw_steps(freeze) if thaw > step), None)
 
 
 def freeze_for(module: nn.Module, freeze: Sequence[Freeze], step: int) -> frozenset[str]:
-    """Freeze what the update after `step` optimizer steps leaves alone, in place, before any engine wraps the module.
+    """Freeze the parameters that the update after `step` optimizer steps does not train, in place.
 
-    Returns the whole-model names that any step of the training changes: what a checkpoint has to hold. What the model
-    itself brings frozen stays so. Raises SpecError where an entry matches nothing, or nothing would be trained.
+    Call it before an engine wraps the module. Returns the whole-model names that any step of the training changes,
+    which a checkpoint must hold. Parameters that the model itself froze stay frozen. Raises SpecError if an entry
+    matches nothing, or nothing would be trained.
     """
     named = dict(module.named_parameters())
     for entry in freeze:

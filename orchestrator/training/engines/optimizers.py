@@ -1,4 +1,4 @@
-"""The update rule as a job says it, and what every engine does around it: states, learning rate, clipping."""
+"""A job's optimizer, and the parts that all engines share: states, learning rate, clipping."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STEPS = "optim.steps"  # canonical name: updates done by each group of parameter
 
 
 class Updates:
-    """The optimizer of one phase of a training: over the parameters that are trained in it.
+    """The optimizer over the parameters that are trained between two thaw steps.
 
-    `groups` are those parameters by whole-model name, by the step at which they thaw. `optimizer` has a parameter
-    group for each. `steps` counts updates.
+    `groups`: thaw step -> whole-model name -> parameter. `optimizer` has a parameter group for each. `steps` counts
+    updates.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Updates:
         return {name: parameter for group in self.groups.values() for name, parameter in group.items()}
 
     def allocate(self, tensors: Sequence[Sequence[Tensor]] | None = None) -> None:
-        """Give every tensor that is updated its states, of zeros: so the first update takes no more than later ones.
+        """Allocate zero states for every updated tensor, so that the first update needs no more memory than later ones.
 
-        `tensors`: per group, what an engine updates in place of the parameters.
+        `tensors`: per group, the tensors that an engine updates instead of the parameters.
         """
         self._updated = tensors or [list(group.values()) for group in self.groups.values()]
         for tensor in (tensor for group in self._updated for tensor in group):
@@ -58,7 +58,7 @@ class Updates:
         self.set_steps()
 
     def state(self, *, known_at: int | None = None) -> dict[str, Tensor]:
-        """`optim.state.<name>.<state>` by reference; with `known_at`, of groups that had thawed before that step."""
+        """`optim.state.<name>.<state>` by reference; with `known_at`, only of groups that thawed before that step."""
         return {
             f"optim.state.{name}.{key}": self.optimizer.state[parameter][key]
             for thaw, group in self.groups.items()
@@ -68,7 +68,7 @@ class Updates:
         } | {STEPS: self.steps}
 
     def set_steps(self) -> None:
-        """Tell the optimizer what `steps` says, after it was loaded."""
+        """Copy `steps` to the optimizer after loading."""
         for thaw, group in zip(self.groups, self._updated, strict=True):
             done = float(self.steps[self._thaws.index(thaw)])
             for state in (self.optimizer.state[tensor] for tensor in group):
@@ -88,7 +88,7 @@ class Updates:
 
 
 def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]:
-    """The tensors that the optimizer keeps for a parameter of this shape, by the names of its implementation."""
+    """Names of the optimizer's states for a parameter of this shape, as its implementation names them."""
     if training.optimizer is Optimizer.SGD:
         return ("momentum_buffer",) if training.momentum else ()
     if training.optimizer is Optimizer.ADAFACTOR:
@@ -99,7 +99,7 @@ def state_names(training: TrainingSpec, shape: Sequence[int]) -> tuple[str, ...]
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The global norm of the gradients, a scalar; of cut parameters (DTensor) over all of their ranks."""
+    """The global norm of the gradients, a scalar; DTensor gradients count over all their ranks."""
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -112,12 +112,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """What gradients of this norm are multiplied with, so that it becomes `clip_norm` at most (torch's formula)."""
+    """The factor that reduces gradients of this norm to at most `clip_norm` (torch's formula)."""
     return min(1.0, clip_norm / (norm + 1e-6))
 
 
 def _optimizer(groups: dict[int, dict[str, nn.Parameter]], training: TrainingSpec, device: torch.device) -> Any:
-    """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries of all."""
+    """Fused on CUDA; on CPU one parameter at a time, since foreach holds temporaries for all."""
     chosen = [{"params": list(group.values()), "thaw": thaw} for thaw, group in groups.items()] or [{"params": []}]
     decay, betas, fused = training.weight_decay, (training.beta1, training.beta2), device.type == "cuda"
     if training.optimizer is Optimizer.SGD:

@@ -1,12 +1,13 @@
-"""Pipeline parallelism: which rank has which layers, and a schedule that runs them (torch.distributed.pipelining).
+"""Pipeline parallelism: layers per rank, and the schedule that runs them (torch.distributed.pipelining).
 
-Stage s of n has the layers from L*s//n to L*(s+1)//n of L; rank r of pp has the stages r, r+pp, ... (interleaved:
+Stage s of n has the layers from L*s//n to L*(s+1)//n of L. Rank r of pp has the stages r, r+pp, ... (interleaved:
 Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A rank's module keeps its structure, hence the whole-model names.
 
-What decides memory: every rank keeps buffers for the hidden states that it receives, and for their gradients, of every
-micro-batch of a step, for ever. At 1F1B stage s holds the activations of min(n - s, micro-batches) micro-batches. The
-first step begins with a forward and a backward pass of one micro-batch, through one stage after the other, that finds
-out the shapes. FSDP2 holds a stage's gathered weights and unsharded gradients (fp32) until its last backward pass.
+Facts for its memory model:
+- Every rank permanently holds receive buffers for the hidden states, and their gradients, of a step's micro-batches.
+- At 1F1B stage s holds the activations of min(n - s, micro-batches) micro-batches.
+- The first step starts with a forward and a backward pass of one micro-batch through all stages, to infer shapes.
+- FSDP2 holds a stage's gathered weights and unsharded gradients (fp32) until its last backward pass.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ from orchestrator.training.engines.randomness import Randomness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank has of a model that is cut into stages."""
+    """One rank's part of a model that is cut into stages."""
 
     stages: tuple[Recipe, ...]  # one per stage of the rank: its module and layers
-    names: dict[str, str]  # every whole-model name of a parameter -> the first one, which the checkpoint knows
+    names: dict[str, str]  # every whole-model name of a parameter -> its first name, which the checkpoint uses
     shared: tuple[str, ...]  # parameters that the first and the last stage both have
 
 
 def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
-    """The share of pipeline rank `rank`; `recipe.module` loses, in place, what other ranks have.
+    """The share of pipeline rank `rank`; the other ranks' parts are removed from `recipe.module`, in place.
 
-    Raises SpecError where the recipe cannot be cut into that many stages.
+    Raises SpecError if the recipe cannot be cut into that many stages.
     """
     count = plan.layout.pp * plan.pipeline_stages_per_rank
     if recipe.stages is None:
         hint = "a factory may return a Recipe with `stages`"
         raise SpecError(
-            "this model says no pipeline stages", path="plan.layout.pp", got=plan.layout.pp, allowed="1", hint=hint
+            "this model defines no pipeline stages", path="plan.layout.pp", got=plan.layout.pp, allowed="1", hint=hint
         )
     if len(recipe.layers) < count:
         got = f"{count} stages of {len(recipe.layers)} layers"
@@ -86,12 +87,12 @@ def cut(recipe: Recipe, plan: Plan, rank: int) -> Share:
 
 
 def layer_range(layers: int, stage: int, count: int) -> range:
-    """The layers of a stage: as many in each as the number allows."""
+    """The layers of a stage, split as evenly as possible."""
     return range(layers * stage // count, layers * (stage + 1) // count)
 
 
 class Stage(nn.Module):
-    """A stage as the schedule calls it: hidden states on, or the loss sum [1] at the end."""
+    """A stage as the schedule calls it: returns hidden states, or on the last stage the loss sum [1]."""
 
     def __init__(
         self,
@@ -115,12 +116,12 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The stages of a rank under their schedule."""
+    """The stages of a rank and their schedule."""
 
     def __init__(
         self, roots: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh, device: torch.device, randomness: Randomness
     ) -> None:
-        """`roots`: the rank's stages, each a Stage or what wraps it; `mesh`: the pipeline axis."""
+        """`roots`: the rank's stages, each a Stage or its wrapper; `mesh`: the pipeline axis."""
         self._randomness = randomness
         self._place = (0, 0)
         self._device, self._scale = device, 1.0
@@ -141,14 +142,14 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is known here."""
+        """Whether this rank has the last stage, hence the loss."""
         return self._rank == self._ranks - 1
 
     def step(self, step: int, first: int, micro_batches: Iterable[Batch], scale: float) -> Tensor:
-        """Forward and backward pass of all micro-batches: the loss sum, float64, zero where it is not known.
+        """Run forward and backward of all micro-batches; returns the loss sum, float64, zero without the last stage.
 
-        `first` is the place of the first one in the global batch of the step after `step` ones; the gradients are those
-        of the loss sum times `scale`.
+        `first` is the index of the first micro-batch in the global batch of the step after `step` steps. Gradients are
+        those of the loss sum times `scale`.
         """
         self._place, self._scale = (step, first), scale
         inputs: list[Tensor] = []
@@ -162,13 +163,13 @@ class Pipeline:
                 target = torch.cat([batch[1] for batch in batches]).to(self._device, non_blocking=True)
                 keywords["labels"] = target
         with own_out_of_memory(), contextlib.ExitStack() as quiet:
-            for root in self._replicated:  # the schedule reduces after the last backward pass by itself
+            for root in self._replicated:  # the schedule itself reduces after the last backward pass
                 quiet.enter_context(root.no_sync())
             losses = self._schedule.step(*inputs, target=target, **keywords)
         return losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
 
     def add_up(self, gradients: Iterable[Tensor]) -> None:
-        """Add the other end's gradients to those of what the first and the last stage share, in place."""
+        """Sum the gradients of the parameters that the first and the last stage share, in place."""
         peer = dist.get_global_rank(self._group, 0 if self.is_last else self._ranks - 1)
         for gradient in gradients:
             own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -190,7 +191,7 @@ class Pipeline:
 
 
 class _SeededStage(PipelineStage):
-    """Seeds before every micro-batch. Its number could come as an input: then reading it would wait for the device."""
+    """Seeds before every micro-batch. It counts them itself: reading the number from an input would sync the device."""
 
     def __init__(self, seed: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -203,7 +204,7 @@ class _SeededStage(PipelineStage):
 
 @contextlib.contextmanager
 def own_out_of_memory() -> Iterator[None]:
-    """Raise an out-of-memory error as itself: the schedule wraps what a forward pass raises."""
+    """Raise an out-of-memory error itself: the schedule wraps exceptions of a forward pass."""
     try:
         yield
     except RuntimeError as error:
@@ -218,7 +219,7 @@ def _layer_names(recipe: Recipe) -> list[str]:
 
 
 def _names(recipe: Recipe, count: int) -> tuple[dict[str, str], tuple[str, ...]]:
-    """First names by name, and what the first and last stage share. Raises SpecError where sharing forbids the cut."""
+    """First name of every name, and the parameters of both end stages. Raises SpecError if sharing forbids the cut."""
     assert recipe.stages
     layers = _layer_names(recipe)
     stage_of = {
@@ -244,21 +245,21 @@ def _names(recipe: Recipe, count: int) -> tuple[dict[str, str], tuple[str, ...]]
 
 
 class _HandOn(nn.Module):
-    """In place of a layer of another stage."""
+    """The placeholder of a layer of another stage: returns its first input."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return x
 
 
 def _leave_out(module: nn.Module, names: Iterable[str], ends: Sequence[str]) -> None:
-    """Replace the layers named by what hands their input on, and the parts in `ends` by None."""
+    """Replace the named layers by placeholders, and the parts in `ends` by None."""
     for name in names:
         around, _, key = name.rpartition(".")
         module.get_submodule(around)._modules[key] = None if name in ends else _HandOn()
 
 
 def _empty(parts: Iterable[nn.Module], kept: set[int]) -> None:
-    """Let go of the tensors of `parts` but for parameters `kept`, by their ids: the recipe still knows the modules."""
+    """Drop the tensors of `parts`, except parameters with ids in `kept`: the recipe still references the modules."""
     for module in (module for part in parts for module in part.modules()):
         for key, parameter in module._parameters.items():
             module._parameters[key] = parameter if id(parameter) in kept else None
@@ -266,7 +267,7 @@ def _empty(parts: Iterable[nn.Module], kept: set[int]) -> None:
 
 
 def _copied(module: nn.Module, name: str, parts: set[str]) -> nn.Module:
-    """A copy of what lies around `parts`, which it shares with the original, as it does everything else."""
+    """A shallow copy of the module structure around `parts`; tensors and the rest are shared with the original."""
     twin = copy.copy(module)
     twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
     twin._modules = {}

@@ -1,9 +1,10 @@
-"""Random numbers that follow from where the training is, not from which rank computes them.
+"""Random numbers that depend on the position in the training, not on the rank that computes them.
 
-Before every micro-batch, and before every layer of it, the generators are seeded by (seed, step, micro-batch of the
-global batch, layer). So dropout masks and a diffusion model's noise are the same after a restart, at any number of
-data-parallel ranks, under any engine, with recomputation and with pipeline stages: nothing has to be saved. They are
-other ones where the micro-batch has another size, or where a tensor-parallel rank draws for its part of a layer only.
+Before every micro-batch, and before each of its layers, the generators are seeded by (seed, step, micro-batch of the
+global batch, layer). Dropout masks and a diffusion model's noise are therefore the same after a restart, at any number
+of data-parallel ranks, under any engine, with recomputation and with pipeline stages. Nothing has to be saved.
+
+They differ if the micro-batch size differs, or if a tensor-parallel rank draws for its part of a layer only.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _MASK = 2**63 - 1
 
 
 class Randomness:
-    """Seeds the generators of a recipe's module as its micro-batches go through."""
+    """Seeds the generators before each micro-batch and layer of a recipe's module."""
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         self._seed, self._micro_batch = seed, 0
-        # Not torch.manual_seed: it looks at every kind of accelerator, for 0.1 ms a call.
+        # Not torch.manual_seed: it checks every kind of accelerator, 0.1 ms a call.
         self._generators = [torch.default_generator]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -33,7 +34,7 @@ class Randomness:
             layer.register_forward_pre_hook(self._seeded(index))
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """Seed for micro-batch `micro_batch` (counted over the whole global batch) of the step after `step` ones."""
+        """Seed for micro-batch `micro_batch` (counted over the global batch) of the step after `step` steps."""
         self._micro_batch = _mixed(_mixed(_mixed(0, self._seed), step), micro_batch)
         self._restart(self._micro_batch)
 

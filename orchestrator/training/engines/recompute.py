@@ -17,7 +17,7 @@ from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.training.engines.batch_norm import batch_norms, counted_once
 
 aten = torch.ops.aten
-# What is dear to compute again: matrix products, convolutions and attention.
+# Expensive operations, which selective checkpointing saves: matrix products, convolutions and attention.
 KEPT = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
@@ -28,7 +28,7 @@ KEPT = frozenset(
 
 
 def recompute(layers: Sequence[nn.Module], mode: ActivationCheckpointing) -> None:
-    """Let every layer keep as much for its backward pass as `mode` says, in place."""
+    """Apply activation checkpointing to every layer, in place."""
     if mode is ActivationCheckpointing.NONE:
         return
     for layer in layers:
@@ -36,13 +36,13 @@ def recompute(layers: Sequence[nn.Module], mode: ActivationCheckpointing) -> Non
         norms = batch_norms(layer)
         if norms:
             settings["context_fn"] = functools.partial(_contexts, mode, norms)
-        elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile knows this function and no other
+        elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
             settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
         layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
 
 
 def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
-    """Around the forward pass, and around its recomputation."""
+    """The context of the forward pass, and that of its recomputation."""
     if mode is ActivationCheckpointing.SELECTIVE:
         forward, again = create_selective_checkpoint_contexts(_keep_what_is_dear)  # type: ignore[no-untyped-call]
         return forward, _again(again, norms)
@@ -60,14 +60,14 @@ def _keep_what_is_dear(_context: object, operation: object, *_: object, **__: ob
 
 
 def compile_layers(layers: Sequence[nn.Module]) -> None:
-    """Compile every layer by itself, in place: equal layers share one compilation, and hooks stay outside of it.
+    """Compile every layer separately, in place: equal layers share one compilation, and hooks stay outside.
 
-    On a virtual device it works as well, but what compiled code allocates for itself is not counted there (measured:
-    3.5 of 6.5 MiB). Raises SpecError for layers with BatchNorm that are recomputed: torch.compile takes no context of
-    ours around the recomputation, which must not count their statistics twice.
+    A virtual device does not count the internal allocations of compiled code (measured: 3.5 of 6.5 MiB).
+    Raises SpecError for recomputed layers with BatchNorm: torch.compile accepts no context around the recomputation,
+    and without it their statistics would be updated twice.
     """
     for layer in layers:
         if isinstance(layer.forward, functools.partial) and batch_norms(layer):
-            got, hint = "activation checkpointing of layers with BatchNorm", "leave one of the two out"
+            got, hint = "activation checkpointing of layers with BatchNorm", "turn off one of the two"
             raise SpecError("cannot be compiled", path="training.compile", got=got, hint=hint)
         layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]

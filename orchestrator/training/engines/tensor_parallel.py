@@ -1,8 +1,8 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053): parameters are DTensors, modules compute on plain parts.
 
-A module's forward pass sees this rank's part of its weights as plain tensors, by the names they always had: only the
-optimizer, gradient clipping, FSDP2 and the checkpoint see DTensors. What enters and leaves a cut pair of modules
-(column-wise, then row-wise) is whole on every rank: the sum over ranks is taken once in each direction.
+A module's forward pass reads this rank's shards as plain tensors, under their usual names. Only the optimizer,
+gradient clipping, FSDP2 and the checkpoint see DTensors. Inputs and outputs of a sharded pair of modules (column-wise,
+then row-wise) are whole on every rank: one all-reduce in each direction.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CUTS: Mapping[str, Mapping[str, int | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """How the parameters of a module lie on the ranks of `mesh`."""
+    """How the parameters of a module are sharded over the ranks of `mesh`."""
 
     mesh: DeviceMesh
     axes: Mapping[str, int | None]  # by every whole-model name of a parameter, shared ones by all of theirs
     styles: dict[int, ParallelStyle]  # still to be applied, by the id of the module
 
     def place(self, name: str, values: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, with a memory of its own, as a DTensor."""
+        """This rank's shard of a whole parameter, copied, as a DTensor."""
         if name not in self.axes:  # a ParallelStyle cuts it later
             return values
         axis = self.axes[name]
@@ -53,7 +53,7 @@ class TensorParallel:
         return DTensor.from_local(local, self.mesh, (Shard(axis),), run_check=False)
 
     def finish(self, part: nn.Module) -> None:
-        """Apply the torch styles in `part`, whose parameters are made by now, in place."""
+        """Apply torch's ParallelStyles to `part`, whose parameters exist, in place."""
         for module in list(part.modules()):
             style = self.styles.pop(id(module), None)
             if style:
@@ -61,9 +61,9 @@ class TensorParallel:
 
 
 def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
-    """Let the recipe's modules compute on their parts, in place, and say how their parameters are to be cut.
+    """Make the recipe's modules compute on their shards, in place; returns how their parameters are sharded.
 
-    Raises SpecError where the recipe's plan is missing or matches nothing, or the degree does not divide something.
+    Raises SpecError if the recipe's plan is missing or matches nothing, or the degree does not divide a size.
     """
     degree = mesh.size()
     _check_sizes(recipe, degree)
@@ -74,7 +74,7 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
         if isinstance(word, ParallelStyle):
-            styles[id(module)] = word  # for the module's own parameters; what is inside of it has words of its own
+            styles[id(module)] = word  # for the module's own parameters; submodules have entries of their own
             continue
         own = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
         if word and "weight" not in own:
@@ -93,18 +93,18 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
 
 
 def _check_sizes(recipe: Recipe, degree: int) -> None:
-    """Raises SpecError where the model runs at no degree above 1, or not at this one."""
+    """Raise SpecError if the model does not support tensor parallelism, or not this degree."""
     path = "plan.layout.tp"
     if not recipe.tensor_parallel:
         hint = "a factory may return a Recipe with `tensor_parallel`"
-        raise SpecError("this model brings no tensor-parallel plan", path=path, got=degree, allowed="1", hint=hint)
+        raise SpecError("this model has no tensor-parallel plan", path=path, got=degree, allowed="1", hint=hint)
     for name, size in recipe.tensor_parallel_sizes.items():
         if size % degree:
             raise SpecError(f"tp does not divide {name} = {size}", path=path, got=degree, allowed="a divisor of it")
 
 
 def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
-    """By module name, what the plan's first matching pattern says. Raises SpecError where a pattern matches nothing."""
+    """Module name -> entry of the plan's first matching pattern. Raises SpecError if a pattern matches nothing."""
     names = [name for name, _ in recipe.module.named_modules()]
     for pattern, word in recipe.tensor_parallel.items():
         path = f"tensor_parallel: {pattern}"
@@ -120,7 +120,7 @@ def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
 
 
 def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:
-    """The axis along which `word` cuts a parameter. Raises SpecError where it cannot be cut so."""
+    """The axis along which `word` cuts a parameter. Raises SpecError if it does not."""
     if not word:
         return None
     cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
@@ -138,14 +138,14 @@ def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int
 
 
 def _own_row(module: nn.Module, mesh: DeviceMesh) -> int | None:
-    """The padding row of a whole embedding as a row of this rank's part; None where it is another rank's."""
+    """The padding row of the whole embedding as a row of this rank's shard; None if another rank has it."""
     rows = len(module.weight) // mesh.size()  # type: ignore[arg-type]
     rank, row = divmod(int(module.padding_idx), rows)  # type: ignore[arg-type]
     return row if rank == mesh.get_local_rank() else None
 
 
 def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
-    """Raises SpecError where a shared parameter would be cut in two ways."""
+    """Raise SpecError if a shared parameter would be cut in two ways."""
     seen: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         first = seen.setdefault(id(parameter), name)
@@ -154,7 +154,7 @@ def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
 
 
 def _computing_locally(kind: type[nn.Module], word: str, keys: tuple[str, ...], mesh: DeviceMesh) -> type[nn.Module]:
-    """`kind`, whose parameters read as this rank's parts and whose forward pass adds up what ranks have in parts."""
+    """A subclass of `kind` whose parameters read as local shards and whose forward pass sums partial results."""
     body: dict[str, Any] = {"__module__": kind.__module__}
     group = mesh.get_group()
     for key in keys:
@@ -163,7 +163,7 @@ def _computing_locally(kind: type[nn.Module], word: str, keys: tuple[str, ...], 
     if word == "colwise" and not issubclass(kind, nn.Embedding):
         body["forward"] = lambda self, x, *args, **kwargs: forward(self, _summed_backward(x, group), *args, **kwargs)
     if word == "rowwise":
-        body["bias"] = None  # added once, behind the sum
+        body["bias"] = None  # added once, after the sum
 
         def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             out = _SumForward.apply(forward(self, *args, **kwargs), group)  # type: ignore[no-untyped-call]
@@ -192,7 +192,7 @@ def _part(key: str, group: dist.ProcessGroup | None) -> Callable[[nn.Module], Te
     def part(module: nn.Module) -> Tensor | None:
         values = module._parameters[key]
         if values is None or _is_fsdp_shard(values):
-            return values  # only FSDP2 reads a shard, and it wants the very parameter
+            return values  # only FSDP2 reads a shard, and it needs the parameter itself
         return _local(values) if group is None else _summed_backward(_local(values), group)
 
     return part
@@ -211,11 +211,11 @@ def _summed_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SumForward(torch.autograd.Function):
-    """The sum of all ranks' parts; their gradients are the sum's (g of arXiv:1909.08053, section 3)."""
+    """Forward: all-reduce; backward: identity (g of arXiv:1909.08053, section 3)."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.contiguous().clone()  # not in place: selective checkpointing keeps what a matrix product returned
+        total = x.contiguous().clone()  # not in place: selective checkpointing saves the output of the matrix product
         dist.all_reduce(total, group=group)
         return total
 
@@ -225,7 +225,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """The same on every rank; its gradient is the sum of what the ranks make of it (f of the same section)."""
+    """Forward: identity; backward: all-reduce (f of the same section)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

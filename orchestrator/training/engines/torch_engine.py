@@ -1,16 +1,16 @@
 """The torch engine: pipeline, then tensor parallel, then plain, DDP (zero_stage 0), FSDP2 or HSDP on one device mesh.
 
-What decides memory, in bytes, for the model of it (P parameters, dp ranks):
+Facts for its memory model, in bytes (P parameters, dp ranks):
 - Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
-  The optimizer's states are allocated before the first step, so the first step has the later steps' peak.
-- Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, which are the
-  gradients, for ever (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
+  Optimizer states are allocated before the first step, so the first step has the same peak as later ones.
+- Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, never freed; the
+  gradients are views of them (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
   FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
 - FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
   pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
-- Tensor parallel: 1/tp of what is cut, all of what is repeated (norms); a parameter at a time is whole when it is made.
-- Pipeline: see there.
+- Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole.
+- Pipeline: see pipeline.py.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
 
@@ -72,14 +72,14 @@ class TorchEngine:
         shared = self._share.shared if self._share else ()
         self._shared = [self._named[name] for name in shared if self._named[name].requires_grad]
         counted = self._updates.parameters.items()
-        again = shared if self._pipeline and self._pipeline.is_last else ()  # the first stage counts them
+        again = shared if self._pipeline and self._pipeline.is_last else ()  # counted by the first stage
         self._by_copies = _by_copies([parameter for name, parameter in counted if name not in again], plan)
         if resume_from:
             checkpoint.load(resume_from.path, self._state(known_at=step))
             self._updates.set_steps()
 
     def _build(self) -> None:
-        """The model as steps call it: whole, or the rank's stages of a pipeline."""
+        """Build what a step calls: the whole model, or the rank's pipeline stages."""
         recipe, plan, mesh = self._recipe, self._plan, self._mesh
         self._model: nn.Module = recipe.module
         self._share: Share | None = None
@@ -100,7 +100,7 @@ class TorchEngine:
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
         layout, turns = self._plan.layout, self._plan.gradient_accumulation_steps
         factor = self._loss_scale.factor if self._loss_scale else 1.0
-        scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a lone rank has dp = 1
+        scale = factor * layout.dp / tokens  # DDP and FSDP2 average gradients over dp; a single rank has dp = 1
         first = dist.get_rank() // layout.tp % layout.dp * turns
         if self._pipeline:
             loss = self._pipeline.step(step, first, micro_batches, scale)
@@ -112,7 +112,7 @@ class TorchEngine:
                 with self._sync_on_last(is_last=turn == turns - 1):
                     loss += self._forward_backward(batch, scale)
         norm = self._update(step, factor)
-        counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks know the same loss
+        counts = dist.get_rank() % layout.tp == 0  # tensor-parallel ranks have the same loss
         return StepResult(loss=loss.item() / tokens if counts else 0.0, grad_norm=norm)
 
     def state(self) -> State:
@@ -121,7 +121,7 @@ class TorchEngine:
     def _state(self, known_at: int | None = None) -> State:
         scale = {loss_scale.STATE: self._loss_scale.state} if self._loss_scale else {}
         model = checkpoint.model_state(self._recipe.module, self._changing)
-        if self._share:  # where the last stage shares a parameter, its own name is not the first one
+        if self._share:  # a shared parameter's name on the last stage is not its first name
             model |= {f"model.{name}": self._named[name].detach() for name in self._changing & self._named.keys()}
         state = model | self._updates.state(known_at=known_at) | scale
         return checkpoint.of_recipe(self._recipe.name, state)
@@ -134,7 +134,7 @@ class TorchEngine:
         return loss_sum.detach().double()
 
     def _update(self, step: int, factor: float) -> float:
-        """Clip and update; the norm of the gradients, which carry `factor`. Leaves out a fp16 step that overflowed."""
+        """Clip and update; returns the gradients' norm without `factor`. Skips a fp16 step that overflowed."""
         if self._plan.layout.tp > 1:
             _settle(self._trained)
         norm = self._gradient_norm() / factor
@@ -147,7 +147,7 @@ class TorchEngine:
         return norm
 
     def _gradient_norm(self) -> float:
-        """The global norm of the gradients, to the bit the same on every rank: it decides whether fp16 steps count."""
+        """The global norm of the gradients, bitwise equal on all ranks: it decides whether a fp16 step is skipped."""
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         for copies, parameters in self._by_copies.items():
             own = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -158,7 +158,7 @@ class TorchEngine:
         return squared.sqrt().item()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Low precision where weights stay fp32; FSDP2 casts what it gathers instead."""
+        """Autocast if weights stay fp32; FSDP2 casts gathered weights instead."""
         if self._plan.precision in LOW_PRECISION and not self._plan.zero_stage:
             return torch.autocast(self._device.type, dtype=LOW_PRECISION[self._plan.precision])
         return contextlib.nullcontext()
@@ -172,7 +172,7 @@ class TorchEngine:
 def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     """The mesh of a plan: axes pp, dp_replicate, dp_shard, tp from the slowest to the fastest rank.
 
-    Axes of one rank are left out, but for dp_shard: every one costs a communicator.
+    Axes of one rank are left out, except dp_shard: each axis costs a communicator.
     """
     layout, copies = plan.layout, plan.dp_replicate
     degrees = {"pp": layout.pp, "dp_replicate": copies, "dp_shard": layout.dp // copies, "tp": layout.tp}
@@ -181,7 +181,7 @@ def device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 
 def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list[nn.Parameter]]:
-    """Parameters by the number of ranks that hold the same part of it."""
+    """Number of ranks that hold the same part -> parameters."""
     found: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         copies = plan.layout.dp
@@ -194,7 +194,7 @@ def _by_copies(parameters: Iterable[nn.Parameter], plan: Plan) -> dict[int, list
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Let every gradient lie on the ranks as its parameter does, in place: a torch style may leave parts of sums."""
+    """Redistribute every gradient to its parameter's placements, in place: torch styles may leave partial sums."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -210,21 +210,21 @@ def _state_device(plan: Plan, device: torch.device) -> torch.device:
 
 
 def _named(module: nn.Module, share: Share | None) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names that the checkpoint knows."""
+    """This rank's parameters by their checkpoint names."""
     return {share.names[name] if share else name: parameter for name, parameter in module.named_parameters()}
 
 
 def _wrapped(
     recipe: Recipe, root: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device, cut: TensorParallel | None
 ) -> nn.Module:
-    """`root`, which is called and contains the recipe's module, with its parameters made and kept as the plan says."""
+    """`root`, which contains the recipe's module, with its parameters made and wrapped in DDP or FSDP2 by the plan."""
     if plan.zero_stage:
         return _sharded(recipe, root, plan, mesh, device, cut)
     return _replicated(recipe, root, mesh, device, cut)
 
 
 def _make(part: nn.Module, recipe: Recipe, device: torch.device, cut: TensorParallel | None) -> None:
-    """Give the parameters of `part` memory and values: this rank's parts of them."""
+    """Allocate and initialise this rank's parts of the parameters of `part`."""
     materialise(recipe.module, part, recipe, device, cut.place if cut else None)
     if cut:
         cut.finish(part)
@@ -239,15 +239,15 @@ def _replicated(
     if mesh["dp_shard"].size() == 1 or not trains:
         return root
     with warnings.catch_warnings():
-        # Newer releases call broadcast_buffers deprecated; what they put in its place, older ones do not know.
+        # broadcast_buffers is deprecated in newer releases; older ones lack its replacement.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
             root,
             device_ids=[device] if device.type == "cuda" else None,
             process_group=mesh["dp_shard"].get_group(),
-            broadcast_buffers=False,  # equal at first; what changes them keeps them so (see batch_norm)
+            broadcast_buffers=False,  # equal at the start, and batch_norm.py keeps them equal
             gradient_as_bucket_view=True,
-            init_sync=recipe.initialise is None,  # else equal on every rank already: no flat copy for a broadcast
+            init_sync=recipe.initialise is None,  # else already equal on every rank: saves the flat copy of a broadcast
         )
 
 

@@ -1,8 +1,8 @@
-"""Cross entropy straight from hidden states: the logits exist only for a chunk of tokens at a time.
+"""Cross entropy from hidden states: logits exist only for a chunk of tokens at a time.
 
-The loss is a sum, so its gradient for the logits is known as soon as they are: softmax minus one-hot. The forward pass
-therefore makes both gradients at once, chunk by chunk, and the backward pass only scales them. Nothing is computed
-twice; instead of logits [N, V] there are logits [CHUNK_TOKENS, V] and the weight's gradient, which has to be anyway.
+The loss is a sum, so its gradient with respect to the logits follows from the logits alone: softmax minus one-hot. The
+forward pass computes both gradients chunk by chunk, and the backward pass only scales them. Nothing is computed twice.
+Memory: logits [CHUNK_TOKENS, V] instead of [N, V], and the weight's gradient, which is needed anyway.
 
 Shape suffixes: N tokens, C tokens of a chunk, D hidden, V vocabulary (this rank's part of it under tensor parallel).
 """
@@ -22,10 +22,10 @@ CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix 
 
 
 def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) -> Tensor:
-    """Cross entropy of `hidden @ weight.T` summed over the tokens whose label is not ignored; scalar, fp32.
+    """Cross entropy of `hidden @ weight.T`, summed over tokens with a label that is not ignored; scalar, fp32.
 
-    `weight` is [V, D]. As a DTensor it is cut by vocabulary over a tensor-parallel mesh, on whose ranks `hidden` and
-    `labels` are equal; then so are the results (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    `weight` is [V, D]. As a DTensor it is sharded by vocabulary over a tensor-parallel mesh. `hidden` and `labels` are
+    equal on the mesh's ranks, hence the results too (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
     """
     if not isinstance(weight, DTensor):
         return _LinearCrossEntropy.apply(hidden_ND, weight, labels_N, 0, None)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def add_gradients(
     grad_CV: Tensor, chunk_CD: Tensor, weight_VD: Tensor, hidden_grad_CD: Tensor | None, weight_grad_VD: Tensor | None
 ) -> None:
-    """What a chunk's gradient for the logits says of its hidden states, and more of the weight's; both in place."""
+    """Compute a chunk's gradient for the hidden states and add to the weight's gradient, both in place."""
     if hidden_grad_CD is not None:
         hidden_grad_CD.copy_(grad_CV @ weight_VD)
     if weight_grad_VD is not None and grad_CV.dtype is torch.float32:
@@ -89,9 +89,9 @@ def add_gradients(
 
 
 def _loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk and its gradient for the logits, fp32, in their memory where they are fp32.
+    """The summed loss of a chunk and its gradient for the logits, fp32; reuses the memory of fp32 logits.
 
-    `labels` count from this rank's first word, so another rank's words lie outside of the logits.
+    `labels` count from this rank's first word, so the words of other ranks are outside the logits.
     """
     logits_CV = logits_CV.float()
     here_C = (labels_C >= 0) & (labels_C < logits_CV.shape[1])
@@ -113,4 +113,4 @@ def _loss_and_gradient(logits_CV: Tensor, labels_C: Tensor, group: dist.ProcessG
     return loss, logits_CV.mul_(counted_C.unsqueeze(1))
 
 
-assert IGNORED_LABEL < 0, "a label that is ignored must lie outside of every vocabulary"
+assert IGNORED_LABEL < 0, "the ignored label must be outside every vocabulary"

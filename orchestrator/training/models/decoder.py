@@ -1,4 +1,4 @@
-"""A decoder transformer of the Llama kind, small enough to read, in plain PyTorch.
+"""A Llama-like decoder in plain PyTorch, small enough to read.
 
 Shape suffixes: B samples, T tokens, D hidden, N heads, K key-value heads, H head width, F feed-forward, V vocabulary.
 """
@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, each with a pre-norm and a residual connection."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Layer(nn.Module):
 
 
 class Head(nn.Linear):
-    """Hidden states to the summed loss over the next token, without ever holding all logits."""
+    """Hidden states to the summed next-token loss, without holding all logits."""
 
     def forward(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:  # type: ignore[override]
         return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, labels_BT.flatten())
 
 
 class Decoder(nn.Module):
-    """Tokens and labels to the summed loss over the next token. On a pipeline stage, parts of it are missing."""
+    """Tokens and labels to the summed next-token loss. On a pipeline stage, other stages' parts are missing."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         return self.lm_head(self.hidden(tokens_BT), labels_BT)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """Hidden states [B, T, D] after the parts that are here, from tokens [B, T] or from hidden states."""
+        """Hidden states [B, T, D] after this stage's layers, from tokens [B, T] or from hidden states."""
         x_BTD = self.embed_tokens(x) if self.embed_tokens is not None else x
         cos_TH, sin_TH = _rotary_tables(x_BTD.shape[1], self.head_dim, x_BTD.device)
         for layer in self.layers:
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         return self.norm(x_BTD) if self.norm is not None else x_BTD
 
 
-# Each rank has heads of its own in attention and columns of its own in the feed-forward (arXiv:1909.08053, section 3).
+# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3).
 TENSOR_PARALLEL = {
     "embed_tokens": "embedding",
     "layers.*.self_attn.[qkv]_proj": "colwise",
@@ -126,7 +126,7 @@ STAGES = Stages(
 
 
 def decoder_recipe(spec: DecoderSpec, dataset: TextDataset, seed: int) -> Recipe:
-    """A decoder on the meta device, for bytes of text. Raises SpecError where its vocabulary does not hold them."""
+    """A decoder on the meta device, for bytes of text. Raises SpecError if its vocabulary is below 256."""
     if spec.vocab_size < BYTE_VOCABULARY:
         raise SpecError("text is read as bytes", path="model.decoder.vocab_size", got=spec.vocab_size, allowed=">= 256")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the frozen layers of a transformers model, through peft; with a 4-bit base on CUDA."""
+"""LoRA adapters on the frozen layers of a transformers model, through peft; with a 4-bit base on CUDA."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from orchestrator.training.contract.precision import LOW_PRECISION
 
 # Bytes of a weight in NF4 with double quantisation: 4 bits and 0.127 (arXiv:2305.14314, section 3).
 NF4_BYTES = (4 + 0.127) / 8
-ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the head
+ALL_LINEAR = "all-linear"  # peft's name for every linear layer except the head
 
 
 def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = None) -> LoraConfig:
-    """peft's configuration of the adapters; `base` is the model that they belong to."""
+    """peft's configuration of the adapters; `base` is the name of their base model."""
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -34,9 +34,9 @@ def lora_config(lora: LoraSpec, *, encoder_decoder: bool, base: str | None = Non
 
 
 def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
-    """The module with adapters in place: only they are trained, and every other parameter keeps its object.
+    """The module with adapters, in place: only they are trained, and all other parameters stay the same objects.
 
-    Raises SpecError where a name in `target_modules` matches no layer.
+    Raises SpecError if a name in `target_modules` matches no layer.
     """
     config = lora_config(lora, encoder_decoder=module.config.is_encoder_decoder)
     try:
@@ -52,9 +52,9 @@ def adapt(module: PreTrainedModel, lora: LoraSpec) -> PreTrainedModel:
 
 
 def in_four_bits(module: Any) -> frozenset[str]:
-    """Names of the frozen weights of a model with adapters that `quantised` would hold in 4 bits; its head gets fp32.
+    """Names of the frozen weights that `quantised` would hold in 4 bits; the head is cast to fp32.
 
-    That are linear layers' (transformers/integrations/bitsandbytes.py, 5.23): experts in one tensor stay as they are.
+    Only linear layers are quantised (transformers/integrations/bitsandbytes.py, 5.23), not experts in one tensor.
     """
     head = module.get_output_embeddings()
     if head.weight.dtype is not torch.float32:
@@ -69,7 +69,7 @@ def in_four_bits(module: Any) -> frozenset[str]:
 def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
     """The stored model with 4-bit linear layers (NF4, arXiv:2305.14314, section 3), whole, on this rank's device.
 
-    Raises SpecError where nothing can run it.
+    Raises SpecError if the device, the plan or the model does not support it.
     """
     plan = run.plan
     path, hf = "model.lora.quantise_base", run.model.hf
@@ -77,7 +77,7 @@ def quantised(run: TrainingRun, auto_class: Any) -> PreTrainedModel:
         raise SpecError("4-bit layers need CUDA and bitsandbytes", path=path, got=run.device)
     if plan.engine is not Engine.TORCH or plan.zero_stage is not ZeroStage.NONE:
         got = f"engine={plan.engine}, zero_stage={int(plan.zero_stage)}"
-        raise SpecError("4-bit layers cannot be cut", path=path, got=got, allowed="engine=torch with zero_stage=0")
+        raise SpecError("4-bit layers cannot be sharded", path=path, got=got, allowed="engine=torch with zero_stage=0")
     if not isinstance(hf, str):
         raise SpecError("random weights are not quantised", path="model.hf", got=hf, allowed="a folder or a name")
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]

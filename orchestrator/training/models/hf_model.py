@@ -1,7 +1,7 @@
 """A transformers model as a Recipe: its own module and parameter names, our loss.
 
-Decoders come through AutoModelForCausalLM, encoder-decoders through AutoModelForSeq2SeqLM. The module is built on the
-meta device and its weights are read by name, so that an engine that shards starts with one layer at a time.
+Decoders are built by AutoModelForCausalLM, encoder-decoders by AutoModelForSeq2SeqLM. The module is built on the meta
+device and its weights are read by name, so that a sharding engine needs one layer at a time.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from orchestrator.training.models.hf_parallel import (
 )
 from orchestrator.training.models.hf_weights import FirstValues, fill, stored_weights, without_memory
 
-# Settings that models read and that no configuration class has, or not Qwen's of models with experts.
+# Settings that models read but that no configuration class has, or that Qwen's classes of models with experts lack.
 UNLISTED = ("decoder_start_token_id", "head_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A module whose parameters are on the meta device, but for 4-bit ones, and what fills them by name."""
+    """A module with parameters on the meta device, except 4-bit ones, and the function that fills them by name."""
 
     module: PreTrainedModel
     initialise: Callable[[str, Tensor], None]
-    stored_dtype: torch.dtype  # of the weights where they come from; fp32 for random ones
+    stored_dtype: torch.dtype  # of the source's weights; fp32 for random ones
 
 
 def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
-    """The model and loss of a run that names a transformers model, with the run's data where no other are given.
+    """The model and loss of a run with a transformers model, on `dataset` or else the run's data.
 
-    Raises SpecError where it cannot be built.
+    Raises SpecError if it cannot be built.
     """
     built = build(run)
     module: Any = built.module
@@ -71,7 +71,7 @@ def hf_recipe(run: TrainingRun, dataset: Dataset | None = None) -> Recipe:
 
 
 def build(run: TrainingRun) -> Built:
-    """The module of a run, with its adapters. Raises SpecError where it cannot be built."""
+    """The module of a run, with its adapters. Raises SpecError if it cannot be built."""
     spec, plan = run.model, run.plan
     assert spec.hf is not None, "a job with a transformers model"
     config = read_config(spec.hf)
@@ -105,17 +105,17 @@ def build(run: TrainingRun) -> Built:
         elif name in drawn:
             fill(values, drawn[name], seed=seed, name=name)
         else:
-            raise SpecError("transformers does not say how to begin", path="model.hf", got=name, allowed="a folder")
+            raise SpecError("transformers does not initialise it", path="model.hf", got=name, allowed="a folder")
 
     return Built(module=module, initialise=initialise, stored_dtype=stored_dtype if stored else torch.float32)
 
 
 def read_config(hf: str | dict[str, Any]) -> PreTrainedConfig:
-    """The configuration in a folder, on the hub, or said in the job. Raises SpecError."""
+    """The configuration from a folder, the hub, or the job itself. Raises SpecError if there is none."""
     if isinstance(hf, dict):
         return _said_config(hf)
     folder = Path(hf).is_dir()
-    hint = "give a folder with config.json, or a name that the hub (or its local cache) knows"
+    hint = "give a folder with config.json, or a name on the hub or in its local cache"
     try:
         return AutoConfig.from_pretrained(hf, local_files_only=folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -155,7 +155,7 @@ def _check_layout(plan: Plan) -> None:
 
 
 def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> None:
-    """Buffers were made for real; those that are stored get their stored values."""
+    """Fill the buffers that the source stores; the others were initialised at construction."""
     for name, buffer in module.named_buffers():
         try:
             values = stored(name) if stored is not None else None
@@ -166,7 +166,7 @@ def _fill_buffers(module: nn.Module, stored: Callable[[str], Tensor] | None) -> 
 
 
 def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
-    """Frozen matrices that autocast would cast at every use are held in the plan's precision: the same numbers."""
+    """Cast frozen matrices to the plan's precision: autocast would cast them at every use, to the same values."""
     low = LOW_PRECISION.get(plan.precision)
     embeddings = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     for each in module.modules() if low else ():
@@ -177,7 +177,7 @@ def _hold_frozen_matrices_in(plan: Plan, module: nn.Module) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a transformers model in order: what its outermost lists of equal modules hold."""
+    """The layers of a transformers model in order: the members of its outermost lists of equal modules."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len({type(block) for block in child}) == 1:
             yield from child
@@ -190,7 +190,7 @@ def _batch_loss_sum(module: nn.Module, batch: Batch) -> Tensor:
 
 
 def _padding(module: PreTrainedModel) -> int | None:
-    """The token that fills an encoder-decoder's input; None for a decoder, whose samples are full but the last."""
+    """The padding token of an encoder-decoder's input; None for a decoder: only its last sample is padded."""
     if not module.config.is_encoder_decoder:
         return None
     if module.config.pad_token_id is None:
@@ -199,10 +199,10 @@ def _padding(module: PreTrainedModel) -> int | None:
 
 
 def _set_loss(module: Any) -> None:
-    """Let the module's call take tokens and labels [B, T] and return the summed loss, in place.
+    """Make the module's call take tokens and labels [B, T] and return the summed loss, in place.
 
-    A decoder's labels are the tokens that follow; an encoder-decoder's are the target itself. Where the logits are
-    nothing but the head's product with the last hidden states, they are never whole.
+    A decoder's labels are the next tokens; an encoder-decoder's are the target itself. With a plain head
+    (`has_plain_head`) the logits never exist as a whole.
     """
     if module.config.is_encoder_decoder:
         module.forward = functools.partial(_seq2seq_loss, module, type(module).forward)
@@ -244,7 +244,7 @@ def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
 
 class _Hidden:
-    """What a base model returns: hidden states, and nothing else that is asked for."""
+    """The output of a base model: hidden states; every other attribute is None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -257,10 +257,10 @@ class _Hidden:
 
 
 def has_plain_head(module: Any) -> bool:
-    """Whether the logits are the head's product with the base model's last hidden states and nothing more.
+    """Whether the logits are exactly the head's product with the base model's last hidden states.
 
-    Asked of the model's own code: it runs with a base and a head that answer with known numbers, which must pass
-    unchanged. Some families scale hidden states or logits, or bend the logits to a cap.
+    The model's own code is run with a stub base and a stub head, whose values must pass unchanged. Some families scale
+    hidden states or logits, or soft-cap the logits.
     """
     base, head = module.base_model, module.get_output_embeddings()
     if base is module or type(head) is not nn.Linear or head.bias is not None:
@@ -279,6 +279,6 @@ def has_plain_head(module: Any) -> bool:
         out = module(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
     finally:
         del base.forward, head.forward
-    if len(seen) != 1 or seen[0].is_meta:  # some families go around their base model
+    if len(seen) != 1 or seen[0].is_meta:  # some families bypass their base model
         return False
     return torch.equal(seen[0], hidden_BTD) and torch.equal(out, logits_BTV)

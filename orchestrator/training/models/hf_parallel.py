@@ -1,7 +1,7 @@
-"""How the layers of a transformers model are cut: tensor-parallel plans and pipeline stages, by family.
+"""Tensor-parallel plans and pipeline stages of transformers models, by family.
 
-Every rank has attention heads of its own and columns of its own in the feed-forward (arXiv:1909.08053, section 3). The
-attention modules of transformers count their heads from what the projections return.
+Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3). The attention modules of
+transformers derive their number of heads from the projections' output.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ STAGED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe",
 
 
 def tensor_parallel_of(module: Any) -> Mapping[str, str]:
-    """The family's tensor-parallel plan; empty where it has none."""
+    """The family's tensor-parallel plan; empty if it has none."""
     return PLANS.get(module.config.model_type, {})
 
 
 def tensor_parallel_sizes_of(module: Any) -> dict[str, int]:
-    """What a tensor-parallel degree has to divide, by name."""
+    """The sizes that a tensor-parallel degree must divide, by name."""
     found = {name: getattr(module.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
     return {name: size for name, size in found.items() if size is not None}
 
 
 def keep_own_heads(module: Any, tp: int) -> None:
-    """Let T5's attention make its bias of zeros for the heads of one of `tp` ranks, in place."""
+    """Make T5's attention create its zero bias for the heads of one of `tp` ranks only, in place."""
     for attention in module.modules():
         if module.config.model_type == "t5" and hasattr(attention, "n_heads"):
             attention.n_heads //= tp
 
 
 def stages_of(module: Any) -> Stages | None:
-    """How the family's layers are cut into pipeline stages; None where they are not."""
+    """The family's pipeline stages; None if it has none."""
     if module.config.model_type not in STAGED:
         return None
     return Stages(
@@ -69,7 +69,7 @@ def stages_of(module: Any) -> Stages | None:
 
 def _hidden(module: Any, x: Tensor) -> Tensor:
     base = module.base_model
-    if base.norm is None:  # the model calls it; a module without parameters changes no name
+    if base.norm is None:  # the model calls it; a placeholder without parameters leaves all names unchanged
         base.norm = nn.Identity()
     given = "inputs_embeds" if base.embed_tokens is None else "input_ids"
     return base(**{given: x}, use_cache=False).last_hidden_state

@@ -1,4 +1,4 @@
-"""Where the weights of a transformers model come from: safetensors read by name, or drawn by seed and name."""
+"""Weights of a transformers model: safetensors read by name, or random values by seed and name."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from transformers.utils.hub import cached_file
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import seeded_generator
 
-# What has at least so many elements, and no values yet, becomes a parameter: no buffer is that large.
+# An uninitialised tensor with at least this many elements becomes a parameter: no buffer is that large.
 PARAMETER_ELEMENTS = 2**28
 
 
 class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes how a library fills its parameters while they are on the meta device, and does the same later, by name.
+    """Records how a library initialises parameters on the meta device, to replay it later by name.
 
-    So a model has its family's own initialisation without one process ever holding all of it. The largest parameters
-    begin there: experts of one layer can be more than a host has.
+    So a model has its family's initialisation although no process ever holds all of it. The largest parameters are
+    created on the meta device: the experts of one layer can exceed host memory.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._filled: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-        self._seen: list[Tensor] = []  # kept, so that no id is given twice
+        self._seen: list[Tensor] = []  # kept alive, so that no id is reused
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is torch.ops.aten.empty.memory_format and math.prod(args[0]) >= PARAMETER_ELEMENTS:
@@ -48,13 +48,13 @@ class FirstValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def by_name(self, module: nn.Module) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """The last operation that filled each parameter of `module`, by the parameter's name."""
+        """Parameter name -> the last operation that filled it."""
         named = module.named_parameters()
         return {name: self._filled[id(parameter)] for name, parameter in named if id(parameter) in self._filled}
 
 
 def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, name: str) -> None:
-    """Do what `FirstValues` noted to `values`, with random numbers that follow from (seed, name) on every device."""
+    """Replay a recorded operation on `values`, with random numbers that depend on (seed, name) on every device."""
     op, arguments = operation
     drawn = any(argument.name == "generator" for argument in op._schema.arguments)
     host = torch.empty(values.shape)
@@ -64,17 +64,17 @@ def fill(values: Tensor, operation: tuple[Any, tuple[Any, ...]], *, seed: int, n
 
 @contextmanager
 def without_memory(noted: FirstValues) -> Iterator[None]:
-    """Parameters are made on the meta device, and what fills them is noted; buffers are made for real."""
+    """A context that makes parameters on the meta device and records their initialisation; buffers are real."""
     with init_empty_weights(include_buffers=False), noted:
         yield
 
 
 def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
-    """What `source`, a folder or a name on the hub, holds for the parameters and buffers of `model`, by their names.
+    """A function that reads a parameter or buffer of `model` by name from `source`, a folder or a hub name.
 
-    Safetensors are read one tensor at a time. Where they have other names than the model's (a family whose files are
-    converted while they are loaded), or there are none, the model is loaded whole into host memory. Raises SpecError
-    where weights are missing.
+    Safetensors are read one tensor at a time. The model is loaded whole into host memory if there are none, or if
+    their names differ from the model's (families whose files are converted on loading). Raises SpecError if weights
+    are missing.
     """
     files = _files_by_name(source)
     places = _places(model, files)
@@ -91,7 +91,7 @@ def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tenso
 
 
 def _files_by_name(source: str) -> dict[str, str]:
-    """Tensor name -> safetensors file that holds it; empty where there are none."""
+    """Tensor name -> its safetensors file; empty if there are none."""
     index = found_file(source, SAFE_WEIGHTS_INDEX_NAME)
     if index is not None:
         names: Mapping[str, str] = json.loads(Path(index).read_text())["weight_map"]
@@ -108,7 +108,7 @@ def _files_by_name(source: str) -> dict[str, str]:
 
 
 def found_file(source: str, file: str) -> str | None:
-    """Where a file of a folder, or of a name on the hub, lies; None where it has no such file."""
+    """The local path of a file in a folder or of a hub name; None if there is no such file."""
     return cached_file(
         source,
         file,
@@ -120,7 +120,7 @@ def found_file(source: str, file: str) -> str | None:
 
 
 def _places(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str] | None:
-    """The stored name of every parameter, and of the buffers that are stored; None where a parameter has none."""
+    """The stored name of every parameter and stored buffer; None if any parameter has none."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -138,7 +138,7 @@ def _places(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str] 
 
 
 def _stored(names: Sequence[str], known: Mapping[str, str], prefix: str) -> str | None:
-    """The first of these names, with or without the base model's prefix, that is known."""
+    """The first of these names that is known, with or without the base model's prefix."""
     spellings = (each for name in names for each in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
     return next((spelling for spelling in spellings if spelling in known), None)
 
@@ -153,5 +153,5 @@ def _loaded_whole(source: str, model: PreTrainedModel) -> Callable[[str], Tensor
         raise SpecError(f"the weights cannot be loaded: {error}", path="model.hf", got=source) from None
     missing = sorted(report["missing_keys"])
     if missing:
-        raise SpecError("the weights lack some that the model has", path="model.hf", got=source, allowed=missing[0])
+        raise SpecError("weights of the model are missing", path="model.hf", got=source, allowed=missing[0])
     return {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers())}.__getitem__

@@ -1,7 +1,7 @@
-"""How much more than its live bytes must a device have, so that PyTorch's caching allocator gets through a training?
+"""Fragmentation: how much more memory than its live bytes does a training need under PyTorch's caching allocator?
 
-Blocks of other sizes than what is asked for cannot be used, or only in part. The allocator is a model of the native one
-(c10/cuda/CUDACachingAllocator.cpp of torch 2.11) on one stream: it was not compared with a device.
+Free blocks of other sizes than a request serve it only in part, or not at all. The allocator is a model of the native
+one (c10/cuda/CUDACachingAllocator.cpp of torch 2.11) on one stream. It was not compared with a device.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from orchestrator.specs.profile import SEGMENTS_BYTES
 
 MIB = 2**20
 LEAST_BYTES = 512  # kMinBlockSize
-SMALL_BYTES = MIB  # kSmallSize: up to there requests have a pool of their own
+SMALL_BYTES = MIB  # kSmallSize: requests up to this size use the small pool
 SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * MIB  # kLargeBuffer, for requests below kMinLargeAlloc
 LEAST_OWN_SEGMENT_BYTES = 10 * MIB  # kMinLargeAlloc
 SEGMENT_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
-STEPS = 2  # the second begins with what the first has left behind
-MICRO_BATCHES = (2, 8, 32)  # beside those that were recorded
-STEPS_UP = 200  # from once what is live to twice as much
+STEPS = 2  # the second step starts from the first one's free blocks
+MICRO_BATCHES = (2, 8, 32)  # beside the recorded ones
+STEPS_UP = 200  # capacities tried, from once to twice the live bytes
 STEPS_UP_MAX = 100
 
 
 class Exhausted(Exception):
-    """Nothing fits the request, though all that is free in whole segments went back to the device."""
+    """No block fits the request, even after all free segments were returned to the device."""
 
 
 class Block:
@@ -50,7 +50,7 @@ class CachingAllocator:
         self._large: list[tuple[int, int, Block]] = []
 
     def take(self, size: int) -> Block:
-        """A block of at least so many bytes. Raises Exhausted."""
+        """A block of at least `size` bytes. Raises Exhausted."""
         size = max(1, -(-size // LEAST_BYTES)) * LEAST_BYTES
         is_small = size <= SMALL_BYTES
         pool = self._small if is_small else self._large
@@ -67,7 +67,7 @@ class CachingAllocator:
         return block
 
     def give(self, block: Block) -> None:
-        """The block is free again, and one with its free neighbours."""
+        """Free the block and merge it with its free neighbours."""
         before, after = block.before, block.after
         if before is not None and before.is_free:
             self._drop(before)
@@ -114,12 +114,12 @@ class CachingAllocator:
 
 
 class Ledger:
-    """Which storages a training step takes and gives back, in order."""
+    """The allocations and frees of a training step, in order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []  # of every storage, by its number
-        self.resident = 0  # so many are there before the step: parameters and buffers
-        self.requests: list[int] = []  # n: storage n is taken; -n - 1: it is given back
+        self.resident = 0  # the first ones exist before the step: parameters and buffers
+        self.requests: list[int] = []  # n: storage n is allocated; -n - 1: it is freed
 
     def take(self, size: int) -> int:
         """The number of a new storage."""
@@ -131,12 +131,12 @@ class Ledger:
         self.requests.append(-number - 1)
 
     def begin(self) -> None:
-        """All that was taken so far is there before every step."""
+        """Mark all storages so far as resident: they exist before every step."""
         self.resident, self.requests = len(self.sizes), []
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is live at once."""
+        """Peak live bytes."""
         live = peak = sum(self.sizes[: self.resident])
         for request in self.requests:
             live += self.sizes[request] if request >= 0 else -self.sizes[-request - 1]
@@ -145,9 +145,10 @@ class Ledger:
 
 
 def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, Ledger]:
-    """By micro-batch, the same step on MICRO_BATCHES, if its storages are the same on both `samples`: on lines.
+    """Micro-batch size -> the step: the two recorded ones and, extrapolated linearly, those of MICRO_BATCHES.
 
-    They are not where a loop's turns follow from the micro-batch, as those of a loss over chunks of tokens do.
+    Only the recorded ones if their storages differ in number: a loop's iterations may depend on the micro-batch, such
+    as a loss over chunks of tokens.
     """
     found = dict(zip(samples, (few, many), strict=True))
     if len(few.sizes) != len(many.sizes):
@@ -163,10 +164,10 @@ def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, L
 
 
 def fragmentation(steps: Iterable[Ledger], states: Sequence[int]) -> float:
-    """How often over what is live at most a device must have, so that every one of the trainings runs.
+    """The factor over peak live bytes that a device needs so that every one of the trainings runs.
 
-    Beside SEGMENTS_BYTES; to half a percent, and 1.5 at most. `states`: bytes of the optimizer's tensors, which are
-    there before the first step.
+    SEGMENTS_BYTES come on top. Resolution half a percent, at most 1.5. `states`: bytes of the optimizer's tensors,
+    which exist before the first step.
     """
     steps_up = 0
     for step in steps:
@@ -192,7 +193,7 @@ def _runs(step: Ledger, states: Sequence[int], capacity_bytes: float) -> bool:
                     held[request] = allocator.take(sizes[request])
                 else:
                     allocator.give(held.pop(-request - 1))
-            for block in held.values():  # the next step makes them anew
+            for block in held.values():  # the next step allocates them again
                 allocator.give(block)
     except Exhausted:
         return False

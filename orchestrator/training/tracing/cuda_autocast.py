@@ -1,4 +1,4 @@
-"""What CUDA does, done to CPU tensors: autocast does more in fp32, attention saves no scores, dropout bytes."""
+"""CUDA's behaviour on CPU tensors: its autocast to fp32, attention without saved scores, dropout masks of bytes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ FP32_UNLESS_SAID = (
 )
 LOW = (torch.bfloat16, torch.float16)
 _AUTOCAST = torch._C.DispatchKey.AutocastCPU
-_PUT_TOGETHER = torch._C.DispatchKey.CompositeImplicitAutograd  # of an operation that is made of others
+_PUT_TOGETHER = torch._C.DispatchKey.CompositeImplicitAutograd  # composite operations
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within, `torch.autocast("cpu")` computes in fp32 what `torch.autocast("cuda")` does, attention and dropout too.
+    """A context in which `torch.autocast("cpu")` follows `torch.autocast("cuda")`, also for attention and dropout.
 
-    What both do is left to torch. What only the CPU's does in fp32 (pooling, padding, sampling of images) stays so.
+    What both do alike is left to torch. Operations that only the CPU's computes in fp32 (pooling, padding, image
+    sampling) stay so.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    names = [(name, _in_fp32) for name in FP32] + [(name, _in_fp32_unless_said) for name in FP32_UNLESS_SAID]
+    names = [(name, _in_fp32) for name in FP32] + [(name, _in_fp32_by_default) for name in FP32_UNLESS_SAID]
     for name, kernel in names:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
             library.impl(name, kernel(_overload(name)), "AutocastCPU")  # type: ignore[no-untyped-call]
@@ -56,11 +57,11 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention that keeps its inputs, output and log-sum-exp only, also where a CPU makes a matrix of scores.
+    """Attention that saves only inputs, output and log-sum-exp, also if a CPU would make a matrix of scores.
 
-    That is with dropout, and where values are not as wide as keys (`use_flash_attention_cpp` in
-    aten/src/ATen/native/transformers/sdp_utils_cpp.cpp; the memory-efficient kernel of CUDA takes both:
-    `can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.13.0).
+    A CPU does so with dropout, and if values and keys differ in width (`use_flash_attention_cpp` in
+    aten/src/ATen/native/transformers/sdp_utils_cpp.cpp). CUDA's memory-efficient kernel supports both
+    (`can_use_mem_efficient_attention` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.13.0).
     """
 
     def attention(
@@ -76,7 +77,7 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if dropout_p == 0.0 and query.shape[-1] == value.shape[-1]:
             return on_cpu(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-        bias = attn_mask.to(low) if attn_mask is not None else None  # of a mask of truths as many numbers are made
+        bias = attn_mask.to(low) if attn_mask is not None else None  # a boolean mask becomes as many numbers
         inputs = query.to(low), key.to(low), value.to(low), bias
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         return kernel(*inputs, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
@@ -85,13 +86,13 @@ def _without_scores(on_cpu: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _dropout(given: Tensor, p: float, train: bool) -> Tensor:
-    """Dropout by the kernel that keeps of each element one byte, whether it stays: a CPU keeps a factor as wide as it.
+    """Dropout by CUDA's fused kernel, which saves one byte per element; a CPU saves a factor as wide as the element.
 
-    In place, of whole features and in `alpha_dropout` CUDA has no such kernel either, nor where all stay or none does.
-    That follows from sources and was not seen on a device: `dropout` and `is_fused_kernel_acceptable` in
-    aten/src/ATen/native/Dropout.cpp; `native_dropout_cuda`, which makes the result and its mask, and
-    `native_dropout_backward_cuda`, which makes the gradient, in native/cuda/Dropout.cu (PyTorch's main branch). Fake
-    tensors show the same of both (`native_dropout` and its backward in torch/_decomp/decompositions.py, 2.13.0).
+    CUDA has no such kernel for in-place dropout, feature dropout, `alpha_dropout`, p = 0 and p = 1. This follows from
+    the sources and was not seen on a device: `dropout` and `is_fused_kernel_acceptable` in
+    aten/src/ATen/native/Dropout.cpp; `native_dropout_cuda` (result and mask) and `native_dropout_backward_cuda`
+    (gradient) in native/cuda/Dropout.cu (PyTorch's main branch). Fake tensors behave the same (`native_dropout` and its
+    backward in torch/_decomp/decompositions.py, 2.13.0).
     """
     if train and 0 < p < 1 and given.numel() > 0:
         return torch.ops.aten.native_dropout(given, p, train)[0]  # type: ignore[no-any-return]
@@ -111,8 +112,8 @@ def _in_fp32(operation: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _in_fp32_unless_said(operation: Any) -> Callable[..., Any]:
-    """The result is fp32, from what is given as it is; where a type is said, that one."""
+def _in_fp32_by_default(operation: Any) -> Callable[..., Any]:
+    """The operation with an fp32 result, unless a dtype is given; inputs keep their dtype."""
     schema = [argument.name for argument in operation._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models without memory: their parameters as fake tensors, and what code that looks at values is told of them."""
+"""Models without memory: parameters as fake tensors, and answers for code that inspects values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within, a module's parameters have no memory from when it registers them; all else is real."""
+    """A context in which parameters move to the meta device when a module registers them; all else is real."""
 
     def moved(_module: nn.Module, _name: str, parameter: Tensor | None) -> Tensor | None:
         if parameter is None or parameter.is_meta:
@@ -31,9 +31,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype | None) -> dict[int, float]:
-    """Let parameters and buffers be fake tensors on the CPU, in place; `dtype`: of floating parameters, if another.
+    """Replace parameters and buffers by fake CPU tensors, in place; `dtype`, if given, is that of floating parameters.
 
-    Returns by id of a parameter the bytes that an element of it had.
+    Returns parameter id -> bytes per element before.
     """
     made: dict[int, nn.Parameter] = {}
     held_bytes: dict[int, float] = {}
@@ -55,12 +55,13 @@ def without_memory(module: nn.Module, fake: FakeTensorMode, dtype: torch.dtype |
 
 @contextlib.contextmanager
 def as_with_values() -> Iterator[None]:
-    """Within, transformers 5.23 does with fake tensors what it does with real ones, all of which are finite.
+    """A context in which transformers 5.23 treats fake tensors as real, finite ones.
 
-    It cannot look into positions, takes several samples to be packed into one, and makes masks that no training of ours
-    has (masking_utils.py). Products grouped by experts are said to be bf16 only, which holds on no device
-    (torch/_meta_registrations.py, 2.13.0): its own way to do them knows their sizes (integrations/moe.py). Some
-    families look in fp16 for what has overflowed, to clamp it (models/bart/modeling_bart.py).
+    - Fake positions cannot be read: it then assumes packed samples and makes masks that our trainings do not have
+      (masking_utils.py).
+    - Grouped expert products are registered for bf16 only, which is true of no device (torch/_meta_registrations.py,
+      2.13.0). transformers' fallback has their sizes (integrations/moe.py).
+    - Some families look for overflows in fp16, to clamp them (models/bart/modeling_bart.py).
     """
     instead: dict[str, tuple[str, Callable[..., Any]]] = {
         "transformers.masking_utils": ("find_packed_sequence_indices", lambda _positions: None),
@@ -76,7 +77,7 @@ def as_with_values() -> Iterator[None]:
 
 
 def _answered(question: Callable[[Tensor], Tensor], *, answer: bool) -> Callable[[Tensor], Tensor]:
-    """The question of values, with all that it makes, and an answer that a fake tensor has: a constant."""
+    """A function of values that runs as before, so that its tensors count, but returns a constant tensor."""
 
     def asked(values: Tensor) -> Tensor:
         question(values)

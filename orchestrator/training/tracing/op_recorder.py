@@ -1,6 +1,6 @@
-"""What is live while a model trains, and what of the model runs: counted after every operation of a step.
+"""Records live bytes and the running layer after every operation of a training step.
 
-The tensors may be fake (torch's FakeTensorMode): a storage then has a size and no memory.
+The tensors may be fake (torch's FakeTensorMode): a storage then has a size but no memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LEAF_MODULES = (
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
-MATRICES = "matrices of scores"  # what attention makes on a CPU where no kernel of its own takes it
-# Of rows, each with the matrix of its expert, of which torch's flop_registry (2.13.0) knows neither; the second is of
-# transformers (integrations/moe.py, 5.23), for types that the first does not take.
+MATRICES = "matrices of scores"  # made by attention on a CPU if no fused kernel supports it
+# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither; the second belongs to
+# transformers (integrations/moe.py, 5.23), for dtypes that the first does not support.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def _group_norm_backward(
     _grad: Tensor, given: Tensor, _mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
 ) -> list[Tensor | None]:
-    """Gradients in the types of what they belong to. Those of fake tensors are all fp32 where the weight is."""
+    """Gradients in the dtypes of their tensors. torch's fake version makes all fp32 if the weight is."""
     of_each = (given, weight, weight)  # a bias has the type of its weight
     asked = zip(of_each, sizes[-1], strict=True)
     return [torch.empty_like(of) if of is not None and is_asked else None for of, is_asked in asked]
@@ -51,15 +51,15 @@ AS_REAL: dict[Any, Callable[..., Any]] = {aten.native_group_norm_backward.defaul
 
 
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the phases of training steps, each within `step` and `turn`; the first one finds the places."""
+    """Records the phases of training steps, each within `step` and `turn`; the first step defines the places."""
 
     def __init__(self, recipes: Sequence[Recipe], held_bytes: Mapping[int, float]) -> None:
-        """`held_bytes`: by id of a parameter, of one of its elements where it is held, whatever computes with it."""
+        """`held_bytes`: parameter id -> bytes per element as stored, independent of the dtype in computation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phases: list[Phase] = []
         self.places: list[Place] = []
-        self.attention = ""  # the kernel that was seen
-        self.is_alike_on_cuda = True  # but for autocast: nothing was done that CUDA does otherwise (cuda_autocast.py)
+        self.attention = ""  # the attention kernel that ran
+        self.is_alike_on_cuda = True  # apart from autocast, nothing ran that CUDA does differently (cuda_autocast.py)
         self.buffer_bytes = 0
         self._recipes, self._held_bytes = recipes, held_bytes
         self._layers = [layer for recipe in recipes for layer in recipe.layers]
@@ -73,13 +73,13 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for recipe in recipes
             for name, each in (*recipe.module.named_modules(), *recipe.module.named_parameters())
         }
-        self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers that went before)
+        self._place_of: dict[tuple[int, int], int] = {}  # (NO_LAYER, layer) or (turn, layers passed before)
         self._layer_at: dict[int, int] = {}  # place -> layer
         self._trained = {id(parameter) for parameter in self._parameters if parameter.requires_grad}
         self._looked_up: set[int] = set()
         self._unread = {id(parameter) for parameter in self._parameters if self._layer_of[id(parameter)] == NO_LAYER}
-        self._arrived: dict[int, Tensor] = {}  # in the order in which they had their first gradient
-        self._home: dict[int, Place] = {}  # of a parameter
+        self._arrived: dict[int, Tensor] = {}  # in the order of their first gradients
+        self._home: dict[int, Place] = {}  # parameter id -> its place
         self._in_leaf = {
             id(parameter): id(module)
             for recipe in recipes
@@ -95,7 +95,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._is_first_step, self._is_ahead = True, False
         self._live_bytes = self._resident_bytes = 0
-        self.ledger = Ledger()  # of the newest step
+        self.ledger = Ledger()  # of the latest step
         self._storages: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # with size and number in the ledger
 
     @classmethod
@@ -104,7 +104,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def step(self, samples: int) -> Iterator[None]:
-        """Around a whole step of so many samples: parameters and buffers are live, gradients are not."""
+        """The context of a step of `samples` samples: parameters and buffers are live, gradients are not."""
         self.phases, self.ledger, self._samples = [], Ledger(), samples
         self._live_bytes, self._storages = 0, {}
         for parameter in self._parameters:
@@ -137,7 +137,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
-        """Around the forward and backward pass of the recipe of that number; then its gradients go."""
+        """The context of forward and backward of recipe `number`; its gradients are dropped at the end."""
         self._turn, self._layers_passed, self._is_forward, self._is_outside = number, 0, True, False
         self._gradients: Counter[int] = Counter()  # layer or NO_LAYER -> elements
         self._come: Counter[int] = Counter()  # id of a place -> elements of its gradients
@@ -151,12 +151,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradient_bytes = 0
 
     def turn_back(self) -> None:
-        """The loss has been computed: what follows is the backward pass."""
+        """Mark the start of the backward pass, after the loss."""
         self._is_forward = False
         self._enter(self._between(), backward=True)
 
     def ahead(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function, which makes gradients in the forward pass: their products count as the backward pass's."""
+        """`function`, which makes gradients during forward; its products count as the backward pass's."""
 
         def called(*args: Any) -> None:
             self._is_ahead = True
@@ -168,7 +168,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return called
 
     def named_places(self) -> list[Place]:
-        """The places, in the order in which they were come to, with all parameters and with names."""
+        """The places in the order of their first visit, with all parameters and names."""
         for parameter in self._parameters:
             if id(parameter) in self._unread:
                 self._settle(parameter, 0)
@@ -198,11 +198,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.places
 
     def _find_last_parameters(self) -> None:
-        """Of every layer, and for the last place of a recipe of all that is in none: FSDP2 reduces them together."""
+        """Of each layer, and of a recipe's parameters outside layers: FSDP2 reduces each of these groups together."""
         for turn, recipe in enumerate(self._recipes):
             last = max(passed for number, passed in self._place_of if number == turn)
             rest = self.places[self._place_of[turn, last]]
-            # A shared one counts where it comes first.
+            # A shared parameter counts at its first place.
             for parameter in {id(each): each for each in _behind_those_of_parts(recipe.module)}.values():
                 if id(parameter) in self._trained:
                     is_free = self._layer_of[id(parameter)] == NO_LAYER
@@ -210,7 +210,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def updated_before_largest(self) -> int:
-        """See ModelProfile: by the optimizers, each of which goes through its recipe's parameters in order."""
+        """See ModelProfile; each optimizer updates its recipe's parameters in order."""
         sizes = [
             [parameter.numel() for parameter in recipe.module.parameters() if id(parameter) in self._trained]
             for recipe in self._recipes
@@ -223,7 +223,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ------------------------------------------------------------------------------------------------------ counting
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is prim.device.default:  # asked more often than anything else
+        if op is prim.device.default:  # the most frequent operation
             return args[0].fake_device
         out = AS_REAL.get(op, op)(*args, **(kwargs or {}))
         if self._is_forward and self._is_first_step and not self._is_ahead:
@@ -287,12 +287,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if last.backward and last.place in self._layer_at:
                 self._passed_back[last.place] = self.places[last.place].parameters
             if not last.backward and len(last.events) == 1 and last.place not in self._layer_at:
-                self.phases.pop()  # nothing was made between two layers
+                self.phases.pop()  # nothing was allocated between two layers
         self.phases.append(Phase(place, self._turn, backward, []))
         self.phases[-1].events.append(self._event())
 
     def _between(self) -> int:
-        """The place behind as many layers as have gone forward in this turn."""
+        """The place after the layers that have run forward in this turn."""
         key = (self._turn, self._layers_passed)
         if key not in self._place_of:
             self._place_of[key] = len(self.places)
@@ -330,7 +330,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return leaves
 
     def _comes_back(self, *_: Any) -> None:
-        """To the model: it is called, or the gradient of what it returned has come."""
+        """Hook: the model is called, or the gradient of its output has arrived."""
         self._is_outside = False
 
     def _returned(self, _module: nn.Module, _args: Any, out: Any) -> None:
@@ -340,7 +340,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor.register_hook(self._comes_back)  # type: ignore[no-untyped-call]
 
     def _when_gradient_comes(self, made: Any, place: int) -> None:
-        """The backward pass of a place begins when the gradient of what it made is complete."""
+        """Start the backward pass of a place once the gradient of its output is complete."""
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None and tensor not in self._hooked:
                 self._hooked[tensor] = True
@@ -349,7 +349,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -------------------------------------------------------------------------------------------------------- places
 
     def _learn(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Which parameters are read here, and how much is computed."""
+        """Record the parameters that an operation reads, and its FLOPs."""
         place, samples = self.places[self.phases[-1].place], self._samples
 
         def parameter_of(leaf: Any) -> nn.Parameter | None:
@@ -365,7 +365,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._looked_up.add(id(table))
             self._home[id(table)].looked_up += table.numel()
         if packet is aten.transpose and args[0].dim() > 2 and parameter_of(args[0]) is not None:
-            place.viewed += args[0].numel()  # tensors of experts: what multiplies them saves the view
+            place.viewed += args[0].numel()  # expert tensors: their product saves the view
             place.side_by_side = max(place.side_by_side, place.viewed)
         if packet in (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention):
             is_flash = packet is aten._scaled_dot_product_flash_attention_for_cpu
@@ -389,7 +389,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.attention = self.attention or "eager"
 
     def _settle(self, parameter: nn.Parameter, at: int) -> None:
-        """Count the parameter to the place."""
+        """Assign the parameter to the place."""
         place, count = self.places[at], parameter.numel()
         self._home[id(parameter)] = place
         self._unread.discard(id(parameter))
@@ -398,7 +398,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place.parameters += count
         place.largest_parameter = max(place.largest_parameter, count)
         if id(parameter) in self._packed:
-            place.viewed += count  # ZeRO-3 hands on its inputs one by one: to torch they are not one tensor
+            place.viewed += count  # ZeRO-3 passes its inputs one by one: torch does not see one tensor
         if id(parameter) in self._trained:
             place.trained += count
             place.factored += _factored(parameter.shape)
@@ -414,10 +414,10 @@ def _behind_those_of_parts(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """An operation as the product of matrices that it is: (rows, inner, columns). None where it is of activations only.
+    """An operation as matrix products (rows, inner, columns); empty for products of activations only.
 
-    A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3); a transposed
-    one that of inputs and filters, whose results are added up.
+    A convolution is the product of patches and filters (Chetlur et al. 2014, arXiv:1410.0759, section 3). A transposed
+    convolution is the product of inputs and filters, whose results are summed.
     """
     if packet in (aten.mm, aten.addmm):
         left, right = args[-2:]
@@ -432,6 +432,6 @@ def _products(packet: Any, args: Any, out: Tensor) -> tuple[tuple[int, int, int]
 
 
 def _factored(shape: Sequence[int]) -> int:
-    """Elements of Adafactor's second moments: a row and a column of every matrix (torch/optim/_adafactor.py)."""
+    """Elements of Adafactor's second moments: one row and one column per matrix (torch/optim/_adafactor.py)."""
     count = math.prod(shape)
     return count // shape[-1] + count // shape[-2] if len(shape) > 1 else count

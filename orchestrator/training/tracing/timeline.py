@@ -1,4 +1,4 @@
-"""From recorded training steps to a ModelProfile: lines through micro-batches and depths, and what can matter of them.
+"""From recorded training steps to a ModelProfile: linear in micro-batch and depth, reduced to candidate peaks.
 
 Arithmetic on what `tracing` records; no tensor is touched here.
 """
@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import ModelProfile, Segment, Source, TracedMoment
 
-LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along layers that are alike
+LINEAR = ("fixed_bytes", "sample_bytes", "own", "done", "ends_done", "units_done")  # along equal layers
 
 
 class Unlike(Exception):
-    """Two steps that should differ in sizes only did other things."""
+    """Two steps that should differ in sizes only ran different operations."""
 
 
 class Event(NamedTuple):
-    """Live bytes just after an operation, and what had a gradient: see TracedMoment."""
+    """Live bytes after an operation, and the gradients that existed: see TracedMoment."""
 
     live_bytes: int
     own: int
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Place:
-    """A layer, or what runs between two: `flops` of one forward pass, all else as in Segment."""
+    """A layer, or the code between two: `flops` of one forward pass, all else as in Segment."""
 
     name: str
     is_layer: bool
@@ -55,13 +55,13 @@ class Place:
     registered: tuple[int, ...] = ()
 
     def is_like(self, other: Place) -> bool:
-        """Whether both are layers that differ in nothing but their names."""
+        """Whether both are layers that differ in their names only."""
         return self.is_layer and replace(self, name="") == replace(other, name="")
 
 
 @dataclass(slots=True)
 class Phase:
-    """A stay in a place: how things stood when it began, then each time that something was allocated."""
+    """A visit to a place: the state at its start, then after each allocation."""
 
     place: int
     turn: int
@@ -80,20 +80,20 @@ class Steps:
     phases: tuple[list[Phase], list[Phase]]
 
 
-Stretch = tuple[TracedMoment, ...]  # a phase as lines over the micro-batch, its start first
+Stretch = tuple[TracedMoment, ...]  # a phase as linear functions of the micro-batch, its start first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Segments and what goes on in them; of layers that are alike the first two and the last two stand for all."""
+    """Segments and their events; the first two and the last two of equal layers represent all."""
 
-    segments: tuple[tuple[Place, int], ...]  # and how many are like it
+    segments: tuple[tuple[Place, int], ...]  # with the number of equal places
     stretches: tuple[Stretch, ...]
     saved_bytes: dict[tuple[int, ActivationCheckpointing], int] = field(default_factory=dict)
 
 
 def timeline(places: Sequence[Place], recorded: Sequence[Steps]) -> Timeline:
-    """All that was recorded of one model. Raises Unlike."""
+    """The timeline of one model from its recorded steps. Raises Unlike."""
     stretches = [stretch for steps in recorded for stretch in _lines(steps)]
     saved = _saved(stretches)
     used = {stretch[0].segment for stretch in stretches}
@@ -117,7 +117,7 @@ def timeline(places: Sequence[Place], recorded: Sequence[Steps]) -> Timeline:
 
 
 def deeper(shallow: Timeline, deep: Timeline, *, apart: int, more: int) -> Timeline:
-    """`deep` with `more` layers, where it has `apart` more than `shallow`: everything is linear. Raises Unlike."""
+    """`deep` extrapolated linearly by `more` layers; it has `apart` more than `shallow`. Raises Unlike."""
 
     def line(first: int, second: int) -> int:
         added, rest = divmod((second - first) * more, apart)
@@ -126,14 +126,14 @@ def deeper(shallow: Timeline, deep: Timeline, *, apart: int, more: int) -> Timel
         return second + added
 
     if [_name(*each) for each in shallow.segments] != [_name(*each) for each in deep.segments]:
-        raise Unlike("other segments at another depth")
+        raise Unlike("the segments differ between depths")
     counts = [line(few, many) for (_, few), (_, many) in zip(shallow.segments, deep.segments, strict=True)]
     if [_kind(one[0]) for one in shallow.stretches] != [_kind(two[0]) for two in deep.stretches]:
-        raise Unlike("other phases at another depth")
+        raise Unlike("the phases differ between depths")
     stretches = []
     for first, second in zip(shallow.stretches, deep.stretches, strict=True):
         if len(first) != len(second):
-            raise Unlike("other operations at another depth")
+            raise Unlike("the operations differ between depths")
         at, position = second[0].segment, second[0].position
         if position >= 2:  # counted from the first layer
             position += counts[at] - deep.segments[at][1]
@@ -147,7 +147,7 @@ def deeper(shallow: Timeline, deep: Timeline, *, apart: int, more: int) -> Timel
 
 
 def profile(found: Timeline, *, family: str, precision: Precision, **known: Any) -> ModelProfile:
-    """The timeline as planning reads it: of all its moments those that can be the worst; `known` goes into it."""
+    """The timeline as a ModelProfile with the moments that can be the peak; `known` are further fields."""
     none, selective, full = ActivationCheckpointing
     return ModelProfile(
         family=family,
@@ -186,12 +186,12 @@ def profile(found: Timeline, *, family: str, precision: Precision, **known: Any)
 
 
 def _name(place: Place, count: int) -> str:
-    """Of a segment: where there are several layers, what stands before their numbers."""
+    """The name of a segment; for several layers, the prefix before their numbers."""
     return place.name if count == 1 else place.name.rpartition(".")[0] or place.name
 
 
 def _lines(steps: Steps) -> list[Stretch]:
-    """Every event as a line over the micro-batch, through the two that were recorded."""
+    """Every event as a linear function of the micro-batch, through the two recorded sizes."""
     few, many = steps.samples
     found = []
     for first, second in zip(*steps.phases, strict=False):
@@ -229,9 +229,9 @@ def _lines(steps: Steps) -> list[Stretch]:
 
 
 def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[Event]:
-    """The start, and of all events with the same gradients the largest: where the micro-batch changes what is done.
+    """The start and the largest event per set of gradients; used if the micro-batch changes the operations.
 
-    `both`: gradients that exist at some moment at both micro-batches. What comes at others is put with those before.
+    `both`: sets of gradients that occur at both micro-batches. Other events join the set before them.
     """
     largest: dict[tuple[int, ...], Event] = {}
     gradients = events[0][1:]
@@ -242,7 +242,7 @@ def _by_gradients(events: Sequence[Event], both: Set[tuple[int, ...]]) -> list[E
 
 
 def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpointing], int]:
-    """Bytes per sample by which a place's forward pass leaves more than it found."""
+    """Saved bytes per sample of a place's forward pass: live bytes after it minus before it."""
     found: dict[tuple[int, ActivationCheckpointing], int] = {}
     for this, following in itertools.pairwise(stretches):
         start, end = this[0], following[0]
@@ -254,7 +254,7 @@ def _saved(stretches: Sequence[Stretch]) -> dict[tuple[int, ActivationCheckpoint
 
 
 def _groups(places: Sequence[Place], used: Sequence[int], stretches: Sequence[Stretch]) -> Iterator[list[int]]:
-    """Places in order, layers that are alike together."""
+    """Places in order, with equal layers grouped."""
     by_place: dict[int, list[Stretch]] = {}
     for stretch in stretches:
         by_place.setdefault(stretch[0].segment, []).append(stretch)
@@ -268,7 +268,7 @@ def _groups(places: Sequence[Place], used: Sequence[int], stretches: Sequence[St
 
 
 def _alike(group: list[int], by_place: dict[int, list[Stretch]]) -> Iterator[list[int]]:
-    """The layers together where all but the first and the last stand on a line, else each by itself."""
+    """The layers as one group if all but the first and the last grow linearly, else each alone."""
     lives = [by_place.get(place, []) for place in group]
     kinds = {tuple(_kind(stretch[0])[1:] for stretch in life) for life in lives}
     if len(kinds) == 1 and all(_is_line(*stretches) for stretches in zip(*lives[1:-1], strict=True)):
@@ -278,7 +278,7 @@ def _alike(group: list[int], by_place: dict[int, list[Stretch]]) -> Iterator[lis
 
 
 def _is_line(*stretches: Stretch) -> bool:
-    """Whether what goes on in one layer after another grows by the same steps."""
+    """Whether the events of successive layers grow by equal amounts."""
     if len({len(stretch) for stretch in stretches}) > 1:
         return False
     for moments in zip(*stretches, strict=True):
@@ -294,13 +294,14 @@ def _kind(moment: TracedMoment) -> tuple[object, ...]:
 
 
 def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
-    """The moments that can be the worst, in order.
+    """The moments that can be the peak, in order.
 
-    At the start of a layer a sharding engine holds more than later, so that is one. Of all others nothing else that
-    happens to the same part, later than its forward pass, has as many bytes of both kinds and as many gradients, nor is
-    of a leaf in its backward pass, of which ZeRO-3 holds more then. Passes of what is no layer are not compared: where
-    weights stay gathered, FSDP2 has a flat buffer in the forward pass only; nor is what is outside of the model with
-    what is inside, where FSDP2 has one.
+    - The start of a layer is one: a sharding engine holds more there than later.
+    - Another moment is one unless a moment of the same part, after its forward pass, dominates it: at least as many
+      bytes of both kinds and as many gradients. Backward passes of leaves count apart: ZeRO-3 holds more then.
+    - Forward and backward outside layers are not compared: if weights stay gathered, FSDP2 has a flat buffer in
+      forward only.
+    - Moments outside and inside the model are not compared: FSDP2 has a flat buffer in one of them.
     """
     by_part: dict[object, list[TracedMoment]] = {}
     kept = []
@@ -324,7 +325,7 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
 
 
 def _arrivals(stretch: Stretch) -> Iterator[TracedMoment]:
-    """The moments at which gradients come, but those that the next one stands for, as nothing of it is less."""
+    """The moments at which gradients arrive, without those that the next one dominates."""
     arrivals = [moment for moment in stretch if moment.fresh]
     for this, following in itertools.zip_longest(arrivals, arrivals[1:]):
         names = ("fixed_bytes", "sample_bytes", "fresh")

@@ -1,13 +1,13 @@
 """Training steps on fake tensors, counted: `python -m orchestrator.training.tracing.trace REQUEST`.
 
-REQUEST is a file with the JSON of `Request`; printed is the JSON list of one ModelProfile for each of its arithmetics.
-It runs in a process of its own: a model's code may do anything, and torch stays as it leaves it. It stands here and not
-in `memory`, since what it traces is the job's Recipe, with its own loss and data, which only `training` can build.
+REQUEST is a file with the JSON of `Request`. It prints a JSON list of one ModelProfile per arithmetic. It runs in its
+own process: a model's code may do anything, and torch is patched. It belongs to `training` and not to `memory`, since
+it traces the job's Recipe, with its loss and data.
 
-Fake tensors have sizes and no memory, so a model of any size is traced on a machine that could not hold it. A recorder
-counts live storages after every operation, at two micro-batch sizes, under every kind of checkpointing that the engines
-know. The optimizer's part follows from parameter counts and is not traced. What the model does not show to torch's
-dispatcher (scratch inside kernels, libraries' workspaces) is not seen.
+Fake tensors have sizes but no memory, so a model is traced on a machine that could not hold it. An OpRecorder counts
+live storages after every operation, at two micro-batch sizes, under every mode of activation checkpointing. The
+optimizer's part follows from parameter counts and is not traced. Memory that bypasses torch's dispatcher (scratch
+inside kernels, libraries' workspaces) is not seen.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ from orchestrator.training.tracing.op_recorder import OpRecorder
 from orchestrator.training.tracing.timeline import Phase, Steps, Timeline, Unlike, deeper, profile, timeline
 from orchestrator.training.tracing.zero3_linear import Zero3Linear
 
-SAMPLES = (2, 3)  # micro-batches: from there on everything is linear; of one sample some copies are not made
-DEPTHS = (4, 6)  # layers that stand for those of a deep model: two at either end, and how far apart the ends are
+SAMPLES = (2, 3)  # micro-batches: linear from 2 on; with one sample some copies are not made
+DEPTHS = (4, 6)  # traced layers of a deep model: two at either end, at two distances
 BAD_JOB_EXIT_CODE = 2
-LAST_STEP = 2**62  # when all has thawed that ever will
-# What a trace may take beside what is there once torch is imported: fake tensors are a few hundred MB of Python objects
-# (a decoder of 70 billion parameters, measured); a model that makes its weights with a memory of their own is stopped.
+LAST_STEP = 2**62  # after every thaw step
+# Address space of a trace beyond that of imported torch. Fake tensors are a few hundred MB of Python objects (measured:
+# a decoder of 70 billion parameters). A model that allocates real weights exceeds it and is stopped.
 ADDRESS_SPACE_BYTES = 16 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How an engine computes: under autocast weights stay fp32, else the weights themselves are cast."""
+    """How an engine computes: with autocast weights stay fp32, else the weights themselves are cast."""
 
     precision: Precision
     autocast: bool
-    cuda: bool = False  # autocast as it is there
+    cuda: bool = False  # autocast as on CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be traced."""
+    """What to trace."""
 
     model: ModelSpec
     training: TrainingSpec
@@ -102,9 +102,9 @@ def request_from_json(data: dict[str, Any]) -> Request:
 
 
 def profiles(request: Request) -> list[ModelProfile]:
-    """One for each of the arithmetics. Raises SpecError, and what the model's own code raises.
+    """One ModelProfile per arithmetic. Raises SpecError, and any exception of the model's own code.
 
-    What CUDA does otherwise without autocast is attention that a CPU computes by its matrices of scores, and dropout.
+    Without autocast, CUDA differs in dropout, and in attention for which a CPU makes matrices of scores.
     """
     found: dict[Arithmetic, tuple[ModelProfile, bool]] = {}
     for arithmetic in request.arithmetics:
@@ -115,11 +115,11 @@ def profiles(request: Request) -> list[ModelProfile]:
 
 
 def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bool]:
-    """With whether a CPU and CUDA do the same, but for autocast."""
+    """The profile, and whether a CPU and CUDA do the same apart from autocast."""
     config = _config(request.model)
     by_number = any(set(frozen.parameters) & set("0123456789?[") for frozen in request.training.freeze)
     layers = 0 if by_number else _equal_layers(config)
-    leading = getattr(config, "first_k_dense_replace", None) or 0  # layers without experts before those with them
+    leading = getattr(config, "first_k_dense_replace", None) or 0  # dense layers before those with experts
     depths = leading + DEPTHS[0], leading + DEPTHS[1]
     if layers > depths[1]:
         with contextlib.suppress(Unlike):
@@ -133,12 +133,12 @@ def _profile(request: Request, arithmetic: Arithmetic) -> tuple[ModelProfile, bo
 
 
 def _parameters(request: Request, arithmetic: Arithmetic, config: Any) -> int:
-    """Of all of the model: its layers need not be what the first few are."""
+    """The whole model's parameter count: later layers may differ from the first ones."""
     return sum(parameter.numel() for parameter in build(request, arithmetic, config).module.parameters())
 
 
 class _Traced:
-    """A model's steps at both micro-batches, under every kind of checkpointing."""
+    """A model's recorded steps at both micro-batches, under every mode of activation checkpointing."""
 
     def __init__(self, request: Request, arithmetic: Arithmetic, config: Any) -> None:
         self._request, self._arithmetic = request, arithmetic
@@ -156,7 +156,7 @@ class _Traced:
                 for part in (each.module, *each.layers):
                     part.register_forward_pre_hook(_rounding(low), with_kwargs=True)
         self._recorder = OpRecorder(self._recipes, held_bytes)
-        gc.freeze()  # what was imported is never garbage: looking through it took 7 % of a trace
+        gc.freeze()  # excludes imported objects from collection: scanning them took 7 % of a trace
         self._fragmentation: dict[ActivationCheckpointing, float] = {}
         gradients = patch.object(cross_entropy, "add_gradients", self._recorder.ahead(cross_entropy.add_gradients))
         with as_with_values(), gradients, as_on_cuda() if arithmetic.cuda else contextlib.nullcontext():
@@ -201,14 +201,14 @@ class _Traced:
         return Steps(mode=mode, sharded=sharded, zero3=zero3, samples=SAMPLES, phases=(first, second))
 
     def _adam_bytes(self) -> list[int]:
-        """Of both fp32 moments of every parameter that is trained."""
+        """Bytes of both fp32 moments, per trained parameter."""
         parameters = [each for recipe in self._recipes for each in recipe.module.parameters() if each.requires_grad]
         return [4 * parameter.numel() for parameter in parameters for _ in ("exp_avg", "exp_avg_sq")]
 
     def _step(self, samples: int, norms: list[Any], *, sharded: bool) -> tuple[list[Phase], Ledger]:
-        """The forward and backward passes of one optimizer step, every recipe in its turn, and what they ask for.
+        """Forward and backward of one optimizer step, for every recipe in turn; returns phases and allocations.
 
-        `sharded`: as FSDP2 has it, under which recipes out of turn ask for gradients too (engines/alternating.py).
+        `sharded`: as under FSDP2, where recipes out of turn require gradients too (engines/alternating.py).
         """
         real = self._recipes[0].dataset.batch(range(samples))
         training = replace(self._request.training, batch_norm_samples=samples, sync_batch_norm=False)
@@ -229,15 +229,15 @@ class _Traced:
 
 
 def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
-    """The recipe of `config`, or else of the model's factory; its parameters are on the meta device."""
+    """The recipe of `config`, or of the model's factory; its parameters are on the meta device."""
     model = request.model
     samples: Any = _Tokens(request.sequence_length)
     if isinstance(config, DecoderSpec):
         recipe = decoder_recipe(config, samples, request.training.seed)
     elif model.hf is not None:
-        from orchestrator.training.models.hf_model import hf_recipe  # only here: importing transformers takes seconds
+        from orchestrator.training.models.hf_model import hf_recipe  # late: importing transformers takes seconds
 
-        lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # which needs CUDA
+        lora = None if model.lora is None else replace(model.lora, quantise_base=False)  # quantising needs CUDA
         said = replace(model, hf=_as_said(config), lora=lora)
         run = TrainingRun(
             model=said,
@@ -261,7 +261,7 @@ def build(request: Request, arithmetic: Arithmetic, config: Any) -> Recipe:
 
 
 class _Tokens:
-    """Samples as a language model sees them."""
+    """Random token samples of a language model."""
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
@@ -278,7 +278,7 @@ class _Tokens:
 
 
 def _config(model: ModelSpec) -> Any:
-    """The shape of a decoder, a transformers configuration, or None where a factory makes the model."""
+    """A decoder's shape, a transformers configuration, or None for a factory's model."""
     hf = model.hf
     if hf is None:
         return model.decoder
@@ -288,25 +288,25 @@ def _config(model: ModelSpec) -> Any:
 
 
 def _equal_layers(config: Any) -> int:
-    """How many layers a model has of which a few stand for all; 0 where they may differ."""
+    """The number of layers if a few can represent all; 0 if they may differ."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return getattr(config, "num_hidden_layers", 0) if len(kinds) <= 1 else 0
 
 
 def _cut(config: Any, layers: int) -> Any:
-    """The configuration with so many layers."""
+    """The configuration with `layers` layers."""
     if isinstance(config, DecoderSpec):
         return replace(config, num_hidden_layers=layers)
     cut = type(config).from_dict(config.to_dict())
     cut.num_hidden_layers = layers
     kinds = getattr(cut, "layer_types", None)
-    if kinds and len(kinds) > layers:  # some families' follow from the number
+    if kinds and len(kinds) > layers:  # some families derive them from the number
         cut.layer_types = kinds[:layers]
     return cut
 
 
 def _as_said(config: Any) -> dict[str, Any]:
-    """The configuration as a job would say it: what its family knows."""
+    """The configuration as a job's settings: the keys of its family."""
     from orchestrator.training.models.hf_model import UNLISTED
 
     known = {*type(config)().to_dict(), *config.attribute_map, *UNLISTED}
@@ -324,7 +324,7 @@ def _plan(arithmetic: Arithmetic, samples: int) -> Plan:
 
 
 def _in_four_bits(model: ModelSpec, module: Any) -> dict[str, float]:
-    """Bytes of an element of weights that are held in 4 bits on CUDA and were made whole here, by name."""
+    """Name -> bytes per element, for weights that CUDA holds in 4 bits and that are whole here."""
     if model.lora is None or not model.lora.quantise_base:
         return {}
     from orchestrator.training.models.hf_adapters import NF4_BYTES, in_four_bits
@@ -333,7 +333,7 @@ def _in_four_bits(model: ModelSpec, module: Any) -> dict[str, float]:
 
 
 def _rounding(low: torch.dtype) -> Callable[..., Any]:
-    """A hook that casts what a module is given, as FSDP2 does."""
+    """A hook that casts a module's inputs, as FSDP2 does."""
 
     def cast(value: Any) -> Any:
         return value.to(low) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -346,7 +346,7 @@ def _rounding(low: torch.dtype) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Whatever is put in place of the modules' forward functions is gone afterwards."""
+    """A context that restores the modules' forward functions at its end."""
     before = [(module, module.__dict__.get("forward")) for module in modules]
     try:
         yield
@@ -359,7 +359,7 @@ def _forwards_put_back(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
-    """Only the parameters of one recipe ask for gradients."""
+    """A context in which only the parameters of recipe `but` require gradients."""
     others = [each for recipe in recipes if recipe is not but for each in recipe.module.parameters()]
     trained = [parameter for parameter in others if parameter.requires_grad]
     for parameter in trained:
@@ -372,9 +372,9 @@ def _standing_still(recipes: Sequence[Recipe], but: Recipe) -> Iterator[None]:
 
 
 def _limit_address_space(more_bytes: int) -> None:
-    """From now on this process may map so much more: asking for more fails there and then, not by the kernel's hand.
+    """Limit this process's address space to `more_bytes` more: an allocation fails before the kernel kills the process.
 
-    Where the system does not count mapped pages (all but Linux) there is no limit.
+    Only on Linux: other systems do not report mapped pages.
     """
     mapped = Path("/proc/self/statm")
     if mapped.exists():
@@ -385,9 +385,9 @@ def _limit_address_space(more_bytes: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the profiles of the request file, or on exit code 2 what is wrong with the job.
+    """Print the profiles of the request file, or, with exit code 2, the job's error.
 
-    What the model's own code prints goes to standard error.
+    Output of the model's own code is redirected to standard error.
     """
     request = request_from_json(json.loads(Path(arguments[0]).read_text()))
     _limit_address_space(ADDRESS_SPACE_BYTES)

@@ -1,4 +1,4 @@
-"""The product with a weight as DeepSpeed's stage 3 has it, for traces: they are made without DeepSpeed."""
+"""DeepSpeed stage 3's linear function, for traces: they run without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Zero3Linear(torch.autograd.Function):
-    """It saves what it was given, whatever asks for gradients, and comes in the place of torch's linear function.
+    """Replaces torch's linear function and saves all inputs, even those that no gradient needs.
 
-    (`LinearFunctionForZeroStage3` in deepspeed/runtime/zero/linear.py, 0.19.8.)
+    Source: `LinearFunctionForZeroStage3` in deepspeed/runtime/zero/linear.py, 0.19.8.
     """
 
     @staticmethod
