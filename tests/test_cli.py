@@ -194,7 +194,7 @@ def test_plan_of_a_script_of_unknown_memory_says_what_is_measured_before_it_trai
         assert words in answer.out, answer.out
     assert "→" not in answer.out, "nobody knows yet"
     unprobed = index.ask("plan", "foreign.yaml", "--set", "probe=never").out
-    assert "the script's own micro-batch is taken to fill a device" in unprobed
+    assert "the script's own micro-batch is assumed to fill a device" in unprobed
     assert "two short attempts" not in unprobed
 
 

@@ -1,6 +1,6 @@
-"""Sound as several streams of numbers at once, one for each codebook, under the delay pattern of MusicGen.
+"""Audio tokens of several codebooks in parallel, in MusicGen's delay pattern.
 
-Codebook k lags k frames behind the first (arXiv:2306.05284, section 2.3): [K, T] numbers are learnt in T + K - 1 steps.
+Codebook k lags k frames behind the first (arXiv:2306.05284, section 2.3): [K, T] tokens take T + K - 1 steps.
 
 Shape suffixes: B samples, K codebooks, T frames, S steps, V words of a codebook, L characters, D width of a text state.
 """
@@ -25,10 +25,10 @@ BYTES = 256
 
 
 class CodedSpeech:
-    """Clips, or pieces of them of at most `frames` frames, with what was said and by whom.
+    """Clips, or pieces of at most `frames` frames, with their texts and descriptions of the speakers.
 
-    A batch is as wide as its longest sample; texts are as wide in every batch, so that no sample's neighbours change
-    what it attends to.
+    A batch is as wide as its longest sample. Texts have a fixed width, so that attention does not depend on the other
+    samples of a batch.
     """
 
     def __init__(self, speech: Speech, codes: Codes, *, words: int, frames: int | None, texts: np.ndarray) -> None:
@@ -67,7 +67,7 @@ class CodedSpeech:
 def delayed(codes_KT: np.ndarray, width: int, filler: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers and labels, int64 [K, S]: codebook k begins k steps late. S is what a sample of `width` frames takes.
 
-    `filler` stands where a codebook has nothing to say: MusicGen's padding token, which is also its first.
+    `filler` marks positions without a code: MusicGen's padding token, which is also its first.
     """
     codebooks, frames = codes_KT.shape
     steps = np.full((codebooks, width + codebooks), filler, np.int64)
@@ -79,12 +79,12 @@ def delayed(codes_KT: np.ndarray, width: int, filler: int) -> tuple[np.ndarray, 
 
 
 def decoder_config(said: dict[str, Any]) -> MusicgenDecoderConfig:
-    """A decoder of `said` sizes, whose first token and padding is the number after its words, as in MusicGen."""
+    """A decoder of `said` sizes; its start and padding token is the number after its words, as in MusicGen."""
     return MusicgenDecoderConfig(pad_token_id=said["vocab_size"], bos_token_id=said["vocab_size"], **said)
 
 
 def states_of(config: dict[str, Any], texts: Sequence[str], cache: Path) -> np.ndarray:
-    """The states of `texts` [clips, L, D], memory-mapped: of the file `text_states`, else made `text_width` wide."""
+    """The states of `texts` [clips, L, D], memory-mapped: from the file `text_states`, else made, `text_width` wide."""
     if "text_states" in config:
         return mapped(Path(config["text_states"]))
     said = {"texts": list(texts), "width": config["text_width"]}
@@ -93,9 +93,9 @@ def states_of(config: dict[str, Any], texts: Sequence[str], cache: Path) -> np.n
 
 
 def text_states(texts: Sequence[str], width: int) -> np.ndarray:
-    """What stands for a frozen text encoder's states, float32 [texts, L, D]: a fixed random vector for each byte.
+    """A stand-in for a frozen text encoder's states, float32 [texts, L, D]: a fixed random vector for each byte.
 
-    They know their place by sines (arXiv:1706.03762, section 3.5). A real encoder's states come as a file.
+    Positions are added as sines (arXiv:1706.03762, section 3.5). A real encoder's states come from a file.
     """
     vectors = np.random.default_rng(0).standard_normal((BYTES, width)).astype(np.float32)
     longest = max(len(text.encode()) for text in texts)

@@ -1,7 +1,7 @@
-"""Videos of a face that speaks: drawn from the speech, not filmed; their mouths open as loud as the sound is.
+"""Synthetic videos of a speaking face: the mouth opens in proportion to the loudness of the speech.
 
-Latents stand for a video auto-encoder's: the first four principal components of every 8 x 8 patch. They are computed
-once and memory-mapped.
+Latents replace those of a video auto-encoder: the first four principal components of every 8 x 8 patch. They are
+computed once and memory-mapped.
 
 Shape suffixes: V stretches, N video frames, C channels, Y and X places, A mel frames of a video frame, M mel bands.
 """
@@ -27,14 +27,14 @@ MEL_FRAMES = 4  # around the middle of a video frame, which is 3.4 of them long
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latents:
-    """Stretches of videos and what is heard meanwhile."""
+    """Latents of video stretches, and their sound."""
 
     latents_VCNYX: np.ndarray
     sound_VNAM: np.ndarray
 
 
 class Stretches:
-    """A stretch, another one of the same length, from which it may take the looks, and its sound."""
+    """A stretch, a reference stretch of the same length, which gives the appearance, and its sound."""
 
     def __init__(self, found: Latents) -> None:
         self._found = found
@@ -55,7 +55,7 @@ class Stretches:
 
 
 def latents_of(speech: Speech, *, frames: int, resolution: int) -> Latents:
-    """Every whole stretch of `frames` pictures of `resolution` pixels; computed where the speech's cache lacks it."""
+    """Every whole stretch of `frames` pictures of `resolution` pixels; computed if the speech's cache lacks them."""
     said = {"speech": speech.key, "frames": frames, "resolution": resolution}
 
     def write(into: Path) -> None:

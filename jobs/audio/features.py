@@ -1,6 +1,6 @@
-"""What is computed of the speech once, and memory-mapped by every attempt after: a folder of .npy files per setting.
+"""Features of the speech, computed once and memory-mapped by later attempts: a folder of .npy files per setting.
 
-Shape suffixes: T frames (of all clips, one behind another), F frequencies, M mel bands, D values of a frame.
+Shape suffixes: T frames (of all clips, concatenated), F frequencies, M mel bands, D values of a frame.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ QUIET = 1e-5  # least mel magnitude, as there
 LLOYD_ROUNDS = 8
 LOWEST_PITCH_HZ, HIGHEST_PITCH_HZ = 60, 400
 VOICED = 0.3  # least normalised autocorrelation of a voiced frame
-FORMAT = 1  # of what is written: higher where it changes
+FORMAT = 1  # version of the files: raise it when they change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speech:
-    """Sentences, and their sound as stretches of arrays: clip i is what lies before ends[i] and behind ends[i - 1]."""
+    """Sentences, and their sound as ranges of arrays: clip i is the range from ends[i - 1] to ends[i]."""
 
     key: str  # names what this was made from
     cache: Path
@@ -48,7 +48,7 @@ class Speech:
 
 
 def speech_of(*, clips: int, longest: int = 120, cache: str | Path | None = None) -> Speech:
-    """The speech of the first `clips` sentences of up to `longest` characters; computed where `cache` lacks it."""
+    """The speech of the first `clips` sentences of up to `longest` characters; computed if `cache` lacks it."""
     folder = Path(cache) if cache else CACHE
     said = {"clips": clips, "longest": longest, "format": FORMAT}
 
@@ -107,9 +107,9 @@ def codes_of(speech: Speech, *, scales: Sequence[int], words: int, frames_per_co
 
 
 def once(cache: Path, kind: str, said: dict[str, Any], write: Callable[[Path], None]) -> Path:
-    """The folder that holds what `write` made of the settings `said`, whole; written only where it is not there.
+    """The cache folder that `write` fills for the settings `said`, atomically; reused if it exists.
 
-    Ranks that begin together may all write; the first to finish is kept, and all of them read that.
+    Ranks that start together may all write. The first to finish is kept, and all of them read that.
     """
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / f"{kind}-{digest}"
@@ -119,13 +119,13 @@ def once(cache: Path, kind: str, said: dict[str, Any], write: Callable[[Path], N
         write(temporary)
         try:
             temporary.rename(folder)
-        except OSError:  # another was first
+        except OSError:  # another rank was first
             shutil.rmtree(temporary)
     return folder
 
 
 def mapped(path: Path) -> np.ndarray:
-    """The array in a .npy file, in page cache alone."""
+    """The memory-mapped array of a .npy file."""
     return np.load(path, mmap_mode="r")
 
 
@@ -145,7 +145,7 @@ def mel_filters() -> np.ndarray:
 
 
 def pitches(sound: np.ndarray) -> np.ndarray:
-    """Hz of every frame where its autocorrelation is largest, float32 [T]; 0 where none is."""
+    """Hz of the largest autocorrelation of every frame, float32 [T]; 0 for unvoiced frames."""
     windows = _windows(sound) * np.hanning(WINDOW)
     powers = np.abs(np.fft.rfft(windows, 2 * WINDOW)) ** 2
     shifted = np.fft.irfft(powers)
@@ -156,7 +156,7 @@ def pitches(sound: np.ndarray) -> np.ndarray:
 
 
 def quantised(frames_TD: np.ndarray, scales: Sequence[int], words: int) -> list[np.ndarray]:
-    """Each level's number for every `scale` frames, int16; each level quantises what those before it left over."""
+    """Each level's number for every `scale` frames, int16; each level quantises the residual of the last."""
     left_TD = frames_TD - frames_TD.mean(axis=0)
     levels = []
     for scale in scales:
@@ -183,18 +183,18 @@ def _nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _means(frames_TD: np.ndarray, count: int) -> np.ndarray:
-    """The mean of every `count` frames; of those that are left over at the end, theirs."""
+    """The mean of every `count` frames; the last group may be smaller."""
     firsts = np.arange(0, len(frames_TD), count)
     sizes = np.diff([*firsts, len(frames_TD)])
     return np.add.reduceat(frames_TD, firsts, axis=0) / sizes[:, None]
 
 
 def _windows(sound: np.ndarray) -> np.ndarray:
-    """Overlapping windows, one for every HOP samples, around their middle."""
+    """Overlapping windows, centred at every HOP samples."""
     padded = np.pad(sound, (WINDOW // 2, WINDOW // 2), mode="reflect")
     return np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[: len(sound) : HOP]
 
 
 def starts(ends: np.ndarray) -> list[int]:
-    """Where each stretch begins."""
+    """The start of each range."""
     return [0, *map(int, itertools.islice(ends, len(ends) - 1))]

@@ -1,5 +1,7 @@
-"""A small latent 3D U-Net that moves lips to speech, as LatentSync's (arXiv:2412.09262): it finds the noise in the
-latents of a video whose mouth is masked, given the rest of it, another stretch of the same video, and the sound.
+"""A small latent 3D U-Net that syncs lips to speech, as LatentSync's (arXiv:2412.09262).
+
+It predicts the noise in the latents of a video with a masked mouth. Inputs: the unmasked rest, a reference stretch of
+the same video, and the sound.
 
 Its thirteen input channels are LatentSync's: noisy 4, mask 1, masked 4, reference 4. Faces are drawn from the speech
 (faces.py), their latents are computed once.
@@ -30,7 +32,7 @@ HEADS = 4
 
 
 class Attention(nn.Module):
-    """Of each place to `context`, or to itself, beside a residual."""
+    """Attention of each place to `context`, or self-attention, with a residual connection."""
 
     def __init__(self, width: int, context: int | None = None) -> None:
         super().__init__()
@@ -49,8 +51,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual convolution of every picture that is told the time, then attention to the sound and along the time
-    (LatentSync's motion module); at another resolution than before where `scale` is not 1."""
+    """A residual convolution of every picture with an embedding of the diffusion time, then attention to the sound and
+    along the frames (LatentSync's motion module). `scale` other than 1 changes the resolution."""
 
     def __init__(self, inputs: int, outputs: int, embedding: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Thirteen channels, the time of the noise, and the sound to the noise in the first four channels."""
+    """Predicts the noise of the first four channels from thirteen channels, the diffusion time and the sound."""
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
@@ -105,7 +107,7 @@ class UNet(nn.Module):
 
 
 def build(config: dict[str, Any]) -> Recipe:
-    """The U-Net that `config` describes, over `frames` pictures of `resolution` pixels; `weights` are a file's."""
+    """The U-Net of `config`, over `frames` pictures of `resolution` pixels; `weights` names a file."""
     speech = speech_of(clips=config["clips"], cache=config.get("cache"))
     module = UNet(config["width"], config["levels"])
     if "weights" in config:
@@ -119,7 +121,7 @@ def build(config: dict[str, Any]) -> Recipe:
 
 
 def loss_sum(module: nn.Module, batch: Batch, *, width: int) -> Tensor:
-    """Sum over the stretches of the mean square error of the noise found (arXiv:2006.11239, equation 14)."""
+    """Sum over the stretches of the mean square error of the predicted noise (arXiv:2006.11239, equation 14)."""
     latents, reference, sound = batch
     time_B = torch.rand(len(latents), device=latents.device)
     noise = torch.randn_like(latents)

@@ -1,6 +1,6 @@
 """MusicGen's decoder (arXiv:2306.05284): transformers' own module over codebooks with the delay pattern.
 
-Names are those of `MusicgenForConditionalGeneration`, so that `weights: FOLDER` takes what its `save_pretrained` wrote.
+Names are those of `MusicgenForConditionalGeneration`, so that `weights: FOLDER` loads its `save_pretrained` output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.training.contract.recipe import Batch, Recipe
 
 
 class Musicgen(nn.Module):
-    """Codebooks' numbers and texts' states to logits [B, K, S, V]."""
+    """Codebook tokens and text states to logits [B, K, S, V]."""
 
     def __init__(self, config: MusicgenDecoderConfig, text_width: int) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Musicgen(nn.Module):
 
 
 def build(config: dict[str, Any]) -> Recipe:
-    """The decoder that `config["decoder"]` describes, taught by pieces of `segment_frames` frames.
+    """The decoder of `config["decoder"]`, trained on pieces of `segment_frames` frames.
 
-    `weights` are a folder's; `text_states` a .npy file [clips, L, D] of a text encoder's states, else made ones.
+    `weights` names a folder. `text_states` names a .npy file [clips, L, D] of a text encoder's states; default: made.
     """
     decoder = decoder_config(config["decoder"])
     speech = speech_of(clips=config["clips"], cache=config.get("cache"))

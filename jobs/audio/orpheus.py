@@ -1,7 +1,7 @@
 """Text and sound as one stream of tokens, as Orpheus-TTS trains Llama on: `python -m jobs.audio.orpheus FOLDER`.
 
-Each sentence is its bytes and then seven tokens for every coarsest frame of three residual levels (one, two and four
-numbers): the order and the ranges of the seven are Orpheus' (canopyai/Orpheus-TTS, decoder.py, `turn_token_into_id`).
+Each sentence is its bytes, then seven tokens for every coarsest frame of three residual levels (one, two and four
+numbers). Order and ranges of the seven are Orpheus' (canopyai/Orpheus-TTS, decoder.py, `turn_token_into_id`).
 A job reads FOLDER/tokens.npy through `data: {tokens: ...}` with any transformers decoder.
 """
 
@@ -16,14 +16,14 @@ sys.path.append(str(Path(__file__).parents[2]))
 from jobs.audio.features import Codes, Speech, codes_of, speech_of, starts
 
 SCALES = (4, 2, 1)
-PLACES = ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (2, 2), (2, 3))  # the level of each of the seven, and which of its
+PLACES = ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (2, 2), (2, 3))  # (level, index in the level) of each of the seven
 WORDS = 64
 TEXT_BEGINS, TEXT_ENDS, SOUND_BEGINS, SOUND_ENDS, FIRST_SOUND = range(256, 261)  # bytes come before
 VOCABULARY = FIRST_SOUND + len(PLACES) * WORDS
 
 
 def stream(speech: Speech, codes: Codes) -> np.ndarray:
-    """All sentences with their sounds, one behind another, int32."""
+    """All sentences with their sounds, concatenated, int32."""
     parts: list[np.ndarray] = []
     for text, start, end in zip(speech.texts, starts(codes.ends), codes.ends, strict=True):
         parts += [
@@ -45,7 +45,7 @@ def seven_tokens(codes: Codes, frames: slice) -> np.ndarray:
 
 
 def write(folder: Path, *, clips: int = 64, cache: Path | None = None) -> Path:
-    """FOLDER/tokens.npy, made where it is not there."""
+    """Write FOLDER/tokens.npy unless it exists; returns its path."""
     path = folder / "tokens.npy"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Parler-TTS' decoder (arXiv:2402.01912): MusicGen's, which reads the text to be said as a prefix and attends to a
-description of the speaker. Samples are whole clips, so a batch is as wide as its longest.
+"""Parler-TTS' decoder (arXiv:2402.01912): MusicGen's, with the text as a prefix and attention to a description.
 
-Names are those of `ParlerTTSForConditionalGeneration`, so that `weights: FOLDER` takes a folder that it saved.
+Samples are whole clips, so a batch is as wide as its longest. Names are those of `ParlerTTSForConditionalGeneration`,
+so that `weights: FOLDER` loads a folder that it saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Positions(MusicgenSinusoidalPositionalEmbedding):
 
 
 class Parler(nn.Module):
-    """A prompt's bytes, codebooks' numbers and a description's states to logits [B, K, S, V]."""
+    """Prompt bytes, codebook tokens and description states to logits [B, K, S, V]."""
 
     def __init__(self, config: MusicgenDecoderConfig, text_width: int) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class Parler(nn.Module):
 
 
 def build(config: dict[str, Any]) -> Recipe:
-    """The decoder that `config["decoder"]` describes, taught by clips of sentences of up to `longest` characters.
+    """The decoder of `config["decoder"]`, trained on clips of sentences of up to `longest` characters.
 
-    `weights` are a folder's; `text_states` a .npy file [clips, L, D] of a text encoder's states, else made ones.
+    `weights` names a folder. `text_states` names a .npy file [clips, L, D] of a text encoder's states; default: made.
     """
     decoder = decoder_config(config["decoder"])
     speech = speech_of(clips=config["clips"], longest=config["longest"], cache=config.get("cache"))

@@ -1,7 +1,6 @@
 """`make demo-audio`: five families' native recipes through the real service, Ray, MLflow and two virtual devices.
 
-Exit code 0 only if all five reach their last step, as promised, with at least three recoveries from real out-of-memory
-failures among them.
+Exit code 0 only if all five reach their last step, with at least three recoveries from real out-of-memory failures.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ RATE_HZ = 22050  # what espeak_Initialize answers for every voice used here
 SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: espeak_Synth returns when all sound was handed over
 RATE_OF_WORDS = 1  # espeakRATE, words per minute
 UTF8 = 1  # espeakCHARS_UTF8
-SEED = 0  # of the noise in a voice: eSpeak NG would take the time, and no two machines would learn from the same sound
+SEED = 0  # of a voice's noise: eSpeak NG's default is the time, so that every machine would have another sound
 READ = ("argparse", "json", "dataclasses", "typing", "inspect", "textwrap", "statistics", "fractions", "queue")
 WAVE_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
@@ -60,7 +60,7 @@ def sentences(count: int, longest: int) -> list[str]:
 
 
 def clips(texts: list[str]) -> Iterator[tuple[Speaker, np.ndarray]]:
-    """Each text's speaker, in turn, and sound: int16 at RATE_HZ. Raises SpecError where eSpeak NG is not installed."""
+    """Speaker (in turn) and sound of each text: int16 at RATE_HZ. Raises SpecError if eSpeak NG is not installed."""
     library = _library()
     pieces: list[np.ndarray] = []
 
@@ -96,7 +96,7 @@ def _texts() -> Iterator[str]:
 
 
 def _library() -> ctypes.CDLL:
-    """A copy that nobody has spoken with: what eSpeak NG keeps of earlier sentences changes the sound of later ones."""
+    """A fresh copy of the library: eSpeak NG's state after a sentence changes the sound of later ones."""
     try:
         import espeakng_loader
     except ImportError:

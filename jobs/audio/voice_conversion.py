@@ -1,8 +1,8 @@
-"""Voice conversion as RVC has it: VITS (arXiv:2106.06103) from what is said and its pitch to sound, against HiFi-GAN's
-discriminators (arXiv:2010.05646). Two networks, two optimizers; the discriminators train first, as in RVC.
+"""Voice conversion as in RVC: VITS (arXiv:2106.06103) against HiFi-GAN's discriminators (arXiv:2010.05646).
 
-What is said is a number for every frame: k-means of the log-mel frames, where RVC has HuBERT's. The prior encoder reads
-it, the posterior encoder the recording; couplings carry one to the other; the decoder makes sound.
+Two networks, two optimizers; the discriminators train first, as in RVC. The input is pitch and one unit per frame: a
+k-means cluster of the log-mel frame, where RVC uses HuBERT's features. The prior encoder reads the units, the posterior
+encoder the recording; couplings map one to the other; the decoder makes sound.
 
 Shape suffixes: B stretches, C channels, M mel bands, N frames, D latent, T points in time.
 """
@@ -33,7 +33,7 @@ SLOPE = 0.1  # of the leaky rectifiers
 
 
 class Residual(nn.Module):
-    """Three dilated convolutions, each beside a residual."""
+    """Three dilated convolutions, each with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Residual(nn.Module):
 
 
 class Upsampling(nn.Module):
-    """`rate` times the points in time at half the channels."""
+    """Upsampling by `rate` at half the channels."""
 
     def __init__(self, width: int, rate: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Upsampling(nn.Module):
 
 
 class Coupling(nn.Module):
-    """Half of the channels move the other half; they change places (VITS, section 2.5.1: volume-preserving)."""
+    """Half of the channels shift the other half; then they swap (VITS, section 2.5.1: volume-preserving)."""
 
     def __init__(self, latent: int, width: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Generator(nn.Module):
         self.first = nn.Conv1d(latent, width, 7, padding=3)
         self.blocks = nn.ModuleList(Upsampling(width // 2**level, rate) for level, rate in enumerate(RATES))
         self.last = nn.Conv1d(width // 2 ** len(RATES), 1, 7, padding=3)
-        for encoder in (self.prior, self.posterior):  # both begin as the standard normal: their divergence is 0
+        for encoder in (self.prior, self.posterior):  # both start as the standard normal: their divergence is 0
             nn.init.zeros_(encoder[-1].weight)
             nn.init.zeros_(encoder[-1].bias)
 
@@ -107,7 +107,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Sound, folded at a period (1: not at all), to scores and what each layer found."""
+    """Sound, folded at a period (1: not folded), to scores and the features of each layer."""
 
     def __init__(self, width: int, period: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Discriminator(nn.Module):
 
 
 class Discriminators(nn.Module):
-    """One for each period, and one for the sound as it is."""
+    """One discriminator for each period, and one for the unfolded sound."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Discriminators(nn.Module):
 
 
 class Windows:
-    """Stretches of `frames` frames that lie wholly in a clip."""
+    """Stretches of `frames` frames, each inside one clip."""
 
     def __init__(self, speech: Speech, units: Codes, frames: int) -> None:
         self._speech, self._units, self._frames = speech, units.levels[0], frames
@@ -170,9 +170,9 @@ class Windows:
 
 
 def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
-    """The pair that `config` describes, in the order in which they train.
+    """The pair of `config`, in training order.
 
-    `generator_weights` and `discriminator_weights` are files: RVC's `-pg` and `-pd`.
+    `generator_weights` and `discriminator_weights` name files: RVC's `-pg` and `-pd`.
     """
     speech = speech_of(clips=config["clips"], cache=config.get("cache"))
     units = codes_of(speech, scales=(1,), words=config["units"], frames_per_code=1)
@@ -232,11 +232,11 @@ def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
 
 
 def _log_mels(sounds_B1T: Tensor, filters_FM: Tensor) -> Tensor:
-    """Natural logarithms of mel magnitudes, [B, N, M], as features.log_mels has them, at every second frame."""
+    """Natural logarithms of mel magnitudes, [B, N, M], as in features.log_mels, at every second frame."""
     padded_BT = functional.pad(sounds_B1T, (WINDOW // 2, WINDOW // 2), mode="reflect").squeeze(1)
     windows = padded_BT.unfold(1, WINDOW, 2 * HOP) * torch.hann_window(WINDOW, periodic=False, device=padded_BT.device)
     powers = torch.view_as_real(torch.fft.rfft(windows)).square().sum(-1)
-    magnitudes = (powers + QUIET**2).sqrt()  # a root of nothing has no slope
+    magnitudes = (powers + QUIET**2).sqrt()  # the gradient of sqrt at 0 is infinite
     return (magnitudes @ filters_FM.to(magnitudes.device)).clamp(min=QUIET).log()
 
 

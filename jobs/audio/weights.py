@@ -1,4 +1,4 @@
-"""Weights of one's own from this machine's disk."""
+"""Initial weights from local files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from orchestrator.specs.errors import SpecError
 def read_weights(module: nn.Module, path: str | Path) -> None:
     """Fill the module's parameters by name from a .safetensors file, or a folder of them, in place.
 
-    What the files hold beside them is left alone. Raises SpecError where one is missing or has another shape.
+    Other tensors of the files are ignored. Raises SpecError if a parameter is missing or has another shape.
     """
     at = Path(path)
     files = sorted(at.glob("*.safetensors")) if at.is_dir() else [at]

@@ -1,4 +1,4 @@
-"""A real corpus that is on every machine: the source text of the Python standard library."""
+"""A corpus that exists on every machine: the source text of the Python standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_corpus(folder: Path = FOLDER) -> list[Path]:
     written = []
     for module in MODULES:
         source = library / f"{module}.py"
-        if not source.is_file():  # a package from Python 3.13 on
+        if not source.is_file():  # some modules are packages from Python 3.13 on
             source = library / module / "_local.py"
         target = folder / f"{module}.txt"
         target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A model of one's own for the in-house engine: a decoder that learns the statements of the standard library."""
+"""A user's own model for the in-house engine: a decoder that learns the statements of the standard library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_SAMPLE = 1416  # the sample that seed 4 puts into step 8 of 16 samples each
 class Statements:
     """Each statement's source is one sample; a batch is as wide as its longest sample.
 
-    Short statements all but one, which is as long as it may be: as in many a corpus, memory suffices until it comes.
+    One sample has the maximum length; all others are short. Memory suffices until the long one comes.
     """
 
     def __init__(self, longest: int) -> None:
@@ -52,7 +52,7 @@ class Statements:
 
 
 def statements_of_the_standard_library(config: dict[str, Any]) -> Recipe:
-    """The model, loss and data that `config` describes."""
+    """The model, loss and data of `config`."""
     decoder = DecoderSpec(
         vocab_size=256,
         hidden_size=config["hidden_size"],
@@ -64,7 +64,7 @@ def statements_of_the_standard_library(config: dict[str, Any]) -> Recipe:
 
 
 def _statements(source: bytes) -> list[bytes]:
-    """What `ast.get_source_segment` says of each, which cuts the whole source into lines anew for every one."""
+    """`ast.get_source_segment` of each statement; that function itself splits the whole source anew on every call."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     return [
         source[starts[node.lineno - 1] + node.col_offset : starts[node.end_lineno - 1] + node.end_col_offset]

@@ -1,6 +1,6 @@
-"""`make demo`: five jobs through the real service, Ray, MLflow and two virtual devices; did each end as it should?
+"""`make demo`: five jobs through the real service, Ray, MLflow and two virtual devices.
 
-Exit code 0 only if all five did.
+Exit code 0 only if each of them ended as expected.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HOME = Path(os.environ.get("ORC_HOME", ".demo")).resolve()
 ORC = (sys.executable, "-m", "orchestrator.cli")
 TIMEOUT_S = 1800.0  # on two cores under a load of ten the five audio jobs took 740 s (2026-11-22)
 EXPERIMENT, MLFLOW_TIMEOUT_S = "orchestrator", 20.0  # of backends/mlflow/tracker.py, whose import takes seconds
-PLAIN_WIDTH = 160  # columns where the output is no terminal
+PLAIN_WIDTH = 160  # columns if the output is not a terminal
 ENDED = ("succeeded", "failed", "refused", "cancelled")
 
 Job = dict[str, Any]
-Promise = tuple[str, Callable[[Job], bool]]  # in words, and whether it was kept
+Promise = tuple[str, Callable[[Job], bool]]  # in words, and as a check
 
 
 def outcomes(job: Job) -> list[str]:
@@ -46,14 +46,14 @@ def fitted(job: Job) -> bool:
 
 
 def recovered(job: Job) -> bool:
-    """At least one real out-of-memory failure, then only cheaper plans with the same global batch, then the end."""
+    """At least one real out-of-memory failure, then only cheaper plans with the same global batch, then success."""
     failed = outcomes(job)[:-1]
     batches = {attempt["settings"]["global_batch_size"] for attempt in job["attempts"]}
     return job["status"] == "succeeded" and set(failed) == {"device_oom"} and len(batches) == 1
 
 
 def recovered_at_once(job: Job) -> bool:
-    """One out-of-memory failure told enough."""
+    """One out-of-memory failure was enough to find a plan that fits."""
     return recovered(job) and len(job["attempts"]) == 2
 
 
@@ -97,7 +97,7 @@ def night(expected: Mapping[Path, Promise]) -> tuple[list[Job], list[Path]]:
     console.print()
     console.print(attempts_table(jobs))  # type: ignore[arg-type]
     for job in jobs:
-        if len(job["attempts"]) != 1 or job["attempts"][0]["failure"]:  # else the table has said it all
+        if len(job["attempts"]) != 1 or job["attempts"][0]["failure"]:  # otherwise the table says it all
             console.print(ending(job))
     by_id = {job["id"]: job for job in jobs}
     wrong = []
@@ -118,20 +118,20 @@ def night(expected: Mapping[Path, Promise]) -> tuple[list[Job], list[Path]]:
 
 
 def comparison(client: Client) -> str:
-    """The page on which MLflow shows every attempt with its predicted and measured peak and step time."""
+    """MLflow's page with predicted and measured peak and step time of every attempt."""
     uri = client.cluster()["tracking_uri"]
     asked = f"{uri}/api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
     try:
         with urllib.request.urlopen(asked, timeout=MLFLOW_TIMEOUT_S) as answer:
             return f"{uri}/#/experiments/{json.load(answer)['experiment']['experiment_id']}"
-    except OSError:  # it is slow to come up, and the page tells as much
+    except OSError:  # MLflow is still starting
         return f"{uri}/#/experiments"
 
 
 def submit(path: Path) -> str:
-    """The id of the job that `orc submit` put into the queue.
+    """Submit a job with `orc submit`; returns its id.
 
-    In a family of its own: else the service would know from the last demo what does not fit, and nothing would fail.
+    Each demo has its own family: otherwise the service would know from the last one what fails, and nothing would.
     """
     family = f"{path.stem}-{time.time_ns()}"
     command = (*ORC, "submit", str(path), "--set", f"family={family}", "--home", str(HOME))
@@ -139,7 +139,7 @@ def submit(path: Path) -> str:
 
 
 def follow(client: Client, ids: list[str], console: Console) -> list[Job]:
-    """The jobs once all have ended, or as they stand after TIMEOUT_S."""
+    """The jobs once all have ended, or their state after TIMEOUT_S."""
     deadline_s = time.monotonic() + TIMEOUT_S
     with Live(console=console, refresh_per_second=2, transient=True) as live:
         while True:
@@ -153,7 +153,7 @@ def follow(client: Client, ids: list[str], console: Console) -> list[Job]:
 
 
 def ending(job: Job) -> Panel:
-    """What the job's end says, and what each restart was for."""
+    """The outcome of the job, and the reason of each restart."""
     lines = [f"{job['status']}: {job['reason']}"]
     for attempt in job["attempts"]:
         if attempt["change"]:

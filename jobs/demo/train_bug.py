@@ -1,4 +1,4 @@
-"""A training script with a bug: its second step asks for a key that no batch has."""
+"""A training script with a bug: its second step reads a key that no batch has."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""A training script as people have them: plain PyTorch and argparse. It knows nothing of who runs it.
+"""An ordinary training script, without any code of the orchestrator: plain PyTorch and argparse.
 
-A convolutional byte model. `--batch-size` samples are in memory at a time; `--accumulate` of those make one step.
+A convolutional byte model. `--batch-size` samples are in memory at a time; `--accumulate` such batches make one step.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A residual convolution net that names the shape in a picture: the smallest example of a model of one's own.
+"""A residual convolution net that classifies shapes: the smallest example of a user's own model.
 
 A factory is a function of the job's `model.config`. It returns a Recipe: the module, its loss and its data. Any plan
 then trains it: DDP, FSDP2 or ZeRO, with accumulation, activation checkpointing and low precision.
@@ -21,7 +21,7 @@ SHAPES = 4  # disc, square, stripes across, stripes along
 
 
 class Block(nn.Module):
-    """Two convolutions beside a residual."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width: int, norm: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Classifier(nn.Module):
 
 
 class Pictures:
-    """Made, not read: picture i follows from i alone, so every rank has the same ones. A real one would read files."""
+    """Synthetic: picture i depends on i alone, so every rank has the same ones. A real dataset would read files."""
 
     def __init__(self, samples: int, size: int) -> None:
         self._samples, self._size = samples, size
@@ -87,10 +87,10 @@ class Pictures:
 
 
 def build(config: dict[str, Any]) -> Recipe:
-    """The classifier that `config` describes.
+    """The classifier of `config`.
 
-    `layers` are what FSDP2 shards one by one and what activation checkpointing recomputes: name the repeated blocks.
-    With `norm: batch` the job has to say `training.batch_norm_samples`.
+    `layers` are the repeated blocks: FSDP2 shards them one by one, and activation checkpointing recomputes them. With
+    `norm: batch` the job must set `training.batch_norm_samples`.
     """
     module = Classifier(config["width"], config["depth"], config.get("norm", "group"))
     return Recipe(
@@ -102,7 +102,7 @@ def build(config: dict[str, Any]) -> Recipe:
 
 
 def loss_sum(module: nn.Module, batch: Batch) -> Tensor:
-    """The sum over the pictures, never the mean: the engine divides by the pictures of the whole global batch."""
+    """The sum over the pictures, not the mean: the engine divides by the number of pictures in the global batch."""
     pictures, classes = batch
     return functional.cross_entropy(module(pictures).float(), classes, reduction="sum")
 

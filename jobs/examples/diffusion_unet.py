@@ -1,7 +1,7 @@
-"""A small diffusion U-Net (arXiv:2006.11239) that learns to draw spots: the example of a loss that draws noise.
+"""A small diffusion U-Net (arXiv:2006.11239) that learns to draw spots: the example of a loss with random noise.
 
-Times and noise come from torch's own generator inside the loss. The engine seeds it for every micro-batch, so they are
-the same after a restart, at any number of devices and in a recomputation, as long as micro_batch_size is.
+Times and noise come from torch's generator inside the loss. The engine seeds it for every micro-batch. With equal
+micro_batch_size they are the same after a restart, at any number of devices and in a recomputation.
 
 Shape suffixes: B pictures, C channels, Y and X pixels, E embedding of the time.
 """
@@ -22,7 +22,7 @@ from orchestrator.training.contract.recipe import Batch, Recipe
 
 
 class Block(nn.Module):
-    """A residual convolution that is told the time; at another resolution than before where `scale` is not 1."""
+    """A residual convolution with an embedding of the diffusion time; `scale` other than 1 changes the resolution."""
 
     def __init__(self, inputs: int, outputs: int, embedding: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Noisy pictures and their times to the noise in them."""
+    """Predicts the noise in noisy pictures from the pictures and their diffusion times."""
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class UNet(nn.Module):
 
 
 class Spots:
-    """Made, not read: a picture of one soft spot each. A real one would read files."""
+    """Synthetic: pictures of one soft spot each. A real dataset would read files."""
 
     def __init__(self, samples: int, size: int) -> None:
         self._samples, self._size = samples, size
@@ -91,7 +91,7 @@ class Spots:
 
 
 def build(config: dict[str, Any]) -> Recipe:
-    """The U-Net that `config` describes."""
+    """The U-Net of `config`."""
     module = UNet(config["width"], config["levels"])
     return Recipe(
         module=module,
@@ -102,9 +102,9 @@ def build(config: dict[str, Any]) -> Recipe:
 
 
 def loss_sum(module: nn.Module, batch: Batch, *, width: int) -> Tensor:
-    """Sum over the pictures of the mean square error of the noise found (the paper's equation 14).
+    """Sum over the pictures of the mean square error of the predicted noise (the paper's equation 14).
 
-    What the module is given may be rounded to the plan's precision. A time would not survive that, its sines do.
+    The module's inputs may be rounded to the plan's precision. Times would become too coarse, so it gets their sines.
     """
     (pictures,) = batch
     time_B = torch.rand(len(pictures), device=pictures.device)

@@ -1,5 +1,6 @@
-"""Two networks against each other: a generator that makes sound from its spectrum, and a discriminator (a small
-HiFi-GAN, arXiv:2010.05646, with least-squares losses as there). The example of a model with two optimizers.
+"""A small HiFi-GAN (arXiv:2010.05646, with its least-squares losses): the example of a model with two optimizers.
+
+A generator makes sound from its spectrum; a discriminator tells it from real sound.
 
 The factory returns two Recipes. In every optimizer step the discriminator is trained first, then the generator, each
 with its own optimizer and learning rate, on the same samples.
@@ -81,7 +82,7 @@ class Discriminator(nn.Module):
 
 
 class Tones:
-    """Made, not read: sound i has three harmonics of a pitch of its own. A real one would read recordings."""
+    """Synthetic: sound i has three harmonics of its own pitch. A real dataset would read recordings."""
 
     def __init__(self, samples: int, frames: int) -> None:
         self._samples, self._frames = samples, frames
@@ -105,9 +106,9 @@ class Tones:
 
 
 def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
-    """The pair that `config` describes, in the order in which they train.
+    """The pair of `config`, in training order.
 
-    A loss reaches its own module through its argument, once, and the other one as it stands here, outside.
+    A loss calls its own module once, through its argument, and the other module through this function's variable.
     """
     generator, discriminator = Generator(config["width"]), Discriminator(config["width"])
     dataset = Tones(config["samples"], config["frames"])
@@ -147,7 +148,7 @@ def build(config: dict[str, Any]) -> tuple[Recipe, Recipe]:
 
 
 def _inputs(sounds_B1T: Tensor) -> tuple[Tensor, Tensor]:
-    """What the generator is given. Noise from torch's own generator, which the engine seeds for every micro-batch."""
+    """The generator's inputs. Noise comes from torch's generator, which the engine seeds for every micro-batch."""
     spectra_BFN = _spectra(sounds_B1T)
     return spectra_BFN, torch.randn_like(spectra_BFN[:, :1])
 

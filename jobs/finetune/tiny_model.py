@@ -1,4 +1,4 @@
-"""Makes a tiny llama with random weights, and a byte-level tokenizer, as a folder that a job can fine-tune; offline.
+"""Writes a folder that a job can fine-tune, offline: a tiny llama with random weights, and a byte-level tokenizer.
 
 `python -m jobs.finetune.tiny_model FOLDER`
 """

@@ -30,7 +30,7 @@ def main(checkpoint: str, arguments: list[str]) -> None:
             temporary = new / f"{name}.tmp"
             shutil.copyfile(old / name, temporary)
             temporary.replace(new / name)
-    print(f"{old.name} goes on as {new.name}", flush=True)
+    print(f"copied the checkpoint of {old.name} to {new.name}", flush=True)
 
 
 if __name__ == "__main__":
