@@ -155,7 +155,7 @@ def test_flags_of_click_are_read(tmp_path: Path) -> None:
         ("output_dir", "--output"),
     ]
     assert "# Not known: accumulation." in text
-    assert "# Not known: how it goes on from a checkpoint." in text
+    assert "# Not known: how it resumes from a checkpoint." in text
 
 
 def test_flags_of_typer_are_read_from_parameters(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_file_of_deepspeed_is_found_beside_its_script(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (HYDRA, "Not read: it also takes settings by Hydra"),
+        (HYDRA, "Not read: settings by Hydra"),
         (HYDRA, "Not known: how it takes its batch size"),
         (SPAWNING, "launch: self"),
         (LIGHTNING, "trainer: lightning"),

@@ -77,8 +77,8 @@ class Forecast(TypedDict):
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
     """The job's plans on the first kind of device that holds it, or may; else on the fastest kind.
 
-    `free_bytes` of the nodes is what a job could use there. If no plan fits any kind even when empty, a plan that may
-    fit is chosen; otherwise the job waits for memory, as the scheduler decides. Raises SpecError if there are too few
+    `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a
+    plan that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. Raises SpecError if there are too few
     devices, or no kind can run the job.
     """
     groups = _groups(nodes)

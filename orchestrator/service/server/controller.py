@@ -45,7 +45,7 @@ _OTHERWISE = """the journal has these decisions on {event}:
 and this version of the orchestrator would decide:
 {now}
 Attempts may be running that this version does not know. Start the version that wrote the journal, then stop it with \
-SIGTERM (`kill`, not `kill -9`): it saves a snapshot, so that no decision has to be repeated."""
+SIGTERM (`kill`, not `kill -9`). It saves a snapshot, so that no decision has to be repeated."""
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Random numbers that depend on the position in the training, not on the rank that computes them.
 
 Before every micro-batch, and before each of its layers, the generators are seeded by (seed, step, micro-batch of the
-global batch, layer). Dropout masks and a diffusion model's noise are therefore the same after a restart, at any number
-of data-parallel ranks, under any engine, with recomputation and with pipeline stages. Nothing has to be saved.
+global batch, layer). Dropout masks and a diffusion model's noise therefore survive a restart, another engine or number
+of data-parallel ranks, recomputation and pipeline stages. Nothing has to be saved.
 
 They differ if the micro-batch size differs, or if a tensor-parallel rank draws for its part of a layer only.
 """

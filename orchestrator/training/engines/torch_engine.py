@@ -4,7 +4,7 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 - Start: plain and DDP hold 4P of weights; FSDP2 makes and shards a layer at a time: 4P/dp and one layer (or the rest).
   Optimizer states are allocated before the first step, so the first step has the same peak as later ones.
 - Gradients: plain: per parameter during backward, freed after the step. DDP: buckets of 4P in all, never freed; the
-  gradients are views of them (25 MiB each, the first 1 MiB; rebuilt once, at the second step, in order of use).
+  gradients are views of them. (Buckets have 25 MiB, the first 1 MiB; the second step rebuilds them in order of use.)
   FSDP2: 4P/dp, freed after the step; every micro-batch is reduce-scattered, so accumulation holds nothing unsharded.
 - FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
   pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.

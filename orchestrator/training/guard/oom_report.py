@@ -47,8 +47,8 @@ RESERVED = (re.compile(rf"; {AMOUNT} reserved in total by PyTorch"), re.compile(
 UNALLOCATED = (re.compile(rf"{AMOUNT} is reserved by PyTorch but unallocated"),)
 OWN = (re.compile(rf"this process has {AMOUNT} memory in use"),)
 NAMED = re.compile(rf"(?<!this )\bProcess \d+ has {AMOUNT} memory in use")
-# Memory that is neither free nor PyTorch's counts as CUDA context (0.47 to 1.78 GiB: stas00/ml-engineering,
-# training/performance/README.md) and desktop, up to the larger of this and a quarter of the device.
+# Memory that is neither free nor PyTorch's counts as CUDA context and desktop, up to this or a quarter of the device.
+# A context has 0.47 to 1.78 GiB (stas00/ml-engineering, training/performance/README.md).
 OVERHEAD_BYTES = 2 * 2**30
 ROUNDING_BYTES = 2**25  # messages give hundredths of a GiB
 

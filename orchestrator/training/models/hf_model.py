@@ -1,7 +1,7 @@
 """A transformers model as a Recipe: its own module and parameter names, our loss.
 
 Decoders are built by AutoModelForCausalLM, encoder-decoders by AutoModelForSeq2SeqLM. The module is built on the meta
-device and its weights are read by name, so that a sharding engine needs one layer at a time.
+device. Its weights are read by name, so that a sharding engine needs one layer at a time.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def without_memory(noted: FirstValues) -> Iterator[None]:
 def stored_weights(source: str, model: PreTrainedModel) -> Callable[[str], Tensor]:
     """A function that reads a parameter or buffer of `model` by name from `source`, a folder or a hub name.
 
-    Safetensors are read one tensor at a time. The model is loaded whole into host memory if there are none, or if
-    their names differ from the model's (families whose files are converted on loading). Raises SpecError if weights
-    are missing.
+    Safetensors are read one tensor at a time. If there are none, or their names are not the model's, the model is
+    loaded whole into host memory (some families convert their files on loading). Raises SpecError if weights are
+    missing.
     """
     files = _files_by_name(source)
     places = _places(model, files)

@@ -147,8 +147,8 @@ class Ledger:
 def on_lines(few: Ledger, many: Ledger, samples: tuple[int, int]) -> dict[int, Ledger]:
     """Micro-batch size -> the step: the two recorded ones and, extrapolated linearly, those of MICRO_BATCHES.
 
-    Only the recorded ones if their storages differ in number: a loop's iterations may depend on the micro-batch, such
-    as a loss over chunks of tokens.
+    If their storages differ in number, only the recorded ones: a loop, such as a loss over chunks of tokens, depends on
+    the micro-batch.
     """
     found = dict(zip(samples, (few, many), strict=True))
     if len(few.sizes) != len(many.sizes):

@@ -33,8 +33,8 @@ LEAF_MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
 MATRICES = "matrices of scores"  # made by attention on a CPU if no fused kernel supports it
-# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither; the second belongs to
-# transformers (integrations/moe.py, 5.23), for dtypes that the first does not support.
+# Products of rows with the matrices of their experts. torch's flop_registry (2.13.0) has neither. The second is that of
+# transformers (integrations/moe.py, 5.23) for dtypes that the first does not support.
 GROUPED_PRODUCTS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 

@@ -297,8 +297,8 @@ def _worst(found: Timeline) -> tuple[TracedMoment, ...]:
     """The moments that can be the peak, in order.
 
     - The start of a layer is one: a sharding engine holds more there than later.
-    - Another moment is one unless a moment of the same part, after its forward pass, dominates it: at least as many
-      bytes of both kinds and as many gradients. Backward passes of leaves count apart: ZeRO-3 holds more then.
+    - Another moment is one unless a moment of the same part, after its forward pass, dominates it. That is: at least as
+      many bytes of both kinds, and as many gradients. Backward passes of leaves count apart: ZeRO-3 holds more then.
     - Forward and backward outside layers are not compared: if weights stay gathered, FSDP2 has a flat buffer in
       forward only.
     - Moments outside and inside the model are not compared: FSDP2 has a flat buffer in one of them.

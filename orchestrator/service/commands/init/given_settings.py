@@ -1,4 +1,4 @@
-"""What a typed command already says of what plans set: taken out of it, and said where a job says it."""
+"""Moves settings that plans control from a typed command to the keys of a job file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCHES = ("micro_batch_size", "gradient_accumulation_steps")
 LEFT = (
     "precision",
     "activation_checkpointing",
-)  # of a framework: specs/job/frameworks.py takes them out of the command
+)  # for a framework, specs/job/frameworks.py removes them from the command
 PRECISIONS = ("fp32", "bf16", "fp16")
 CONFIG_BYTES_MAX = 2**20
 LITGPT_RESUMES = ("finetune_full", "pretrain")
@@ -27,11 +27,11 @@ LITGPT_FILES = {"pretrain": "pretrain.py", "finetune": "finetune/lora.py"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """A command without what plans set."""
+    """A command without the settings that plans control."""
 
     command: tuple[str, ...]
-    said: frozenset[str]  # flags that it has
-    knobs: dict[str, Any]  # with defaults as they were given
+    said: frozenset[str]  # its flags
+    knobs: dict[str, Any]  # with the given values as defaults
     notes: tuple[str, ...]
     ranks: int | None
     global_batch_size: int | None
@@ -40,7 +40,7 @@ class Settled:
 
 
 def settle(typed: Typed, script: Script, framework: Framework | None, own: Mapping[str, Any]) -> Settled:
-    """The typed command as a job says it, with knobs that start from what it said."""
+    """The typed command as a job's settings; its values become the defaults of knobs."""
     head, words = typed.command[: typed.arguments], typed.command[typed.arguments :]
     knobs, notes = dict(own), list[str]()
     effective = {**(knobs_of(framework) if framework is not None else {}), **own}
@@ -55,7 +55,7 @@ def settle(typed: Typed, script: Script, framework: Framework | None, own: Mappi
         if value is None:
             value = _in_file(knob, config)
         elif framework is None and name == "activation_checkpointing":
-            knobs[name] = None  # it stays as it was typed
+            knobs[name] = None  # stays in the command
         elif framework is None or name not in LEFT:
             words = rest
             if name not in BATCHES:
@@ -83,7 +83,7 @@ def settle(typed: Typed, script: Script, framework: Framework | None, own: Mappi
 
 
 def _spelled(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
-    """A flag as its knob has it: -b as --batch-size, --output-dir as --output_dir."""
+    """A flag in its knob's spelling: -b as --batch-size, --output-dir as --output_dir."""
     name, equals, value = word.partition("=")
     if not name.startswith("-"):
         return word
@@ -94,7 +94,7 @@ def _spelled(word: str, script: Script, knobs: Mapping[str, Any]) -> str:
 
 
 def _given(knob: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """What a command says of a knob, and the command without it."""
+    """A knob's value in a command, and the command without it."""
     if knob.get("switch"):
         return ("true", tuple(w for w in words if w != knob["switch"])) if knob["switch"] in words else (None, words)
     if knob.get("flag"):
@@ -108,7 +108,7 @@ def _given(knob: Mapping[str, Any], words: tuple[str, ...]) -> tuple[str | None,
 def _config_of(
     framework: Framework | None, words: tuple[str, ...], folder: Path
 ) -> tuple[str | None, Mapping[str, Any]]:
-    """The config file that a job has copied for each attempt, if any, and what any config file says."""
+    """The config file to copy for each attempt, if any, and the content of any config file."""
     named = [word for word in words if word.endswith((".yaml", ".yml"))]
     if framework is None or not named:
         return None, {}
@@ -122,7 +122,7 @@ def _config_of(
 
 
 def _in_file(knob: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """What a config file says of a knob, by the dotted words of its key, override or flag."""
+    """A knob's value in a config file, by the dotted path of its key, override or flag."""
     place: Any = config
     for word in str(knob.get("key") or knob.get("override") or knob.get("flag") or "").lstrip("-").split("."):
         place = place.get(word) if isinstance(place, Mapping) else None
@@ -130,7 +130,7 @@ def _in_file(knob: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
 
 
 def _precision(framework: Framework | None, knob: Any, value: str | None, config: Mapping[str, Any]) -> str | None:
-    """The precision that a command or its config file asks for; None where the framework's own rule reads it."""
+    """The precision of a command or its config file; None if the framework's own rule reads it."""
     for name in ("bf16", "fp16"):
         if str(config.get(name)).lower() in ("true", "auto", "full"):
             return name

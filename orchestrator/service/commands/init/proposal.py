@@ -1,4 +1,4 @@
-"""What would a job file for this script say? A proposal with comments, from its flags; what is not known it says."""
+"""Proposes a commented job file for a script from its flags; comments name what is not known."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from orchestrator.specs.parse import parse_job
 from orchestrator.specs.plan import Precision
 
 CHECK = "CHECK: "
-GLOBAL_BATCH_SIZE = 8  # where the script does not say what it does alone
-FILES_MAX = 64  # JSON files beside a script that are looked at for one of DeepSpeed
-# Setting -> what common scripts call its flag, without dashes.
+GLOBAL_BATCH_SIZE = 8  # if the script has no default of its own
+FILES_MAX = 64  # JSON files beside a script that are searched for a DeepSpeed configuration
+# Setting -> its flag in common scripts, without dashes.
 WORDS = {
     "micro_batch_size": (
         *("micro_batch_size", "per_device_train_batch_size", "per_device_batch_size", "per_gpu_train_batch_size"),
@@ -53,16 +53,16 @@ PRECISIONS = {
     Precision.BF16: ("bf16", "bfloat16", "bf16-mixed"),
     Precision.FP16: ("fp16", "float16", "half", "16-mixed", "16"),
 }
-# Flags stand in the framework's own code, not in the script.
+# Frameworks whose flags are in their own code, not in the script.
 INHERITS = ("hf", "trl", "lightning", "litgpt", "llamafactory", "axolotl", "torchtune")
 SAYS_SUCCESS = ("trl", "litgpt", "llamafactory", "axolotl", "torchtune")
 SEVERAL_RANKS = ("init_process_group", "DistributedDataParallel", "DDP", "Accelerator", "FullyShardedDataParallel")
 
 
 def proposal(words: Sequence[str], folder: Path) -> str:
-    """The text of a job file for a command typed in `folder`, for the user to check. Raises SpecError for none.
+    """The text of a job file for a command typed in `folder`, for the user to check. It is a valid job file.
 
-    It can be read as a job file as it stands.
+    Raises SpecError if the command starts no training.
     """
     typed = read_command(words, folder)
     readable = typed.script is not None and (typed.framework is None or typed.script.is_file())
@@ -100,16 +100,16 @@ def _lines(typed: Typed, script: Script) -> Iterator[str]:
     needed = [flag for flag in required if not (given and flag.kind == "positional") and flag.name not in settled.said]
     words = [*settled.command, *_command(framework, folder, needed, bare=not given)]
     read = typed.script.name if typed.script is not None else typed.framework or shlex.join(typed.command[:3])
-    yield f"# Proposed from {read}, which was read and not run. Check what says CHECK; `orc plan` shows its plans."
+    yield f"# Proposed from {read}, which was read, not run. Check every CHECK; `orc plan` shows its plans."
     yield from (f"# {note}." for note in (*typed.notes, *settled.notes))
     for way in script.unread:
-        yield f"# Not read: it also takes settings by {way}."
+        yield f"# Not read: settings by {way}."
     yield f"name: {_name(folder, typed)}"
     if needed:
         listed = ", ".join(flag.name for flag in needed)
-        yield f"# {CHECK}it does not run without {listed}: put in your own."
+        yield f"# {CHECK}required: {listed}; replace by your own values."
     if framework == "deepspeed" and not given:
-        yield f"# {CHECK}the file of DeepSpeed, relative to workdir; each attempt gets a copy with its batch size."
+        yield f"# {CHECK}the DeepSpeed file, relative to workdir; each attempt gets a copy with its batch size."
     yield f"command: {_quoted(shlex.join(words))}"
     yield f"workdir: {_quoted(str(folder))}"
     yield from _trainer(script, framework)
@@ -121,7 +121,7 @@ def _lines(typed: Typed, script: Script) -> Iterator[str]:
         yield f"config: {_flow(settled.config)} # each attempt gets a copy with its plan"
     yield from _knob_lines(knobs, framework)
     if framework == "trl":
-        yield "success: {artifacts: ['*.safetensors']} # what trl's scripts save at their end"
+        yield "success: {artifacts: ['*.safetensors']} # trl's scripts save it at their end"
     yield from _unknown(script, knobs, framework)
 
 
@@ -136,21 +136,21 @@ def _trainer(script: Script, framework: Framework | None) -> Iterator[str]:
         "accelerate": "an Accelerator, and the flags of transformers' examples without Trainer",
         "deepspeed": "it takes --deepspeed_config",
     }.get(framework, "by its name")
-    yield f"trainer: {framework} # {why}; says knobs, launch and resume, unless they stand here"
+    yield f"trainer: {framework} # {why}; sets knobs, launch and resume unless given here"
 
 
 def _devices(typed: Typed, script: Script, framework: Framework | None, ranks: int | None) -> Iterator[str]:
     if ranks is not None:
-        yield f"gpus: {{min: 1, max: {ranks}}} # {CHECK}as many as it was told, or fewer"
+        yield f"gpus: {{min: 1, max: {ranks}}} # {CHECK}as many as in its command, or fewer"
     elif (
         framework is not None
         or typed.launch is not None
         or script.calls & set(SEVERAL_RANKS)
         or "torch.distributed" in script.imports
     ):
-        yield f"gpus: {{min: 1, max: 1}} # {CHECK}it can use several; how many may it have?"
+        yield f"gpus: {{min: 1, max: 1}} # {CHECK}it can use several; set the largest number"
     else:
-        yield "gpus: 1 # nothing in it speaks of several"
+        yield "gpus: 1 # no code for several devices was found"
     if typed.launch is not None and (framework is None or launch_of(framework) != typed.launch):
         yield f"launch: {typed.launch}"
     elif (
@@ -165,13 +165,13 @@ def _batch(settled: Settled, framework: Framework | None) -> Iterator[str]:
     told = knobs.get("gradient_accumulation_steps") or preset.get("gradient_accumulation_steps") or {}
     steps = told.get("default") if isinstance(told, Mapping) else None
     if settled.global_batch_size is not None:
-        yield f"global_batch_size: {settled.global_batch_size} # its own, over all devices; no plan changes it"
+        yield f"global_batch_size: {settled.global_batch_size} # its own, over all devices; the same in every plan"
     elif isinstance(micro, int) and micro > 0:
         alone = micro * (steps if isinstance(steps, int) and steps > 0 else 1) * (settled.ranks or 1)
         devices = f"{settled.ranks} devices" if settled.ranks else "one device"
-        yield f"global_batch_size: {alone} # {CHECK}its own settings on {devices}; no plan changes it"
+        yield f"global_batch_size: {alone} # {CHECK}its own settings on {devices}; the same in every plan"
     else:
-        yield f"global_batch_size: {GLOBAL_BATCH_SIZE} # {CHECK}not known: what one optimizer step sees"
+        yield f"global_batch_size: {GLOBAL_BATCH_SIZE} # {CHECK}not known: samples per optimizer step"
 
 
 def _knob_lines(knobs: Mapping[str, Any], framework: Framework | None) -> Iterator[str]:
@@ -188,9 +188,9 @@ def _comment(name: str, knob: dict[str, Any] | None, framework: Framework | None
     if framework is not None:
         return ""
     if name == "micro_batch_size":
-        return f" # {CHECK}of one rank; if it counts all of them, add per: global"
+        return f" # {CHECK}per rank; if it counts all ranks, add per: global"
     if name == "precision" and "values" in knob and None in knob["values"].values():
-        return f" # {CHECK}what it does without it"
+        return f" # {CHECK}its behaviour without the flag"
     return ""
 
 
@@ -199,22 +199,22 @@ def _unknown(script: Script, knobs: Mapping[str, Any], framework: Framework | No
     if known.get("micro_batch_size") is None:
         yield "# Not known: how it takes its batch size. Without that knob no plan changes it."
     elif known.get("gradient_accumulation_steps") is None:
-        yield "# Not known: accumulation. Without that knob the micro-batch is never cut: it would be another training."
+        yield "# Not known: accumulation. Without that knob the micro-batch is never cut: the training would change."
     if known.get("resume_from") is None:
-        yield "# Not known: how it goes on from a checkpoint. Without knobs.resume_from a restart begins anew."
+        yield "# Not known: how it resumes from a checkpoint. Without knobs.resume_from a restart starts over."
     elif (
         framework in ("hf", "trl")
         and script.flags
         and not {"resume_from_checkpoint", "get_last_checkpoint"} & _used(script)
     ):
-        yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would begin anew."
+        yield f"# {CHECK}nothing in it uses resume_from_checkpoint: a restart would start over."
     if known.get("output_dir") is None:
-        yield "# Not known: where it leaves its checkpoints. Without knobs.output_dir they are sought in workdir."
-    yield "# Not known: its memory, which short attempts find out. Which model it trains would say it:"
+        yield "# Not known: the folder of its checkpoints. Without knobs.output_dir it is workdir."
+    yield "# Not known: its memory; short attempts measure it first. Naming the model makes that unnecessary:"
     yield "# trains: {hf: MODEL} with data: {sequence_length: N}, or a file: trains: {factory: model.py:build}."
     if framework not in SAYS_SUCCESS:
-        yield "# Not known: what it leaves when it has finished. success: {artifacts: [model.pt]}"
-    yield "# Not known: how many optimizer steps it takes. steps: 1000"
+        yield "# Not known: the files that it writes on success. success: {artifacts: [model.pt]}"
+    yield "# Not known: the number of its optimizer steps. steps: 1000"
 
 
 def _used(script: Script) -> set[str]:
@@ -222,7 +222,7 @@ def _used(script: Script) -> set[str]:
 
 
 def _own_knobs(framework: Framework, flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """Where a script of a framework differs from what the framework's scripts have: other defaults, missing flags."""
+    """A script's differences from the framework's knobs: other defaults, missing flags."""
     differing: dict[str, Any] = {}
     for name, knob in knobs_of(framework).items():
         said = knob.get("flag") or knob.get("switch")
@@ -235,7 +235,7 @@ def _own_knobs(framework: Framework, flags: Mapping[str, Flag]) -> dict[str, Any
 
 
 def _knobs(flags: Mapping[str, Flag]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Knobs of a script of no framework, by what its flags are called."""
+    """Knobs of a script without a framework, by the names of its flags."""
     for setting, words in WORDS.items():
         for flag in (flags[word] for word in words if word in flags):
             knob = _knob(setting, flag)
@@ -252,7 +252,7 @@ def _knob(setting: str, flag: Flag) -> dict[str, Any] | None:
     if setting in ("micro_batch_size", "gradient_accumulation_steps"):
         number = type(flag.default) is int and flag.default > 0
         return {"flag": flag.name, "default": flag.default} if number else {"flag": flag.name}
-    if flag.kind == "switch":  # one that is on by default cannot be said
+    if flag.kind == "switch":  # a switch that is on by default cannot be set
         return {"switch": flag.name} if not flag.default else None
     if setting == "activation_checkpointing":
         return {"flag": flag.name, "values": {"none": False, "full": True}}
@@ -286,7 +286,7 @@ def _names(knob: Any) -> Iterator[str]:
 
 
 def _command(framework: Framework | None, folder: Path, needed: list[Flag], *, bare: bool) -> Iterator[str]:
-    """What stands behind the script's name: a value for everything that it does not run without."""
+    """The script's arguments: a value for everything required."""
     if framework == "lightning" and bare:
         yield "fit"
     if framework == "deepspeed" and bare:
@@ -318,7 +318,7 @@ def _name(folder: Path, typed: Typed) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As YAML reads the same text again."""
+    """The text as a YAML scalar."""
     return text if re.fullmatch(r"[\w./][\w./ =-]*", text) else json.dumps(text, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""What can a training script be told on its command line? Read from its syntax tree; it is never run."""
+"""The command line flags of a training script, read from its syntax tree; the script is never run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from orchestrator.specs.errors import SpecError
 
-MODULES_MAX = 32  # of the script's own folder that are read with it
+MODULES_MAX = 32  # of the script's folder that are read with it
 TRL = ("SFTConfig", "DPOConfig", "GRPOConfig", "RewardConfig", "KTOConfig", "RLOOConfig")  # trl/trainer/*_config.py
 TRAINING_ARGUMENTS = ("TrainingArguments", *TRL)
 _NOT_LITERAL = object()
@@ -20,9 +20,9 @@ _NOT_LITERAL = object()
 class Flag:
     """One setting of a command line."""
 
-    name: str  # as it is written, or the name of a positional argument
+    name: str  # as written, or the name of a positional argument
     kind: Literal["value", "switch", "boolean", "positional"]  # a boolean takes `true` or `false`
-    default: int | float | str | bool | None = None  # None: none, or none that can be read
+    default: int | float | str | bool | None = None  # None: none, or not readable
     required: bool = False
     choices: tuple[str, ...] = ()
     also_called: tuple[str, ...] = ()
@@ -38,11 +38,11 @@ class Script:
     """What was found in a script and the modules beside it."""
 
     flags: tuple[Flag, ...]
-    imports: frozenset[str]  # dotted names of modules, and of what is taken from them
-    calls: frozenset[str]  # last names of what is called
-    attributes: frozenset[str]  # names that are read of something
-    training_arguments: str | None  # class of transformers or TRL whose fields are flags, too
-    unread: tuple[str, ...]  # ways to take settings that are not understood
+    imports: frozenset[str]  # dotted names of imported modules and objects
+    calls: frozenset[str]  # last names of called functions
+    attributes: frozenset[str]  # names of attributes that are read
+    training_arguments: str | None  # class of transformers or TRL whose fields are flags too
+    unread: tuple[str, ...]  # other sources of settings, which are not read
 
 
 NO_SCRIPT = Script(
@@ -51,7 +51,7 @@ NO_SCRIPT = Script(
 
 
 def read_script(path: Path) -> Script:
-    """The flags of a Python script. Raises SpecError where it cannot be read as one."""
+    """The flags of a Python script. Raises SpecError if it cannot be parsed."""
     trees = list(_trees(path))
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     constants = {name: value for tree in trees for name, value in _constants(tree)}
@@ -80,7 +80,7 @@ def read_script(path: Path) -> Script:
 
 
 def _trees(path: Path) -> Iterator[ast.Module]:
-    """The syntax trees of the script and of the modules that it takes from its own folder, each once."""
+    """The syntax trees of the script and of the modules that it imports from its folder, each once."""
     waiting, seen = [path], set[Path]()
     while waiting and len(seen) < MODULES_MAX:
         file = waiting.pop(0)
@@ -94,7 +94,7 @@ def _trees(path: Path) -> Iterator[ast.Module]:
                 continue
             if isinstance(error, OSError):
                 raise SpecError(f"cannot be read: {error.strerror}", source=str(path)) from None
-            hint = "a shell script has no flags that could be read: name the Python file that it starts"
+            hint = "a shell script has no readable flags: name the Python file that it starts"
             raise SpecError(f"cannot be read as Python: {error}", source=str(path), hint=hint) from None
         yield tree
         for name in sorted(_imported(tree)):
@@ -185,7 +185,7 @@ def _added(call: ast.Call, constants: dict[str, Any]) -> Iterator[Flag]:
 
 
 def _longest(names: Iterable[str]) -> str:
-    """--batch-size of -b, --batch-size."""
+    """The longest name: --batch-size of -b, --batch-size."""
     return max(names, key=len)
 
 
@@ -193,7 +193,7 @@ def _longest(names: Iterable[str]) -> str:
 
 
 def _listed(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, list[ast.expr]]]:
-    """What is written in a list that has a name."""
+    """(name, elements) of every list assigned to a name."""
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List):
             yield from ((_last(target), node.value.elts) for target in node.targets if _last(target))
@@ -208,7 +208,7 @@ def _parsed_classes(call: ast.Call, listed: Mapping[str, list[ast.expr]]) -> Ite
 
 
 def _inherited(name: str, classes: dict[str, ast.ClassDef], depth: int = 8) -> str | None:
-    """The class of transformers or TRL that a class is, or comes from."""
+    """The class of transformers or TRL that a class is, or inherits from."""
     if name not in classes:
         return name if name.endswith(TRAINING_ARGUMENTS) else None
     bases = (_inherited(_last(base), classes, depth - 1) for base in classes[name].bases) if depth else iter(())
@@ -261,7 +261,7 @@ def _decorated(function: ast.FunctionDef, constants: dict[str, Any]) -> Iterator
 
 
 def _typer_commands(nodes: Iterable[ast.AST], imports: frozenset[str]) -> Iterator[ast.FunctionDef]:
-    """Functions that typer makes commands of."""
+    """Functions that are typer commands."""
     if "typer" not in imports:
         return
     nodes = list(nodes)
@@ -318,12 +318,12 @@ def _unread(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[str
         for one in node.decorator_list
     }
     told = {
-        "hydra.main": "Hydra: its settings are words like `data.batch_size=8`; a knob says `override: data.batch_size`",
-        "OmegaConf.load": "OmegaConf: where it reads a file, say `config: {file: ...}` and knobs with `key: ...`",
-        "fire.Fire": "Fire: every parameter of what it is given is a flag; say them as knobs",
-        "tyro.cli": "tyro: every field of what it is given is a flag; say them as knobs",
-        "yaml.safe_load": "a YAML file: where its keys say the batch size, say `config: {file: ...}` and `key: ...`",
+        "hydra.main": "Hydra: settings are words like `data.batch_size=8`; use knobs with `override: data.batch_size`",
+        "OmegaConf.load": "OmegaConf: if it reads a file, set `config: {file: ...}` and knobs with `key: ...`",
+        "fire.Fire": "Fire: every parameter of its argument is a flag; set them as knobs",
+        "tyro.cli": "tyro: every field of its argument is a flag; set them as knobs",
+        "yaml.safe_load": "a YAML file: if it has the batch size, set `config: {file: ...}` and knobs with `key: ...`",
     }
     yield from (words for name, words in told.items() if name in written)
     if any(name.endswith("add_subparsers") for name in written):
-        yield "subcommands: the one that trains has to stand in `command`"
+        yield "subcommands: `command` must contain the one that trains"

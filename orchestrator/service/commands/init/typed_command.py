@@ -1,4 +1,4 @@
-"""What people type to start a training, as a job starts it: launcher, interpreter, program. Read, never run."""
+"""Parses a typed training command: launcher, interpreter, program. Nothing is run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.frameworks import Framework, taken
 from orchestrator.specs.job.trainer import LaunchStyle, is_python, program_name
 
-# Options of launchers that stand alone: torch/distributed/run.py, accelerate/commands/launch.py,
+# Options of launchers without a value: torch/distributed/run.py, accelerate/commands/launch.py,
 # deepspeed/launcher/runner.py. Any other takes a value, with a space or `=`.
 SWITCHES = {
     *("--standalone", "--no-python", "--run-path", "-m", "--module", "--multi-gpu", "--cpu", "--mps", "--tpu"),
@@ -29,7 +29,7 @@ LAUNCHER_MODULES: dict[str, LaunchStyle] = {
     "accelerate.commands.launch": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
 }
-# Console script -> its framework; what starts no training has no job.
+# Console script -> its framework; framework -> its subcommands that train.
 TOOLS: dict[str, Framework] = {
     "trl": "trl",
     "llamafactory-cli": "llamafactory",
@@ -45,7 +45,7 @@ TRAINS = {
     "litgpt": (*("finetune", "finetune_full", "finetune_lora", "finetune_adapter", "finetune_adapter_v2", "pretrain"),),
     "torchtune": ("run",),
 }
-# What the console script itself hands to a launcher, which a job names: it then may have several devices and nodes.
+# Modules that the console script starts by a launcher. A job names them, and may then use several devices and nodes.
 MODULES = {"llamafactory": "llamafactory.launcher", "axolotl": "axolotl.cli.train"}
 
 
@@ -53,14 +53,14 @@ MODULES = {"llamafactory": "llamafactory.launcher", "axolotl": "axolotl.cli.trai
 class Typed:
     """A command as a job says it."""
 
-    command: tuple[str, ...]  # interpreter or console script, then its words
-    arguments: int  # where in `command` the program's own words begin
-    folder: Path  # in which it was typed, or that of a script named alone
-    script: Path | None = None  # its Python file, where there is one to read
-    framework: Framework | None = None  # known by its name
-    launch: LaunchStyle | None = None  # as it was typed
-    ranks: int | None = None  # as its launcher was told
-    precision: str | None = None  # as accelerate was told
+    command: tuple[str, ...]  # interpreter or console script, then its arguments
+    arguments: int  # index in `command` of the program's own arguments
+    folder: Path  # in which it was typed, or the folder of a script given alone
+    script: Path | None = None  # its Python file, if there is one to read
+    framework: Framework | None = None  # recognised by its name
+    launch: LaunchStyle | None = None  # as typed
+    ranks: int | None = None  # from the launcher's options
+    precision: str | None = None  # from accelerate's options
     notes: tuple[str, ...] = ()  # for the user to read
 
 
@@ -89,7 +89,7 @@ def read_command(typed: Sequence[str], folder: Path) -> Typed:
 
 
 def _launched(launch: LaunchStyle, words: Sequence[str], folder: Path, launcher: str) -> Typed:
-    """What a launcher starts; its own words are written from each plan."""
+    """The program that a launcher starts; the launcher's own options are set by each plan."""
     own, module, index = dict[str, str](), False, 0
     while index < len(words) and words[index].startswith("-"):
         option, equals, value = words[index].partition("=")
@@ -109,7 +109,7 @@ def _launched(launch: LaunchStyle, words: Sequence[str], folder: Path, launcher:
     precision = {"no": "fp32"}.get(own.get("--mixed-precision", ""), own.get("--mixed-precision"))
     precision = precision if precision in ("fp32", "bf16", "fp16") else None
     dropped = tuple(f"{name} {value}".strip() for name, value in own.items() if name not in ("-m", "--module"))
-    notes = (f"{launch}'s own words are written from each plan, not taken: {', '.join(dropped)}",) if dropped else ()
+    notes = (f"{launch}'s own options are set by each plan; dropped: {', '.join(dropped)}",) if dropped else ()
     return replace(typed, launch=launch, ranks=count, precision=precision, notes=(*typed.notes, *notes))
 
 
@@ -120,7 +120,7 @@ def _of_python(words: Sequence[str], folder: Path) -> Typed:
 
 
 def _program(python: tuple[str, str], words: Sequence[str], folder: Path) -> Typed:
-    """A script or module under an interpreter, flags of the interpreter before it."""
+    """A script or module under an interpreter, after the interpreter's flags."""
     word, note = python
     start = next((index for index, one in enumerate(words) if one == "-m" or not one.startswith("-")), None)
     if start is None:
@@ -145,10 +145,10 @@ def _framework_of_module(name: str) -> Framework | None:
 
 
 def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
-    """A framework's console script. Where it only calls a launcher, the module that it launches is named instead."""
+    """A framework's console script; if it only calls a launcher, the launched module instead."""
     allowed = TRAINS[framework]
     if len(words) < 2 or words[1] not in allowed:
-        what = f"this command of {words[0]} starts no training that is known"
+        what = f"this command of {words[0]} starts no known training"
         got, names = " ".join(words[:2]), ", ".join(allowed)
         raise SpecError(what, source="orc init", got=got, allowed=f"{words[0]} with {names}")
     python, note = _python(folder, words[0])
@@ -158,7 +158,7 @@ def _of_tool(framework: Framework, words: Sequence[str], folder: Path) -> Typed:
         for option in ("--accelerate_config", "--launcher"):
             said = taken(said, option)[1]
         ranks, said = taken(said, "--num_processes")
-        why = f"`{words[0]} {words[1]}` hands {module} to a launcher; here the plan does"
+        why = f"`{words[0]} {words[1]}` starts {module} by a launcher; here the plan does"
         return Typed(
             command=(python, "-m", module, *said),
             arguments=3,
@@ -181,14 +181,14 @@ def _of_console_script(words: Sequence[str], folder: Path) -> Typed:
     interpreter = interpreter_of(file) if file is not None else None
     if file is None or interpreter is None or not is_python(interpreter):
         allowed = f"a Python script, python, {', '.join((*LAUNCHERS, *TOOLS))}, or another console script of Python"
-        what = "no program of Python's" if file is not None else "no such program on the PATH"
+        what = "not a Python program" if file is not None else "no such program on the PATH"
         raise SpecError(what, source="orc init", got=words[0], allowed=allowed)
     note = f"{words[0]} is {file}, which {interpreter} runs"
     return Typed(command=(str(file), *words[1:]), arguments=1, folder=folder.resolve(), launch="self", notes=(note,))
 
 
 def _python(folder: Path, program: str) -> tuple[str, str]:
-    """The interpreter that a typed program means, as the job's command says it, and whose it is in words."""
+    """The interpreter of a typed program, as in the job's command, and a note on its origin."""
     file = _found(program, folder)
     if file is None:
         return "python", f"CHECK: no {program} is on the PATH here: `python` is orc's own, {sys.executable}"
@@ -207,7 +207,7 @@ def _found(program: str, folder: Path) -> Path | None:
 
 
 def _module_file(name: str, folder: Path, python: str) -> Path | None:
-    """The file of a module in the folder or among the interpreter's packages; the interpreter is not asked."""
+    """The file of a module in the folder or the interpreter's packages; the interpreter is not run."""
     environment = Path(sys.executable if python == "python" else python).parent.parent
     for root in (folder, folder / "src", *environment.glob("lib/python3*/site-packages")):
         path = root.joinpath(*name.split("."))
