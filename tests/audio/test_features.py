@@ -40,13 +40,13 @@ def test_sentences_of_the_standard_library_are_spoken_by_several_voices(spoken: 
     assert spoken.descriptions[0].startswith("A man")
 
 
-def test_sentences_sound_the_same_whenever_and_by_whomever_they_are_spoken() -> None:
+def test_a_sentence_always_sounds_the_same() -> None:
     texts = speech.sentences(count=4, longest=60)
     first, again = ([sound for _, sound in speech.clips(texts)] for _ in range(2))
     assert all(map(np.array_equal, first, again))
 
 
-def test_what_was_computed_is_mapped_and_never_computed_again(spoken: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_features_are_mapped_and_not_recomputed(spoken: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = features.codes_of(spoken, scales=(1, 1), words=8)
     monkeypatch.setattr(speech, "clips", lambda _: pytest.fail("spoken again"))
     monkeypatch.setattr(features, "quantised", lambda *_: pytest.fail("quantised again"))
@@ -58,7 +58,7 @@ def test_what_was_computed_is_mapped_and_never_computed_again(spoken: Speech, mo
     assert np.array_equal(again.levels, codes.levels)
 
 
-def test_of_ranks_that_begin_together_all_read_what_the_first_wrote(tmp_path: Path) -> None:
+def test_ranks_that_start_together_read_the_files_of_the_first(tmp_path: Path) -> None:
     def overtaken(into: Path) -> None:
         into.rename(tmp_path / "mine")
         features.once(tmp_path, "kind", {}, lambda first: (first / "who").write_text("first"))
@@ -69,7 +69,7 @@ def test_of_ranks_that_begin_together_all_read_what_the_first_wrote(tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 1, "nothing is left behind"
 
 
-def test_each_level_finds_more_than_those_before_it(spoken: Speech) -> None:
+def test_each_level_lowers_the_quantisation_error(spoken: Speech) -> None:
     frames = np.asarray(spoken.mels_TM)[: len(spoken.mels_TM) // 4 * 4].astype(np.float64)
     found = features.quantised(frames, (4, 2, 1), 16)
     assert [len(frames) // len(level) for level in found] == [4, 2, 1]

@@ -1,4 +1,4 @@
-"""Laws of calibration: what one outcome may change, what many do, and when a plan is said to fit."""
+"""Laws of calibration: the influence of one outcome, of many, and when a plan counts as fitting."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_without_outcomes_the_margin_is_the_documented_one() -> None:
 
 @given(outcomes)
 @settings(max_examples=60, deadline=None)
-def test_the_margin_is_the_least_room_that_holds_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
+def test_the_margin_is_the_least_that_covers_the_stated_share(rows: list[tuple[float, float, bool, Plan]]) -> None:
     found = learned(drawn(rows))
     for engine in (Engine.TORCH, Engine.DEEPSPEED):
         errors = found.errors_of(engine, Source.DECLARED)
@@ -94,7 +94,7 @@ def test_the_margin_is_the_least_room_that_holds_the_stated_share(rows: list[tup
 
 @given(outcomes, st.integers(1, 2**36), st.integers(0, 2**36), st.integers(1, 2**37), st.integers(0, 2**36))
 @settings(max_examples=60, deadline=None)
-def test_a_plan_fits_no_better_where_it_needs_more_and_no_worse_where_there_is_more(
+def test_fit_probability_never_rises_with_needed_bytes_nor_falls_with_capacity(
     rows: list[tuple[float, float, bool, Plan]], counted: int, more: int, capacity_bytes: int, room: int
 ) -> None:
     found = learned(drawn(rows))
@@ -108,7 +108,7 @@ def test_a_plan_fits_no_better_where_it_needs_more_and_no_worse_where_there_is_m
 
 @given(outcomes, st.integers(1, 2**37))
 @settings(max_examples=60, deadline=None)
-def test_what_is_said_to_fit_fits_with_the_stated_share(
+def test_plans_called_fitting_fit_with_the_stated_share(
     rows: list[tuple[float, float, bool, Plan]], capacity_bytes: int
 ) -> None:
     found = learned([one for one in drawn(rows) if not one.ran_out])
@@ -127,7 +127,7 @@ def test_no_outcome_shrinks_an_estimate(rows: list[tuple[float, float, bool, Pla
 
 @given(outcomes, st.integers(1, 2**36), st.lists(ratios, max_size=WINDOW))
 @settings(max_examples=60, deadline=None)
-def test_a_refuted_plan_never_fits_what_it_burst_whatever_else_is_seen(
+def test_a_refuted_plan_never_fits_the_capacity_that_it_exceeded(
     rows: list[tuple[float, float, bool, Plan]], burst_bytes: int, kinder: list[float]
 ) -> None:
     asked = estimate()
@@ -144,7 +144,7 @@ def test_a_refuted_plan_never_fits_what_it_burst_whatever_else_is_seen(
 
 @given(outcomes, st.integers(1, 2**31))
 @settings(max_examples=60, deadline=None)
-def test_a_plan_that_ended_a_training_fits_again_where_it_did_whatever_else_is_seen(
+def test_a_plan_that_completed_a_training_fits_the_same_capacity_again(
     rows: list[tuple[float, float, bool, Plan]], measured_bytes: int
 ) -> None:
     asked, plan = estimate(), replace(PLAN, micro_batch_size=4)
@@ -159,7 +159,7 @@ def test_a_plan_that_ended_a_training_fits_again_where_it_did_whatever_else_is_s
     assert found.judging(plan, larger) == found.errors_of(plan.engine, larger.source), "another training"
 
 
-def test_a_plan_that_ended_a_training_and_ran_out_of_memory_in_another_is_judged_as_the_others() -> None:
+def test_a_plan_with_a_success_and_an_out_of_memory_failure_is_judged_as_the_others() -> None:
     ended = [observation(correction=20.0, number=at, at_s=float(at), finished=True) for at in (1, 2)]
     assert plan_needed_bytes(PLAN, estimate(), learned(ended)) < 910 * MIB
     burst = observation(correction=21.0, job="burst", number=1, at_s=0.0, ran_out=True)
@@ -212,7 +212,7 @@ def test_more_outcomes_of_the_same_spread_never_widen_the_margin(rows: list[tupl
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.0168, 0.1])
-def test_what_is_said_to_fit_fits_nearly_as_often_as_is_said(spread: float) -> None:
+def test_fit_probabilities_are_nearly_the_observed_frequencies(spread: float) -> None:
     """Drawn from a seed: errors that are as precise as supposed, more precise, and far less."""
     draw, held, families = random.Random(7), 0, 1000
     for _ in range(families):
@@ -236,7 +236,7 @@ def test_the_margin_falls_with_precise_outcomes_and_rises_with_others() -> None:
     assert margin_of(scattered) > 1.3
 
 
-def test_what_needed_less_than_predicted_is_no_risk() -> None:
+def test_outcomes_below_their_prediction_add_no_risk() -> None:
     assert margin_of(seen_of((0.4, 0.9, 0.6, 0.99, 0.2))) < MARGIN
 
 
@@ -267,7 +267,7 @@ def test_the_outcome_that_sets_the_correction_is_no_proof_of_precision() -> None
     assert found.errors_of(Engine.TORCH, Source.DECLARED).margin == pytest.approx(MARGIN)
 
 
-def test_a_trace_needs_less_room_than_other_profiles_but_on_virtual_devices_only() -> None:
+def test_a_trace_needs_a_smaller_margin_than_other_profiles_on_virtual_devices_only() -> None:
     for source in Source:
         asked = replace(estimate(), source=source)
         room = MARGINS[source]
@@ -278,7 +278,7 @@ def test_a_trace_needs_less_room_than_other_profiles_but_on_virtual_devices_only
     assert min(MARGINS.values()) == MARGINS[Source.TRACED] < MARGIN
 
 
-def test_what_is_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_own_in_full() -> None:
+def test_an_outcome_more_than_ten_times_off_corrects_other_jobs_by_ten_and_its_own_in_full() -> None:
     (failed,) = seen = [observation(correction=400.0, job="mine", ran_out=True)]
     assert learned(seen).correction == CORRECTION_MAX
     own = learned(seen, job="mine")
@@ -325,7 +325,7 @@ def test_neither_order_nor_repetition_of_outcomes_matters(
     assert remembered([*remembered(shuffled[::2]), *shuffled]) == kept
 
 
-def test_what_is_kept_is_bounded_by_key_and_every_refuted_plan_stays() -> None:
+def test_stored_outcomes_are_bounded_by_key_and_every_refuted_plan_stays() -> None:
     early = [
         observation(number=at, at_s=float(at), ran_out=True, plan=replace(PLAN, gradient_accumulation_steps=1 + at % 3))
         for at in range(30)

@@ -180,7 +180,7 @@ def momentary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Row]]:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_what_lives_for_a_moment_is_known(moment: str, momentary: dict[str, list[Row]]) -> None:
+def test_short_lived_buffers_are_modelled(moment: str, momentary: dict[str, list[Row]]) -> None:
     found = momentary[moment]
     assert max(abs(row.error) for row in found) <= MOMENT_ERROR_MAX, table(found)
 

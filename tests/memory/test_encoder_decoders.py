@@ -233,13 +233,13 @@ def test_the_parameters_are_those_of_the_model(name: str) -> None:
     assert all(sum(segment.tensors) == segment.parameters for segment in found.segments)
 
 
-def test_what_a_configuration_leaves_out_is_as_transformers_has_it() -> None:
+def test_defaults_of_a_configuration_are_those_of_transformers() -> None:
     for family, said in (("t5", t5.DEFAULTS), ("bart", {**bart.DEFAULTS, **bart.ALIKE})):
         default = AutoConfig.for_model(family)
         assert {name: getattr(default, name) for name in said} == said
 
 
-def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
+def test_there_is_no_closed_form_where_it_would_not_hold() -> None:
     assert t5_shape(ModelSpec(hf=T5), T5) is not None
     for change in (
         {"dropout_rate": 0.0},

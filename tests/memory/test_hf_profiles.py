@@ -262,7 +262,7 @@ def test_every_family_with_experts_is_known_by_its_defaults() -> None:
         assert {name: getattr(default, name) for name in said} == dict(said)
 
 
-def test_where_the_closed_form_does_not_hold_nothing_is_said() -> None:
+def test_there_is_no_closed_form_where_it_would_not_hold() -> None:
     unknown = [
         {"model_type": "gpt2", **SIZES},
         {"model_type": "llama", **{key: SIZES[key] for key in SIZES if key != "hidden_size"}},

@@ -45,11 +45,11 @@ def test_before_any_measurement_it_is_a_context_and_a_communicator_of_each_group
 
 
 @given(st.integers(1, 4 * 2**30))
-def test_what_was_measured_takes_the_place_of_the_constants_and_is_never_rounded_down(measured_bytes: int) -> None:
+def test_measured_overhead_replaces_the_constants_and_is_never_rounded_down(measured_bytes: int) -> None:
     assert 0 <= bytes_after(told(measured_bytes)) - measured_bytes < STEP_BYTES
 
 
-def test_plans_that_were_never_measured_are_as_far_off_as_the_nearest_that_was() -> None:
+def test_unmeasured_plans_take_the_error_of_the_nearest_measured_one() -> None:
     seen = told(1000 * MIB) + told(1400 * MIB, plan=MESH, first=2)
     off_by = bytes_after(seen) - CONTEXT_BYTES
     assert bytes_after(seen, PAIR) == supposed_overhead_bytes(PAIR) + off_by
@@ -58,7 +58,7 @@ def test_plans_that_were_never_measured_are_as_far_off_as_the_nearest_that_was()
     assert bytes_after(seen, wide) == supposed_overhead_bytes(wide) + off_by
 
 
-def test_a_program_of_others_that_came_or_went_meanwhile_is_outvoted() -> None:
+def test_other_programs_that_start_or_end_meanwhile_are_outvoted() -> None:
     calm = bytes_after(told(640 * MIB, 640 * MIB, 640 * MIB))
     assert bytes_after(told(640 * MIB, 9000 * MIB, 640 * MIB)) == calm
     assert bytes_after(told(1, 640 * MIB, 640 * MIB)) == calm
@@ -73,6 +73,6 @@ def test_it_counts_for_all_families_of_one_kind_of_device_under_one_torch() -> N
 
 
 @pytest.mark.parametrize("count", [0, 1, WINDOW - 1])
-def test_outcomes_that_do_not_tell_it_change_nothing(count: int) -> None:
+def test_outcomes_without_overhead_change_nothing(count: int) -> None:
     silent = [observation(number=at, at_s=float(at)) for at in range(2, 2 + count)]
     assert bytes_after(told(640 * MIB) + silent) == 640 * MIB

@@ -66,7 +66,7 @@ def test_a_fused_loss_is_the_trainers_own() -> None:
     assert own[0]["estimate"] == own[1]["estimate"]
 
 
-def test_transformers_trainer_holds_what_frozen_fsdp_units_were_given() -> None:
+def test_transformers_trainer_holds_the_inputs_of_frozen_fsdp_units() -> None:
     deep = {**LLAMA, "vocab_size": 1000, "num_hidden_layers": 32}
     trains = {"hf": deep, "lora": {"rank": 8}}
     knobs = {

@@ -135,7 +135,7 @@ MOMENTS = {
 
 
 @pytest.mark.timeout(600)
-def test_what_lives_for_a_moment_is_known(tmp_path: Path) -> None:
+def test_short_lived_buffers_are_modelled(tmp_path: Path) -> None:
     runs = [Run(model=MODELS[name], plan=one, sequence_length=SEQUENCE_LENGTH) for name, one in MOMENTS.values()]
     peaks = dict(zip(MOMENTS, measured(runs, tmp_path), strict=True))
     for moment, (name, one) in MOMENTS.items():
@@ -171,7 +171,7 @@ EXPERTS = {
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXPERTS)
-def test_what_is_reduced_while_a_leaf_waits_is_known(name: str, tmp_path: Path) -> None:
+def test_reductions_while_a_leaf_waits_are_modelled(name: str, tmp_path: Path) -> None:
     found = expert_rows(name, tmp_path)
     assert bars_hold(found), table(found)
 
@@ -225,7 +225,7 @@ def frozen_rows(names: tuple[str, ...], tried: Sequence[Plan], folder: Path) -> 
 
 
 @pytest.mark.timeout(600)
-def test_what_is_frozen_has_neither_gradients_nor_states_nor_saves_what_they_would_need(tmp_path: Path) -> None:
+def test_frozen_parameters_have_no_gradients_states_or_saved_inputs(tmp_path: Path) -> None:
     found = frozen_rows(FROZEN["what comes first"], FROZEN_PAIRS, tmp_path)
     assert bars_hold(found), table(found)
 
@@ -238,7 +238,7 @@ def test_the_bars_hold_where_a_model_is_frozen_in_part(which: str, tmp_path: Pat
     assert bars_hold(found), table(found)
 
 
-def test_zero3_keeps_what_frozen_products_were_given() -> None:
+def test_zero3_saves_the_inputs_of_frozen_products() -> None:
     training = TrainingSpec(freeze=(Freeze(parameters="*.self_attn.*"),))
     (known,) = traced(LLAMA, (Precision.FP32, False), training=training).values()
     most = {

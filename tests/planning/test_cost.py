@@ -172,7 +172,7 @@ def test_a_layer_that_waits_for_its_launches_waits_longer_where_ranks_share_it()
     assert seconds(whole) < seconds(shared)
 
 
-def test_what_is_kept_need_not_be_computed_again() -> None:
+def test_saved_activations_are_not_recomputed() -> None:
     taken = [seconds(plan(micro=4, activation_checkpointing=mode), spec=job(LARGE)) for mode in ActivationCheckpointing]
     assert taken == sorted(taken)
     assert 1.25 < taken[2] / taken[0] < 1.4  # four passes for three

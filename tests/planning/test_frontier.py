@@ -168,7 +168,7 @@ def test_a_correction_leaves_what_was_counted_alone() -> None:
     assert corrected_bytes(sharded, factor) > 0.9 * measured
 
 
-def test_what_fits_is_what_has_no_reason_against_it() -> None:
+def test_a_plan_fits_unless_it_has_a_reason_against_it() -> None:
     found = frontier(decoder_job(), hardware(DeviceKind.VIRTUAL, memory="256MiB"))
     learned = Calibration(correction=1.2)
     capacity = needed_bytes(found.candidates[len(found.candidates) // 2], learned)
@@ -179,7 +179,7 @@ def test_what_fits_is_what_has_no_reason_against_it() -> None:
     assert why_rejected(found.candidates[-1], capacity, learned, refuted) == "ran out of memory before"
 
 
-def test_torch_goes_first_where_both_engines_would_do() -> None:
+def test_torch_is_preferred_where_both_engines_would_do() -> None:
     spec = decoder_job(gpus=2)
     first = next(fitting(frontier(spec, hardware(DeviceKind.VIRTUAL, memory="8GiB")), 8 * 2**30, UNMEASURED))
     assert first.plan.engine is Engine.TORCH

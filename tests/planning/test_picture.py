@@ -59,7 +59,7 @@ def test_every_line_is_within_its_width_and_the_axes_meet(picture: Picture) -> N
 
 @given(pictures, st.integers(2, 12))
 @settings(deadline=None)
-def test_ticks_are_few_within_the_picture_ascend_and_are_told_apart(picture: Picture, most: int) -> None:
+def test_ticks_are_few_within_the_picture_ascending_and_distinct(picture: Picture, most: int) -> None:
     for ticks, (low, high) in (
         (byte_ticks(*picture.span_bytes, most), picture.span_bytes),
         (second_ticks(*picture.span_s, most), picture.span_s),
@@ -82,7 +82,7 @@ def test_ticks_are_few_within_the_picture_ascend_and_are_told_apart(picture: Pic
         (900, 40_000, ["20 min", "1 h", "2 h", "5 h", "10 h"]),
     ],
 )
-def test_times_are_said_in_round_numbers_of_their_unit(low: float, high: float, labels: list[str]) -> None:
+def test_times_are_labelled_in_round_numbers_of_their_unit(low: float, high: float, labels: list[str]) -> None:
     assert [label for _, label in second_ticks(low, high, 7)] == labels
 
 

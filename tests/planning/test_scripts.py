@@ -100,7 +100,7 @@ def test_only_declared_knobs_are_turned() -> None:
     assert {plan.zero_stage for plan in found} == {ZeroStage.NONE}
 
 
-def test_a_script_that_derives_accumulation_is_cut_and_told_only_its_micro_batch() -> None:
+def test_a_script_that_derives_accumulation_gets_only_its_micro_batch() -> None:
     """As litgpt is: it divides its global batch by ranks and micro-batch."""
     knobs = {
         "micro_batch_size": {"flag": "--train.micro_batch_size", "default": 16},
@@ -116,7 +116,7 @@ def test_a_script_that_derives_accumulation_is_cut_and_told_only_its_micro_batch
     assert told.env == {}
 
 
-def test_accumulation_is_derived_from_a_micro_batch_that_the_script_can_be_told() -> None:
+def test_accumulation_is_derived_from_a_micro_batch_that_the_script_can_take() -> None:
     with pytest.raises(ValueError, match="cannot be told"):
         script(knobs={"gradient_accumulation_steps": "derived"})
 
@@ -174,7 +174,7 @@ def test_a_switch_is_absent_where_nothing_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize("precision", Precision)
-def test_a_switch_says_every_precision_but_fp32(precision: Precision) -> None:
+def test_a_switch_selects_every_precision_but_fp32(precision: Precision) -> None:
     spec = script(knobs=KNOBS | {"precision": {"switch": "--mixed"}}, precision=precision)
     for one in plans(spec, machine()):
         arguments, *_ = script_command(spec, one, output_dir="o", resume_from=None, deepspeed_config_path=None)
@@ -190,7 +190,7 @@ def test_a_switch_says_every_precision_but_fp32(precision: Precision) -> None:
         ({"flag": "--recompute", "values": {"selective": "some"}}, {"none", "selective", "full"}),
     ],
 )
-def test_a_script_recomputes_selectively_only_where_its_knob_has_a_word_for_it(
+def test_a_script_recomputes_selectively_only_if_its_knob_has_a_value_for_it(
     knob: dict[str, object], said: set[str]
 ) -> None:
     spec = script(knobs=KNOBS | {"activation_checkpointing": knob})
@@ -204,7 +204,7 @@ def test_a_script_recomputes_selectively_only_where_its_knob_has_a_word_for_it(
         {"micro_batch_size": {"switch": "-b"}},
     ],
 )
-def test_a_switch_that_would_have_to_say_more_than_yes_or_no_is_refused(knobs: dict[str, object]) -> None:
+def test_a_switch_with_more_than_two_values_is_refused(knobs: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="switch"):
         script(knobs=knobs)
 
@@ -264,7 +264,7 @@ def test_one_setting_drives_several_knobs_and_a_phase_has_a_batch_of_its_own() -
     assert [str(change) for change in changes(plan, lowered)] == ["encoding_batch_size - -> 2"]
 
 
-def test_a_script_that_multiplies_its_batch_by_its_ranks_is_told_the_share() -> None:
+def test_a_script_that_multiplies_its_batch_by_its_ranks_gets_the_share() -> None:
     knobs = {
         "micro_batch_size": {"flag": "-bs", "multiplied_by_ranks": True},
         "devices": {"flag": "-g", "separator": "-"},
@@ -290,7 +290,7 @@ def test_a_batch_per_node_counts_the_nodes_ranks() -> None:
     assert words(spec, plan, devices=(0, 1)) == ("-b", "6", "-n", "2")
 
 
-def test_keys_of_a_config_file_are_told_apart_from_words_of_the_command() -> None:
+def test_keys_of_a_config_file_are_distinguished_from_words_of_the_command() -> None:
     knobs = {"micro_batch_size": {"key": "data.batch_size"}, "output_dir": {"key": "data.out"}}
     spec = script(knobs=knobs, config={"file": "unet.yaml", "flag": "--config"})
     plan = Plan(engine=Engine.SCRIPT, layout=ParallelLayout(dp=2), micro_batch_size=16)
@@ -310,7 +310,7 @@ def test_keys_of_a_config_file_are_told_apart_from_words_of_the_command() -> Non
         ("deepspeed", ZeroStage.OPTIMIZER, "DEEPSPEED", "/attempt/deepspeed.json"),
     ],
 )
-def test_accelerates_file_says_the_plans_sharding(way: str, stage: ZeroStage, kind: str, said: str) -> None:
+def test_accelerates_file_has_the_plans_sharding(way: str, stage: ZeroStage, kind: str, said: str) -> None:
     knobs = {"micro_batch_size": {"flag": "-b"}, "zero_stage": {"accelerate": way}}
     spec = script(knobs=knobs, launch="accelerate", precision="bf16")
     plan = next(plan for plan in plans(spec, machine()) if plan.zero_stage is stage)
@@ -349,12 +349,12 @@ def test_no_zero_stage_is_offered_to_a_script_whose_optimizer_needs_whole_tensor
     ],
     ids=["pp", "nvme"],
 )
-def test_what_no_script_can_be_told_is_no_plan(fields: dict[str, Any]) -> None:
+def test_settings_that_no_script_can_take_make_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(IllegalPlan, match="script"):
         Plan(engine=Engine.SCRIPT, micro_batch_size=1, **fields)
 
 
-def test_a_deepspeed_file_says_clipping_and_the_three_batch_sizes() -> None:
+def test_a_deepspeed_file_has_clipping_and_the_three_batch_sizes() -> None:
     plan = Plan(
         engine=Engine.SCRIPT,
         layout=ParallelLayout(dp=2),

@@ -129,7 +129,7 @@ def test_the_frontier_is_every_plan_within_reach_that_no_other_legal_plan_beats(
 @given(jobs, machines, st.floats(1.0, 30.0))
 @example(job(WORK[5], 8, (1, 1), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False), 9.0)
 @settings(max_examples=12, deadline=None)
-def test_whatever_the_correction_no_plan_needs_a_step_less_than_the_frontiers_that_are_as_fast(
+def test_under_any_correction_no_plan_as_fast_needs_a_step_less_than_the_frontier(
     spec: JobSpec, here: Hardware, correction: float
 ) -> None:
     try:
@@ -183,7 +183,7 @@ def beats(mine: Cost, theirs: Cost) -> bool:
 @given(jobs, machines)
 @example(job(WORK[8], 8, (1, 3), "exact"), machine(DeviceKind.CUDA, 2, 2, "2GiB", nvme=False))  # views of experts
 @settings(max_examples=15, deadline=None)
-def test_no_estimate_is_below_what_the_search_takes_for_the_least(spec: JobSpec, here: Hardware) -> None:
+def test_no_estimate_is_below_the_lower_bound_of_the_search(spec: JobSpec, here: Hardware) -> None:
     asked: dict[object, DeviceBytes] = {}
     try:
         tried = list(plans(spec, here))
@@ -201,7 +201,7 @@ small = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 5), st.in
 
 
 @given(st.lists(small, max_size=40), st.integers(0, 6))
-def test_of_any_costs_those_are_kept_that_no_other_beats_or_equals(
+def test_the_frontier_keeps_exactly_the_undominated_costs(
     drawn: list[tuple[int, int, int, int]], most_bytes: int
 ) -> None:
     needs: dict[Plan, MemoryEstimate] = {}

@@ -189,7 +189,7 @@ def peak(one: Plan, spec: JobSpec | None = None) -> int:
     return estimate(profile_for(spec or job(), here, one), one, here.device).allocated_bytes
 
 
-def test_more_recomputation_and_more_cutting_never_need_more() -> None:
+def test_more_recomputation_and_more_cutting_never_need_more_memory() -> None:
     none, selective, full = (
         peak(plan(micro_batch_size=16, activation_checkpointing=m)) for m in ActivationCheckpointing
     )

@@ -1,4 +1,4 @@
-"""A world that outlives the service: a folder in which attempts are files that say when they end."""
+"""A backend that outlives the service: a folder in which each attempt is a file with its end time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLL_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An attempt as the world saw it."""
+    """An attempt as the backend recorded it."""
 
     name: str
     order: int  # of its job
@@ -31,7 +31,7 @@ class Run:
 
 
 class FolderBackend:
-    """Every attempt succeeds RUNS_S after its launch, whether or not a service is there to see it."""
+    """Every attempt succeeds RUNS_S after its launch, even while no service runs."""
 
     def __init__(self, folder: Path, cluster: ClusterSpec) -> None:
         self._folder = folder
@@ -80,7 +80,7 @@ class FolderBackend:
 
 
 def _begin(path: Path, job: Job, attempt: Attempt) -> None:
-    """Write the file whole or not at all; a second one of that name would be an error."""
+    """Write the file atomically; a second one of that name is an error."""
     now_s = time.time()
     held = [(part.node, index) for part in attempt.placement for index in part.devices]
     text = {"order": job.order, "devices": held, "began_s": now_s, "ends_s": now_s + RUNS_S}
@@ -91,7 +91,7 @@ def _begin(path: Path, job: Job, attempt: Attempt) -> None:
 
 
 def runs(folder: Path) -> list[Run]:
-    """Every attempt that ever began, in the order of their beginnings."""
+    """Every attempt ever started, in start order."""
     found = []
     for path in folder.glob("*.json"):
         said = json.loads(path.read_text())

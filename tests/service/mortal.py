@@ -1,4 +1,4 @@
-"""A process that forks a service for every home named on its input, so that a kill meets the service, not imports.
+"""A process that forks a service for every home on its input, so that a kill hits the service, not imports.
 
 Answers each line with the service's pid, and then with how it ended. The service is the real one (journal, controller,
 HTTP), on a world that is a folder.

@@ -1,4 +1,4 @@
-"""Laws of the HTTP API: who may ask, what is refused, what is stored."""
+"""Laws of the HTTP API: access, refusals, and what is stored."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ data: {text: [/corpus.txt], sequence_length: 32}
 
 
 class World:
-    """An application over a simulated cluster, and the doors to it."""
+    """An application over a simulated cluster, and its clients."""
 
     def __init__(self, home: Path, policy: PolicySpec = UNSHARED) -> None:
         self.home = home
@@ -128,7 +128,7 @@ ROUTES = [
 WRONG = (None, "", "Bearer", "Bearer wrong", TOKEN, f"Bearer {TOKEN}x", "Bearer \u00e9")
 
 
-def test_nothing_is_answered_without_the_token(world: World) -> None:
+def test_requests_without_the_token_are_refused(world: World) -> None:
     answers = {
         (method, path, header): world.stranger.request(
             method, path, headers={} if header is None else {"Authorization": header.encode()}
@@ -147,7 +147,7 @@ def test_every_route_asks_for_the_token(world: World) -> None:
     assert filled == {path for _, path in ROUTES if path not in ("/openapi.json", "/nothing")}
 
 
-def test_a_name_that_was_made_to_lead_here_is_refused(world: World) -> None:
+def test_a_foreign_host_name_is_refused(world: World) -> None:
     hosts = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]:8000", "[::1")
     assert {world.client.get("/jobs", headers={"Host": host}).status_code for host in hosts} == {403}
 
@@ -202,7 +202,7 @@ def test_ended_jobs_are_listed_newest_first_in_pages(world: World) -> None:
     assert world.submit() == "lm-7", "an id was given twice"
 
 
-def test_a_batch_is_kept_whole_in_one_transaction_or_not_at_all(world: World) -> None:
+def test_a_batch_is_stored_in_one_transaction_or_not_at_all(world: World) -> None:
     good, bad = {"spec": _spec()}, {"spec": {"name": "a"}}
     refused = world.client.post("/jobs/batch", json={"jobs": [good, good, bad]})
     assert refused.status_code == 422
@@ -248,7 +248,7 @@ def test_a_log_is_read_from_any_offset(world: World) -> None:
     assert world.client.get(f"{path}&offset=9").content == b""
 
 
-def test_a_live_job_with_a_process_that_nobody_watches_is_shown_so(world: World) -> None:
+def test_a_live_job_with_an_unwatched_process_is_marked(world: World) -> None:
     job_id = world.submit()
     world.turn_until("running")
     assert "unwatched" not in world.client.get(f"/jobs/{job_id}").json()["job"]["reason"]
@@ -299,7 +299,7 @@ def test_a_job_is_explained_with_its_moments_its_lessons_and_its_frontier(world:
         assert any(words in line for line in lines), shown.getvalue()
 
 
-def test_a_shared_cluster_says_who_has_what_and_whose_each_job_is(tmp_path: Path) -> None:
+def test_a_shared_cluster_shows_its_teams_and_the_user_of_each_job(tmp_path: Path) -> None:
     policy = PolicySpec(teams=[{"name": "vision", "shares": 3, "quota": 1, "users": ["ada"]}])
     world = World(tmp_path, policy)
     for user in ("ada", "bob", "bob"):
@@ -317,7 +317,7 @@ def test_a_shared_cluster_says_who_has_what_and_whose_each_job_is(tmp_path: Path
     world.journal.close()
 
 
-def test_a_submission_says_what_is_promised_or_why_it_is_refused(tmp_path: Path) -> None:
+def test_a_submission_returns_its_promise_or_the_reason_of_the_refusal(tmp_path: Path) -> None:
     policy = PolicySpec(teams=[{"name": "vision", "quota": 1, "users": ["ada"]}])
     world = World(tmp_path, policy)
     guaranteed = _spec() | {"guarantee": "requested"}
@@ -349,7 +349,7 @@ def drawn(table: Any) -> str:
     return page.file.getvalue()
 
 
-def test_outcomes_of_another_home_are_kept_once(world: World) -> None:
+def test_observations_of_another_home_are_stored_once(world: World) -> None:
     told = {"observations": observations_view([observation(), observation(number=2)])}
     assert world.client.post("/observations", json=told).json() == {"kept": 2}
     assert world.client.post("/observations", json=told).json() == {"kept": 0}
@@ -360,7 +360,7 @@ def test_outcomes_of_another_home_are_kept_once(world: World) -> None:
     assert "outcomes: 0.job" in bad.json()["error"]
 
 
-def test_a_follower_is_answered_at_once_when_something_changed(world: World) -> None:
+def test_a_long_poll_returns_at_once_on_a_change(world: World) -> None:
     job_id = world.submit()
     seen = world.client.get(f"/jobs/{job_id}").json()["version"]
     world.turn_until("succeeded")
@@ -394,7 +394,7 @@ def test_busy_devices_count_as_free_for_planning_because_a_job_may_wait_for_them
     assert set(node_from_view(node).free_bytes) == {node_from_view(node).device.memory}
 
 
-def test_a_drained_node_shows_who_is_still_on_it_and_a_restart_keeps_it_drained(world: World) -> None:
+def test_a_drained_node_shows_its_remaining_jobs_and_a_restart_keeps_it_drained(world: World) -> None:
     job_id = world.submit()
     world.turn_until("running")
     (node,) = world.client.get("/cluster").json()["nodes"]
@@ -412,7 +412,7 @@ def test_a_drained_node_shows_who_is_still_on_it_and_a_restart_keeps_it_drained(
     assert world.controller.state.drained == ()
 
 
-def test_a_node_that_is_not_there_cannot_be_drained(world: World) -> None:
+def test_an_unknown_node_cannot_be_drained(world: World) -> None:
     (node,) = world.client.get("/cluster").json()["nodes"]
     refused = world.client.post(f"/nodes/{node['name']}x/drain", json={})
     assert refused.status_code == 409

@@ -30,7 +30,7 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 class Spy(MortalBackend):
-    """The simulated world, which remembers what it was asked for and by which thread, and can be told to refuse."""
+    """The simulated backend; it records its calls with their threads, and can be made to fail."""
 
     def __init__(self) -> None:
         super().__init__(CLUSTERS[1], seed=1, hazards=CALM, repeat_chance=0.0)
@@ -82,7 +82,7 @@ def test_a_submission_is_in_the_journal_before_it_is_answered(journal: Journal) 
     assert [record.job.id for _, record in journal.outbox.pending("mlflow", 10)] == ["lm-1", "lm-2"]
 
 
-def test_nothing_happens_that_the_journal_did_not_keep() -> None:
+def test_no_action_is_performed_that_is_not_in_the_journal() -> None:
     class FullDisk(MemoryJournal):
         def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:
             if any(isinstance(event, Submitted) for event, _ in decided):
@@ -124,7 +124,7 @@ def test_a_job_that_cannot_fit_is_refused_and_never_launched(journal: Journal) -
     assert backend.asked == []
 
 
-def test_node_reports_that_change_nothing_are_not_kept() -> None:
+def test_node_reports_without_a_change_are_not_stored() -> None:
     class Chatty(Spy):
         def events(self, timeout_s: float) -> Sequence[Event]:
             super().events(timeout_s)
@@ -160,7 +160,7 @@ def test_a_cancelled_job_is_stopped_and_gives_its_devices_back(journal: Journal)
     assert controller.job(job_id).status is JobStatus.CANCELLED
 
 
-def test_a_new_service_takes_up_every_attempt_that_holds_devices(journal: Journal) -> None:
+def test_a_new_service_adopts_every_attempt_that_holds_devices(journal: Journal) -> None:
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
     stopped = controller.submit(script("lm", gpus=1, training={"max_steps": 10_000}))
@@ -187,7 +187,7 @@ def test_a_new_service_takes_up_every_attempt_that_holds_devices(journal: Journa
     assert list(backend.processes) == [f"{stopped}-1", f"{running}-1"]
 
 
-def test_an_attempt_that_ended_but_still_holds_devices_is_taken_up_too(journal: Journal) -> None:
+def test_an_attempt_that_ended_but_still_holds_devices_is_adopted_too(journal: Journal) -> None:
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
     controller.submit(script("lm"))
@@ -200,7 +200,7 @@ def test_an_attempt_that_ended_but_still_holds_devices_is_taken_up_too(journal: 
     turn_until(controller, lambda: settled(controller.state))
 
 
-def test_a_launch_that_raises_is_an_end_that_the_start_up_budget_pays_for(
+def test_a_failed_launch_ends_the_attempt_and_counts_against_the_start_up_budget(
     journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = Spy()
@@ -219,7 +219,7 @@ def test_a_launch_that_raises_is_an_end_that_the_start_up_budget_pays_for(
     assert "backend failed on attempt=" in caplog.text
 
 
-def test_an_attempt_that_cannot_be_taken_up_again_is_not_started_beside_itself(journal: Journal) -> None:
+def test_an_attempt_that_cannot_be_adopted_is_not_started_twice(journal: Journal) -> None:
     class Amnesiac(Spy):
         def adopt(self, job: Job, attempt: Attempt) -> None:
             self._ask("adopt")
@@ -240,7 +240,7 @@ def test_an_attempt_that_cannot_be_taken_up_again_is_not_started_beside_itself(j
     assert controller.job(job_id).status is JobStatus.SUCCEEDED
 
 
-def test_a_backend_that_fails_to_listen_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_fails_to_return_events_is_polled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "DEAF_S", 0.0)
     backend = Spy()
     backend.refusals = 1
@@ -292,7 +292,7 @@ def test_submissions_from_many_threads_lose_nothing_while_the_loop_runs(journal:
     assert backend.threads == {loop.ident}, "only the loop talks to the backend"
 
 
-def test_whoever_submits_to_a_journal_that_hangs_is_told_that_nothing_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_to_a_hanging_journal_fails_and_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck(MemoryJournal):
         reached, let_go = threading.Event(), threading.Event()
 
@@ -314,9 +314,9 @@ def test_whoever_submits_to_a_journal_that_hangs_is_told_that_nothing_was_kept(m
     assert [*ids, controller.submit(script("third"))] == ["first-1", "third-2"]
 
 
-def test_whoever_submits_while_others_are_kept_shares_the_next_transaction() -> None:
+def test_submissions_during_a_commit_share_the_next_transaction() -> None:
     class Gate(MemoryJournal):
-        """Keeps the first submission until it is let go."""
+        """Delays the first submission until it is released."""
 
         gate, reached, sizes = threading.Event(), threading.Event(), list[int]()
 
@@ -344,7 +344,7 @@ def test_whoever_submits_while_others_are_kept_shares_the_next_transaction() -> 
     assert sorted(answers) == [f"lm-{number}" for number in range(1, 10)]
 
 
-def test_a_group_that_cannot_be_kept_is_refused_to_everyone_in_it_and_leaves_nothing() -> None:
+def test_a_group_that_cannot_be_stored_fails_for_all_its_submitters() -> None:
     class FullDisk(MemoryJournal):
         full = True
 
@@ -381,8 +381,8 @@ def test_no_action_is_taken_before_the_commit_of_its_whole_group(journal: Journa
         assert any(f"launch lm-{order}-1 " in one for one in kept[:count]), "launched before it was kept"
 
 
-def test_a_history_that_this_version_would_not_have_made_is_refused(journal: Journal) -> None:
-    """Else attempts would run that nobody knows of."""
+def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(journal: Journal) -> None:
+    """Otherwise attempts would run that no state has."""
     backend = Spy()
     controller = Controller(journal, backend, backend.now)
     controller.turn(1.0)
@@ -400,7 +400,7 @@ def test_a_history_that_this_version_would_not_have_made_is_refused(journal: Jou
     assert list(Controller(journal, backend, backend.now, Idle).state.jobs) == ["lm-1"]
 
 
-def test_followers_wait_for_the_next_change_and_no_longer() -> None:
+def test_followers_wait_exactly_until_the_next_change() -> None:
     backend = Spy()
     controller = Controller(MemoryJournal(), backend, backend.now)
     assert controller.wait_for_change(0, 0.0) == 0

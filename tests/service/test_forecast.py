@@ -1,4 +1,4 @@
-"""Laws of `orc plan` and `orc estimate`: outcomes are heard, and every plan that can be taken can be asked about."""
+"""Laws of `orc plan` and `orc estimate`: they use observations, and every plan on offer can be estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLLOWS = {"gpus", "optimizer", "global_batch_size"}  # from the layout and the 
 
 
 @pytest.mark.parametrize("optimizer", [Optimizer.ADAMW, Optimizer.SGD])
-def test_every_plan_that_is_offered_can_be_said_setting_by_setting(optimizer: Optimizer) -> None:
+def test_every_offered_plan_can_be_given_by_its_settings(optimizer: Optimizer) -> None:
     spec = job(training={"optimizer": optimizer})
     offered = list(plans(spec, machine(nvme_folder="/nvme")))
     assert len(offered) > 1000
@@ -29,7 +29,7 @@ def test_every_plan_that_is_offered_can_be_said_setting_by_setting(optimizer: Op
         assert given_plan(spec, tuple(said.items())) == plan
 
 
-def test_the_engine_follows_where_only_one_can_run_a_plan() -> None:
+def test_the_engine_is_derived_if_only_one_can_run_a_plan() -> None:
     spec, engines = job(), dict[Plan, list[Engine]]()
     for plan in plans(spec, machine(nvme_folder="/nvme")):
         said = {name: text for name, text in settings(plan).items() if name not in FOLLOWS | {"engine"}}
@@ -51,7 +51,7 @@ def test_measured_steps_scale_the_forecast_of_their_engine_alone() -> None:
         assert after["step_s"] == pytest.approx(before["step_s"] * after["step_factor"])
 
 
-def test_a_forecast_says_how_surely_each_plan_fits_and_never_takes_what_the_family_refuted() -> None:
+def test_a_forecast_gives_fit_probabilities_and_never_takes_a_refuted_plan() -> None:
     spec, nodes = decoder_spec(), [node()]
     plain = forecast(spec, nodes)
     assert plain["chosen"] is not None
@@ -72,7 +72,7 @@ def test_a_forecast_says_how_surely_each_plan_fits_and_never_takes_what_the_fami
     assert refuted["chosen"] != 0
 
 
-def test_what_is_said_to_be_measured_first_is_what_the_queue_launches_first() -> None:
+def test_the_announced_probe_is_what_the_queue_launches_first() -> None:
     night, nodes = Night(), idle_nodes(CLUSTERS[0])
     spec = unknown()
     foretold = forecast(spec, nodes)["probe"]

@@ -1,4 +1,4 @@
-"""Every job file in the guides is read and planned as it stands."""
+"""Every job file in the guides can be planned unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of taking in job files: paths are absolute, files exist, knobs are said once."""
+"""Laws of reading job files: paths are absolute, files exist, knobs are set once."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ OWN = "name: own\nglobal_batch_size: 8\nmodel: {factory: own.py:build, config: {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where profiles are kept from test to test."""
+    """A cache of profiles, shared by the tests."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -128,7 +128,7 @@ def own_job(folder: Path, code: str, text: str = OWN) -> Path:
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
-def test_a_model_of_which_nobody_says_what_it_costs_is_traced_once(tmp_path: Path, home: Path) -> None:
+def test_a_model_without_a_profile_is_traced_once(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     spec = read_job(path, home=home)
     known = profile_of(spec, precision=spec.precision, sequence_length=None)
@@ -159,7 +159,7 @@ def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) 
 
 
 @pytest.mark.timeout(300)  # a child process that imports torch
-def test_a_model_that_cannot_be_traced_is_refused_with_its_own_words(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_traced_is_refused_with_its_own_error(tmp_path: Path) -> None:
     code = FACTORY.replace("WIDTH", "5").replace("module(*batch).sum()", "1 / 0")
     with pytest.raises(SpecError) as caught:
         read_job(own_job(tmp_path, code), home=tmp_path / "home")
@@ -211,7 +211,7 @@ def test_the_interpreter_of_an_environment_is_not_resolved_into_one_without_it(t
     assert read_job(path).resume.before == (str(venv / "python"), str(jobs / "migrate_checkpoint.py"))
 
 
-def test_what_is_traced_is_no_setting_of_a_job_file(tmp_path: Path, home: Path) -> None:
+def test_a_job_file_cannot_set_traced_profiles(tmp_path: Path, home: Path) -> None:
     path = own_job(tmp_path, FACTORY.replace("WIDTH", "5"))
     traced = read_job(path, home=home).model_dump(mode="json")["traced"]
     path.write_text(f"{OWN}traced: {json.dumps(traced)}\n")
@@ -259,7 +259,7 @@ def test_a_script_runs_in_the_folder_of_its_job_file(tmp_path: Path) -> None:
     ],
     ids=["data", "script", "program", "workdir", "factory", "factory form", "flag twice", "flag= twice", "env twice"],
 )
-def test_what_the_job_names_must_exist_and_be_said_once(tmp_path: Path, text: str, said: list[str]) -> None:
+def test_files_that_a_job_names_must_exist_and_knobs_be_set_once(tmp_path: Path, text: str, said: list[str]) -> None:
     path = job_file(tmp_path, text)
     with pytest.raises(SpecError) as caught:
         read_job(path)
@@ -268,7 +268,7 @@ def test_what_the_job_names_must_exist_and_be_said_once(tmp_path: Path, text: st
     assert [words for words in said if words not in message] == [], message
 
 
-def test_a_missing_job_file_is_said_with_its_name(tmp_path: Path) -> None:
+def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nothing\.yaml: the file does not exist"):
         read_job(tmp_path / "nothing.yaml")
 
@@ -290,7 +290,7 @@ def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
         ("relative_to", "{micro_batch_size: 1, sequence_length: 1, precision: fp32}"),
     ],
 )
-def test_a_file_that_says_what_is_learned_is_refused(tmp_path: Path, field: str, said: str) -> None:
+def test_a_file_that_sets_learned_fields_is_refused(tmp_path: Path, field: str, said: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"name: a\nglobal_batch_size: 1\ncommand: python train.py\n{field}: {said}\n")
     with pytest.raises(SpecError, match=f"(?s){field}.*is no setting"):

@@ -1,4 +1,4 @@
-"""A night written down is the night that would be submitted: same jobs, same hours, same deadlines."""
+"""A list of job files gives the jobs, hours and deadlines that a submission would."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def listed(folder: Path, text: str) -> Path:
 
 
 def test_arrays_dependencies_hours_and_deadlines_of_a_list_are_played(night: Path) -> None:
-    """It begins at 18:00 in Berlin, and what comes first at 19:00; an hour of work for each."""
+    """It begins at 18:00 in Berlin, the first job comes at 19:00; each has an hour of work."""
     text = (
         "begins: 2026-07-01T18:00 Europe/Berlin\n"
         "jobs: [{at: 1h, file: prepare.yaml}, {at: 1h, file: sweep.yaml}, {at: 1h, file: late.yaml},"

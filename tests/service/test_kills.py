@@ -1,4 +1,4 @@
-"""kill -9 of the service under load, again and again: nothing lost, nothing started twice, the order kept."""
+"""Repeated kill -9 of the service under load: nothing is lost or started twice, and the order stays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC = script("lm", gpus=1, env={"TOKEN": "x"}).model_dump(mode="json")
 
 
 class Mortal:
-    """A service that is killed and begun anew, and clients that submit whatever happens to it."""
+    """A service that is killed and restarted, and clients that keep submitting."""
 
     def __init__(self, home: Path, forker: subprocess.Popen[str]) -> None:
         self.home, self._forker = home, forker
@@ -40,7 +40,7 @@ class Mortal:
         self._full = threading.Event()
 
     def live(self, answers: int, more_s: float) -> None:
-        """Serve until so many more submissions were answered, and for a moment longer, and be killed."""
+        """Serve until so many more submissions were answered and a moment longer, then get killed."""
         wanted, deadline_s = self._answers() + answers, time.monotonic() + PATIENCE_S
         pid = self._begin()
         while self._answers() < wanted:

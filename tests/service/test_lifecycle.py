@@ -1,4 +1,4 @@
-"""Where a home keeps its journal, and who may read how to get there."""
+"""The journal's address of a home, and the secrecy of its password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that cannot start is refused where a job file is read; where only the node knows, the job fails once."""
+"""A program that cannot start is refused when its job file is read; missing only on the node, it fails the job once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def program(path: Path, text: str, mode: int = 0o755) -> Path:
 
 
 def prepared(folder: Path) -> None:
-    """Programs that start, and programs that do not."""
+    """Programs that start, and programs that fail to."""
     program(folder / "bin/works", f"#!{sys.executable}\n")
     program(folder / "bin/by-env", "#!/usr/bin/env -S python3 -u\n")
     program(folder / "bin/moved", "#!/no/such/venv/bin/python\n")
@@ -80,7 +80,7 @@ def test_a_program_that_starts_is_taken(command: str, tmp_path: Path) -> None:
         ("bin/not-executable", ".", "the program is not executable: tried "),
     ],
 )
-def test_what_only_the_node_knows_fails_once_with_the_path_tried(
+def test_a_program_missing_on_the_node_fails_once_with_the_path_tried(
     command: str, workdir: str, said: str, tmp_path: Path
 ) -> None:
     prepared(tmp_path)
@@ -94,7 +94,7 @@ def test_what_only_the_node_knows_fails_once_with_the_path_tried(
 
 
 def test_a_full_process_table_is_no_missing_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes, so that a retry has a chance: EAGAIN, as fork says it."""
+    """It is temporary, so a retry may help: fork's EAGAIN."""
 
     def refused(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -1,4 +1,4 @@
-"""Laws of `orc init`: the flags of a script are read and never run, and a proposal can be planned as it stands."""
+"""Laws of `orc init`: a script is read and never run, and its proposal can be planned unchanged."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def proposed(folder: Path, source: str) -> tuple[str, JobSpec]:
 @pytest.mark.parametrize(
     "source", [ARGPARSE, CLICK, TYPER, HF, SFT, DIFFUSERS, LIGHTNING, HYDRA, SPAWNING, "print()\n"]
 )
-def test_what_is_proposed_can_be_planned_as_it_stands(tmp_path: Path, source: str) -> None:
+def test_a_proposal_can_be_planned_unchanged(tmp_path: Path, source: str) -> None:
     _, spec = proposed(tmp_path, source)
     assert forecast(spec, idle_nodes(read_cluster(None)), ())["chosen"] is not None
 
@@ -186,7 +186,7 @@ def test_a_script_of_trl_is_one_of_transformers_whose_precision_is_trls(tmp_path
     assert proposed(tmp_path, HF)[1].precision is Precision.FP32
 
 
-def test_what_a_script_of_a_framework_does_otherwise_is_written(tmp_path: Path) -> None:
+def test_a_scripts_differences_from_its_framework_are_written(tmp_path: Path) -> None:
     _, spec = proposed(tmp_path, DIFFUSERS)
     assert spec.trainer == "diffusers"
     assert spec.knobs.micro_batch_size is not None
@@ -211,18 +211,18 @@ def test_the_file_of_deepspeed_is_found_beside_its_script(tmp_path: Path) -> Non
         (LIGHTNING, "trainer: lightning"),
     ],
 )
-def test_what_is_not_known_is_said(tmp_path: Path, source: str, said: str) -> None:
+def test_unknown_settings_are_named(tmp_path: Path, source: str, said: str) -> None:
     assert said in proposed(tmp_path, source)[0]
 
 
 @pytest.mark.parametrize("content", [b"#!/bin/sh\necho $1\n", b"\xff\xfe\x00"])
-def test_what_is_no_python_script_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_python_script_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "train.py").write_bytes(content)
     with pytest.raises(SpecError, match="cannot be read as Python"):
         proposal([str(tmp_path / "train.py")], tmp_path)
 
 
-def test_a_script_that_is_not_there_is_not_taken_for_another_language(tmp_path: Path) -> None:
+def test_a_missing_script_is_reported_as_missing(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read: No such file or directory") as refused:
         proposal([str(tmp_path / "train.py")], tmp_path)
     assert "shell" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""CPU ranks are planned with what they reach: measured once in a home, and believed by planning as it was measured."""
+"""CPU ranks are planned with rates that are measured once per home."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kept(home: Path) -> list[Path]:
     return list(home.glob("rates/*"))
 
 
-def test_planning_expects_of_a_cpu_rank_what_was_measured_of_it() -> None:
+def test_planning_uses_the_measured_rates_of_cpu_ranks() -> None:
     rank = device(with_rates(read_cluster(None), RATES))
     assert product_flops(rank, Precision.FP32) == pytest.approx(RATES.fp32_flops)
     assert product_flops(rank, Precision.BF16) == pytest.approx(RATES.bf16_flops)
@@ -32,7 +32,7 @@ def test_planning_expects_of_a_cpu_rank_what_was_measured_of_it() -> None:
     assert ring(2, 1, rank, 2, 10**9).bandwidth == pytest.approx(RATES.link_bandwidth)
 
 
-def test_gpus_are_what_their_data_sheet_says(tmp_path: Path) -> None:
+def test_gpus_keep_the_rates_of_their_data_sheet(tmp_path: Path) -> None:
     cluster = read_cluster(Path(__file__).parents[2] / "clusters" / "1x8-h100-80gb.yaml")
     assert with_rates(cluster, RATES) == cluster
     assert measured(cluster, tmp_path) == cluster
@@ -40,7 +40,7 @@ def test_gpus_are_what_their_data_sheet_says(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_measured_once_in_a_home(tmp_path: Path) -> None:
-    """A real measurement; what is kept of it is believed, and made anew where it cannot be read."""
+    """A real measurement; its cache file is reused, and rewritten if it cannot be read."""
     declared = read_cluster(None)
     assert known(declared, tmp_path) == declared, "to look is not to measure"
     first = measured(declared, tmp_path)

@@ -1,4 +1,4 @@
-"""A journal tells every decision again, and where this version would decide otherwise."""
+"""A journal's decisions are replayed, and differences to this version reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.scheduling.world import CLUSTERS, STORM, backend_of, random_scenario,
 
 @pytest.fixture
 def night(tmp_path: Path) -> tuple[Path, Journal]:
-    """A stormy night on the real journal, which its service still has open."""
+    """A run with many failures on the real journal, which its service still has open."""
     scenario = replace(
         random_scenario(random.Random(2), jobs=5), cluster=CLUSTERS[2], hazards=STORM, cancels=(), drains=()
     )
@@ -42,7 +42,7 @@ def night(tmp_path: Path) -> tuple[Path, Journal]:
     raise AssertionError("the night did not end")
 
 
-def test_every_decision_is_made_again_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
+def test_every_decision_is_replayed_while_the_service_is_up(night: tuple[Path, Journal]) -> None:
     path, journal = night
     decided = list(replay(kept_events(str(path))))
     launches = [line for one in decided for line in one["now"].splitlines() if line.startswith("launch ")]
@@ -53,7 +53,7 @@ def test_every_decision_is_made_again_while_the_service_is_up(night: tuple[Path,
     journal.close()
 
 
-def test_a_decision_that_this_version_makes_otherwise_is_told(
+def test_a_decision_that_this_version_makes_otherwise_is_reported(
     night: tuple[Path, Journal], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, journal = night
@@ -70,7 +70,7 @@ def test_a_decision_that_this_version_makes_otherwise_is_told(
     assert "decides 0 otherwise" in capsys.readouterr().out
 
 
-def test_whoever_is_asked_to_leave_is_told_why() -> None:
+def test_a_stopped_job_gets_the_reason() -> None:
     events = (seen(maintained("a", (1000.0, 2000.0))), submitted(1, script({1: 500.0})), TimerFired(at_s=900.0))
     *_, asked = replay((event, None) for event in events)
     assert asked["now"].startswith("stop job-1"), asked

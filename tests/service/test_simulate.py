@@ -1,4 +1,4 @@
-"""Laws of the simulated world, whatever the queue decides, and of what is reported about it."""
+"""Laws of the simulated world under any decisions of the queue, and of its reports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def attempts(outcomes: Iterable[Outcome]) -> list[Process]:
 
 
 def breaches(trace: Trace, outcomes: tuple[Outcome, ...]) -> list[str]:
-    """Every law of the world that a run broke."""
+    """Violations of the world's laws by a run."""
     found = []
     held: dict[tuple[str, int], list[tuple[float, float, str]]] = {}
     for arrival, one in zip(trace.arrivals, outcomes, strict=True):
@@ -119,7 +119,7 @@ def test_the_laws_of_the_world_hold_under_every_peer(peer: peers.Peer) -> None:
     assert peer.preempts or widths == [one.rigid_devices for one in trace.arrivals]
 
 
-def test_a_preempted_job_goes_on_from_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiresias takes the devices of a long job for a short one, and gives them back."""
     monkeypatch.setattr(peers, "DEMOTED_S", 600.0)
     long = Arrival(at_s=0.0, spec=job("long", 2000, {4: 1.0}), rigid_devices=4)
@@ -134,7 +134,7 @@ def test_a_preempted_job_goes_on_from_where_it_was(monkeypatch: pytest.MonkeyPat
     assert first.ended_at_s == pytest.approx(2000 + 100 + 3 * LAUNCH_COST_S, abs=peers.ROUND_S)
 
 
-def test_wrong_estimates_change_what_is_told_and_not_what_is_true() -> None:
+def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> None:
     trace = Trace(name="one", arrivals=(Arrival(at_s=0.0, spec=job("a", 1000, {1: 2.0})),))
     told = misjudged(trace, 0.5, seed=1)
     assert told.arrivals[0].spec.speeds != trace.arrivals[0].spec.speeds
@@ -144,8 +144,8 @@ def test_wrong_estimates_change_what_is_told_and_not_what_is_true() -> None:
         assert outcome.slowdown == pytest.approx(1.0)
 
 
-def test_a_placement_that_was_measured_takes_what_was_measured() -> None:
-    """Two devices on two nodes are slower than told: here no node has two."""
+def test_a_measured_placement_takes_its_measured_time() -> None:
+    """Two devices on two nodes are slower than declared: here no node has two."""
     spread = ClusterSpec(
         name="spread", nodes=[NodeSpec(name="n", count=2, devices=1, device="a100-80gb", host_memory="1TiB")]
     )
@@ -168,7 +168,7 @@ def test_a_job_that_no_node_can_hold_is_counted_as_not_finished() -> None:
 
 
 def test_the_report_counts_what_happened() -> None:
-    """Two jobs of all devices, one after the other."""
+    """Two jobs, each on all devices, one after the other."""
     spec = job("a", 100, {4: 1.0})
     one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
     arrivals = (
@@ -187,7 +187,7 @@ def test_the_report_counts_what_happened() -> None:
 
 
 def test_the_report_counts_promises_that_are_kept_broken_and_refused() -> None:
-    """One runs as fast as it was told, one half as fast, and nothing holds the request of the third."""
+    """One runs as fast as declared, one half as fast, and the third one's request is impossible."""
     asked = {"guarantee": "requested"}
     arrivals = (
         Arrival(at_s=0.0, spec=job("kept", 10, {4: 1.0}, **asked)),
@@ -256,7 +256,7 @@ def test_the_command_plays_a_list_of_job_files(tmp_path: Path, capsys: pytest.Ca
 
 
 def simulated_by_command(folder: Path, *arguments: str) -> int | str | None:
-    """The exit code where jobs that may have one or both of two devices are played."""
+    """The exit code of a simulation of jobs that may use one or both of two devices."""
     (folder / "job.yaml").write_text(
         "name: job\ncommand: python x.py\nglobal_batch_size: 4\nsteps: 100\nspeeds: {1: 2s, 2: 1.2s}\n"
     )
@@ -295,7 +295,7 @@ def test_a_chart_of_both_objectives_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlines() -> None:
-    """At noon: one that runs, one that comes after it, one for the evening, and one with a deadline."""
+    """At noon: a running job, one that depends on it, one for the evening, and one with a deadline."""
     noon_s = 1782907200.0  # Wednesday, 1 July 2026, 12:00 UTC
     asked = [
         job("first", 3600, {1: 1.0}),
@@ -316,6 +316,6 @@ def test_a_live_queue_is_played_with_what_it_waits_for_its_hours_and_its_deadlin
     assert due.in_time
 
 
-def test_a_queue_with_nothing_in_it_is_not_played_but_told_as_empty() -> None:
+def test_an_empty_queue_is_reported_and_not_simulated() -> None:
     with pytest.raises(SpecError, match="queue: no job runs or waits"):
         from_queue(State())

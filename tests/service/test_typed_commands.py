@@ -1,4 +1,4 @@
-"""Laws of `orc init COMMAND`: what people type becomes a job that keeps its words, by the files of each trainer."""
+"""Laws of `orc init COMMAND`: a typed command becomes a job with the same arguments, for every trainer."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def proposed(folder: Path, typed: str) -> tuple[str, JobSpec]:
         ("mine train --lr 1", "{bin}/mine train --lr 1", None, "self", None, 8, 1),
     ],
 )
-def test_what_is_typed_becomes_a_job_that_keeps_it(
+def test_a_typed_command_becomes_a_job_that_keeps_it(
     environment: Path,
     typed: str,
     command: str,
@@ -142,7 +142,7 @@ def test_what_is_typed_becomes_a_job_that_keeps_it(
         assert forecast(spec, idle_nodes(read_cluster(None)), ())["chosen"] is not None
 
 
-def test_whose_interpreter_it_names_is_said(environment: Path) -> None:
+def test_the_origin_of_the_interpreter_is_noted(environment: Path) -> None:
     text, _ = proposed(environment, "trl sft --model_name_or_path m")
     assert f"# {environment}/env/bin/python3.11 is the interpreter of trl, not orc's own." in text
 
@@ -168,7 +168,7 @@ def test_litgpt_divides_its_global_batch_itself_and_only_some_of_it_resumes(envi
 @pytest.mark.parametrize(
     "typed", ["llamafactory-cli webui", "trl env", "tune ls", "accelerate config", "no-such-program"]
 )
-def test_what_starts_no_training_is_refused(environment: Path, typed: str) -> None:
+def test_a_command_that_starts_no_training_is_refused(environment: Path, typed: str) -> None:
     with pytest.raises(SpecError) as refused:
         proposed(environment, typed)
     assert "allowed" in str(refused.value)

@@ -33,7 +33,7 @@ def test_an_array_is_every_combination_in_order() -> None:
     ]
 
 
-def test_a_list_says_each_job() -> None:
+def test_a_list_gives_each_job() -> None:
     text = SWEEP.partition("array:")[0] + "array: [{lr: a, seed: 1, steps: 5}, {lr: b, seed: 2, steps: 6}]\n"
     assert [(spec.name, spec.steps) for spec in parse_jobs(text, "sweep.yaml")] == [("sweep-a", 5), ("sweep-b", 6)]
 
@@ -43,7 +43,7 @@ def test_its_jobs_survive_the_way_to_the_service() -> None:
         assert job_from_data(spec.model_dump(mode="json"), "a test") == spec
 
 
-def test_one_job_is_asked_for_where_an_array_has_many() -> None:
+def test_an_array_is_refused_where_one_job_is_expected() -> None:
     with pytest.raises(SpecError, match=r"(?s)an array is many jobs.*6 jobs.*orc submit"):
         parse_job(SWEEP, "sweep.yaml")
 

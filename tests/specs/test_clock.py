@@ -81,7 +81,7 @@ def test_hours_counted_from_a_moment_are_the_same_hours(window: Window, days: in
 
 @QUICK
 @given(WINDOWS)
-def test_what_it_says_is_read_back_as_the_same(window: Window) -> None:
+def test_a_window_survives_the_round_trip_through_its_text(window: Window) -> None:
     assert parse_window(str(window)) == window
 
 
@@ -140,7 +140,7 @@ def test_a_deadline_is_the_next_time_that_clocks_show_it(at_s: float, time_s: in
 
 
 @given(st.integers(0, 2_000_000_000_000_000))
-def test_a_moment_is_read_back_as_the_same(microseconds: int) -> None:
+def test_a_deadline_survives_the_round_trip_through_its_text(microseconds: int) -> None:
     deadline = deadline_at(microseconds / 1e6)
     assert parse_deadline(str(deadline)) == deadline
     assert deadline.due_s(0.0) == pytest.approx(microseconds / 1e6, abs=1e-6)
@@ -156,7 +156,7 @@ def test_a_moment_is_read_back_as_the_same(microseconds: int) -> None:
         ("2026-11-23T08:00", "2026-11-23T08:00+00:00"),
     ],
 )
-def test_a_deadline_is_said_in_several_ways(text: str, at: str) -> None:
+def test_a_deadline_has_several_forms(text: str, at: str) -> None:
     noon = datetime(2026, 7, 1, 12, tzinfo=UTC).timestamp()
     assert parse_deadline(text).due_s(noon) == datetime.fromisoformat(at).timestamp()
 

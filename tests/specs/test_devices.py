@@ -25,7 +25,7 @@ def device(name: str) -> DeviceSpec:
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_every_device_is_complete_and_says_what_physics_allows(name: str) -> None:
+def test_every_device_is_complete_and_physically_plausible(name: str) -> None:
     one = device(name)
     assert one.name == name
     assert one.kind is DeviceKind.CUDA

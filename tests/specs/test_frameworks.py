@@ -99,11 +99,11 @@ def test_a_job_that_names_its_trainer_survives_the_way_to_the_service(trainer: s
         ),
     ],
 )
-def test_a_plan_is_said_in_the_words_of_the_framework(trainer: str, command: str, words: str) -> None:
+def test_a_plan_is_rendered_in_the_flags_of_the_framework(trainer: str, command: str, words: str) -> None:
     assert told(job(trainer, command)) == tuple(words.split())
 
 
-def test_what_the_command_says_is_where_the_knobs_begin() -> None:
+def test_values_of_the_command_are_the_defaults_of_knobs() -> None:
     spec = job(
         "hf", "python train.py --per_device_train_batch_size=4 --gradient_accumulation_steps 2 --fp16 true --lr 1e-4"
     )
@@ -116,7 +116,7 @@ def test_what_the_command_says_is_where_the_knobs_begin() -> None:
     assert told(spec)[-8:-4] == ("--bf16", "false", "--fp16", "true")
 
 
-def test_what_the_job_says_stands_above_its_trainer() -> None:
+def test_settings_of_the_job_override_its_trainer() -> None:
     spec = job(
         "hf",
         "python train.py --gradient_checkpointing",
@@ -153,14 +153,14 @@ def test_a_default_of_its_own_leaves_a_knob_as_it_is() -> None:
         ("command: python t.py\ntrainer: hf\nresume: {checkpoint: a}\n", ["job.yaml:5: resume.checkpoint"]),
     ],
 )
-def test_a_mistake_beside_a_trainer_is_answered_by_one_error_that_says_where(text: str, said: list[str]) -> None:
+def test_a_mistake_beside_a_trainer_is_one_error_with_its_place(text: str, said: list[str]) -> None:
     with pytest.raises(SpecError) as refused:
         parse_job(f"name: a\nglobal_batch_size: 8\n{text}", "job.yaml")
     for part in said:
         assert part in str(refused.value)
 
 
-def test_a_script_of_trl_trains_in_bf16_where_nobody_says_otherwise() -> None:
+def test_a_script_of_trl_trains_in_bf16_by_default() -> None:
     assert job("hf").precision is Precision.FP32
     assert job("trl").precision is Precision.BF16
     assert job("trl", "python train.py --bf16 false").precision is Precision.FP32

@@ -42,7 +42,7 @@ def test_it_is_a_dict_in_order_of_submission_and_no_version_ever_changes() -> No
     assert jobs == Jobs(known.values()) == known
 
 
-def test_what_changed_between_two_versions_is_named_and_nothing_else() -> None:
+def test_exactly_the_jobs_that_changed_between_two_versions_are_named() -> None:
     before = Jobs(Job(f"job-{order}", order) for order in range(5 * CHUNK))
     changed = Job("job-7", 7, "waits"), Job(f"job-{5 * CHUNK}", 5 * CHUNK)
     after = before.without("job-200").with_job(changed[0]).with_job(changed[1])

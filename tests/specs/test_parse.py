@@ -147,13 +147,13 @@ def test_a_bad_cluster_is_refused_in_one_error(before: str, after: str, said: li
 
 
 @pytest.mark.parametrize("key", ["colour", "trace", "measure", "segments"])
-def test_no_error_tells_of_keys_that_are_found_out_and_never_said(key: str) -> None:
+def test_no_error_lists_keys_that_a_file_cannot_set(key: str) -> None:
     with pytest.raises(SpecError) as caught:
         parse_job(f"{SCRIPT}{key}: 1\n", "job.yaml")
     assert not {"member", "traced", "measured"} & set(re.findall(r"\w+", f"{caught.value.allowed} {caught.value.hint}"))
 
 
-def test_every_problem_of_a_file_is_said_at_once() -> None:
+def test_all_problems_of_a_file_are_reported_at_once() -> None:
     text = f"{SCRIPT}precision: fp8\ntraining: {{max_step: 1}}\nhang_timeout: 3\n"
     with pytest.raises(SpecError) as caught:
         parse_job(text, "job.yaml")

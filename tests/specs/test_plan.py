@@ -81,7 +81,7 @@ EXCLUDED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "reason"), EXCLUDED.values(), ids=EXCLUDED.keys())
-def test_what_cannot_run_together_cannot_be_constructed_and_says_why(fields: dict[str, Any], reason: str) -> None:
+def test_illegal_combinations_cannot_be_constructed_and_give_the_reason(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(IllegalPlan, match=reason):
         Plan(**{"engine": TORCH, "micro_batch_size": 1, **fields})
 

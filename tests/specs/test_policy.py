@@ -60,7 +60,7 @@ def test_a_half_life_without_teams_is_refused() -> None:
         ("    - {name: speech, users: ['a b']}\n", "users"),
     ],
 )
-def test_what_is_said_wrongly_is_one_clear_error(text: str, said: str) -> None:
+def test_a_mistake_in_a_policy_is_one_clear_error(text: str, said: str) -> None:
     with pytest.raises(SpecError, match=r"c\.yaml") as refused:
         parse_cluster(EMBEDDED_CLUSTER + POLICY + text, "c.yaml")
     assert said in str(refused.value)

@@ -1,4 +1,4 @@
-"""A changed noun is what `dataclasses.replace` makes of it."""
+"""`specs.replace` gives the result of `dataclasses.replace`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_it_is_frozen() -> None:
         replace(State(), at_s=1.0).at_s = 2.0  # type: ignore[misc]
 
 
-def test_a_field_that_there_is_not_is_our_bug() -> None:
+def test_an_unknown_field_is_our_bug() -> None:
     with pytest.raises(KeyError):
         replace(State(), when_s=1.0)  # type: ignore[call-arg]

@@ -34,7 +34,7 @@ ATTEMPT_TIMEOUT_S = 300.0
 
 
 def device(memory: str) -> DeviceSpec:
-    """A virtual device behind so slow a link that one of them is always faster than two."""
+    """A virtual device with so slow a link that one is always faster than two."""
     return DeviceSpec(
         name="virtual",
         kind=DeviceKind.VIRTUAL,
@@ -53,7 +53,7 @@ def cluster(memory: str, devices: int = 2) -> ClusterSpec:
 
 
 def card_cluster(cards: dict[str, str]) -> ClusterSpec:
-    """One node with the cards that NVML names under these variables: real devices, as far as anybody can tell."""
+    """One node with the cards that NVML reports under these variables; to all code they are real devices."""
     asks = "from orchestrator.backends import nvml; print(*(one.total_bytes for one in nvml.devices().devices))"
     said = subprocess.run([sys.executable, "-c", asks], env={**os.environ, **cards}, capture_output=True, check=True)
     memory = [int(each) for each in said.stdout.split()]
@@ -64,7 +64,7 @@ def card_cluster(cards: dict[str, str]) -> ClusterSpec:
 
 @dataclass
 class Drive:
-    """A job on its way, in a home of its own."""
+    """A job in progress, in its own home."""
 
     home: Path
     nodes: ClusterSpec
@@ -102,7 +102,7 @@ class Drive:
 
 
 def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evidence:
-    """One attempt on one node, led by the production's AttemptWatch."""
+    """One attempt on one node, driven by the production's AttemptWatch."""
     told: list[Event] = []
     world = World(
         home=home,
@@ -128,16 +128,16 @@ def attempt(job: Job, planned: Attempt, home: Path, nodes: ClusterSpec) -> Evide
 
 
 def checkout(name: str, at: Path) -> Path:
-    """A fresh copy of one of the trainers here, as a user has cloned it."""
+    """A fresh copy of one of the trainers here, like a user's clone."""
     shutil.copytree(SCRIPTS / name, at)
     return at
 
 
 def log(home: Path, number: int, rank: int = 0) -> str:
-    """What a process of an attempt printed."""
+    """The output of an attempt's process."""
     return JobFolder(home, "job").attempt(number).log(rank).read_text()
 
 
 def story(job: Job) -> list[str]:
-    """How every attempt ended, for assertions and their messages."""
+    """The outcome of every attempt, for assertions and their messages."""
     return [str(one.failure.kind) if one.failure else "finished" for one in job.attempts]

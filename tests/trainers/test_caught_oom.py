@@ -1,4 +1,4 @@
-"""A script that catches out-of-memory errors and goes on: what it lost decides, whatever its exit code says."""
+"""A script that catches out-of-memory errors and continues: its lost steps decide, not its exit code."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SHORT = pytest.mark.parametrize("devices", [pytest.param("virtual", marks=pytest
 
 @DEVICES
 def test_a_script_that_skips_every_batch_has_run_out_of_memory_and_is_recovered(devices: str, tmp_path: Path) -> None:
-    """It exits 0 after no optimizer step, on each of two ranks."""
+    """It exits 0 without an optimizer step, on each of two ranks."""
     job = driven(tmp_path, devices, "--steps", "3", ranks=2)
     assert job.status is JobStatus.SUCCEEDED, job.reason
     assert story(job)[0] == "device_oom"
@@ -97,7 +97,7 @@ def test_a_script_that_loses_one_step_of_fifty_ends_well_with_a_warning(devices:
 @DEVICES
 @pytest.mark.parametrize(("long_at", "outcome"), [("4", "device_oom"), ("9", "device_oom"), ("8", "finished")])
 @pytest.mark.long
-def test_a_step_more_than_a_tenth_is_too_much_and_so_is_the_last(
+def test_losing_more_than_a_tenth_of_the_steps_fails_and_so_does_losing_the_last(
     long_at: str, outcome: str, devices: str, tmp_path: Path
 ) -> None:
     steps = "5" if long_at == "4" else "10"
@@ -114,6 +114,6 @@ def test_a_job_may_accept_what_its_script_catches(tmp_path: Path) -> None:
 
 @SHORT
 def test_a_success_that_fails_after_caught_errors_is_recovered(devices: str, tmp_path: Path) -> None:
-    """One step of fifty is little, but nothing else explains that the last words are missing."""
+    """One lost step of fifty is little, but nothing else explains the missing success line."""
     job = driven(tmp_path, devices, "--long-at", "20", success={"log": "^trained"}, retries={"oom": 0})
     assert story(job) == ["device_oom"]

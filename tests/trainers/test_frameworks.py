@@ -1,4 +1,4 @@
-"""Scripts of common frameworks run with their trainer's name and no knobs: sized, capped, recovered, resumed."""
+"""Scripts of common frameworks with `trainer:` and no knobs: sized, capped, recovered, resumed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_script_like_the_examples_of_diffusers_recovers_and_goes_on_without_a_
     assert f"per device = {last.plan.micro_batch_size}, precision no\nstep 3\nstep 4" in log(tmp_path, 3)
 
 
-def test_a_script_of_which_nobody_knows_what_it_needs_is_measured_and_never_runs_out_of_memory(tmp_path: Path) -> None:
+def test_a_script_of_unknown_memory_is_probed_and_never_runs_out_of_memory(tmp_path: Path) -> None:
     spec = JobSpec.model_validate(
         {
             "name": "diffusion",
@@ -77,7 +77,7 @@ LLAMA = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(("samples", "tokens", "precision"), [(16, 128, "fp32"), (4, 256, "fp32"), (8, 128, "bf16")])
-def test_what_a_script_needs_is_foretold_by_the_model_that_it_names(
+def test_the_memory_of_a_script_is_predicted_from_the_model_that_it_names(
     samples: int, tokens: int, precision: str, tmp_path: Path
 ) -> None:
     spec = JobSpec.model_validate(

@@ -1,4 +1,4 @@
-"""The guard runs in the interpreter of the trainer, not in ours: it needs no newer Python or PyTorch than that has."""
+"""The guard runs in the trainer's interpreter, with its Python and PyTorch versions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(tmp_path: Path, capacity_bytes: int | None, *before: str) -> tuple[subpr
 
 
 @BOTH
-def test_the_guard_caps_and_reports_under_a_pytorch_without_what_came_after_2_1(
+def test_the_guard_caps_and_reports_without_pytorch_features_newer_than_2_1(
     capacity_bytes: int | None, tmp_path: Path
 ) -> None:
     done, folder = run(tmp_path, capacity_bytes, "import torch", "del torch.OutOfMemoryError")
@@ -60,7 +60,7 @@ def test_the_guard_caps_and_reports_under_a_pytorch_without_what_came_after_2_1(
     assert (said["step"], said["requested_bytes"]) == (3, 256 * 2**20)
 
 
-def test_what_comes_into_the_trainers_process_names_nothing_newer_than_python_3_10_and_pytorch_2_1(
+def test_code_in_the_trainers_process_uses_nothing_newer_than_python_3_10_and_pytorch_2_1(
     tmp_path: Path,
 ) -> None:
     done, _ = run(tmp_path, 64 * 2**20)

@@ -1,4 +1,4 @@
-"""LatentSync's traps: errors that it swallows until all ranks stand still, a new folder at each start, no optimizer."""
+"""LatentSync's traps: swallowed errors until all ranks hang, a new folder at each start, no optimizer saved."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_error_that_the_script_swallows_ends_as_a_hang_with_its_cause_and_is_
     first, second = job.attempts
     assert first.evidence is not None
     assert second.evidence is not None
-    assert first.evidence.hung_for_s is not None, "nothing but the watchdog saw it"
+    assert first.evidence.hung_for_s is not None, "only the watchdog saw it"
     assert [report.rank for report in first.evidence.caught] == [1]
     assert second.plan.activation_checkpointing is ActivationCheckpointing.FULL
     assert "resumed at 1, without the optimizer" in log(home, 2), "found below another start's folder"

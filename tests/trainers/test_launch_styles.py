@@ -1,4 +1,4 @@
-"""Whoever starts the ranks: each of them is capped, watched and reported, and ends with the attempt."""
+"""Under every launcher each rank is capped, watched and reported, and ends with the attempt."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ for child in children:
 
 
 def test_ranks_that_a_script_forks_are_capped_and_reported_and_their_loaders_are_not(tmp_path: Path) -> None:
-    """Its process has imported torch, and is on the device, before it forks; it exits 0 whatever its children do."""
+    """Its process has imported torch and entered the device before it forks; it always exits 0."""
     (tmp_path / "train.py").write_text(FORKS)
     spec = JobSpec.model_validate(
         {

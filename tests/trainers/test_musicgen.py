@@ -1,4 +1,4 @@
-"""MusicGen's traps: settings that name another folder, so that it starts over, and errors that end in workers' logs."""
+"""MusicGen's traps: other settings mean another folder, so it starts over; errors end in workers' logs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_without_migrating_the_checkpoint_the_restart_from_scratch_is_reported(t
 
 @pytest.mark.long
 def test_an_end_after_the_last_epochs_training_is_no_success(tmp_path: Path) -> None:
-    """There is a checkpoint of this attempt, of the epoch before; what `success` asks for is the job file's."""
+    """There is a checkpoint of this attempt, of the epoch before; `success` is that of the job file."""
     folder, home = checkout("musicgen", tmp_path / "musicgen"), tmp_path / "home"
     success = yaml.safe_load(JOB.read_text().replace("500", "3"))["success"]
     argv = (str(folder / "bin/dora"), "run", "solver=musicgen", "optim.epochs=3", "die_in_valid=3")

@@ -1,4 +1,4 @@
-"""Orpheus's traps: a config file in its working directory and no arguments; memory that only sharding can cure."""
+"""Orpheus's traps: a config file in its working directory, no arguments, and a model that only fits sharded."""
 
 from __future__ import annotations
 

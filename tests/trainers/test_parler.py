@@ -92,7 +92,7 @@ def test_half_a_checkpoint_is_passed_over_for_the_whole_one_before(tmp_path: Pat
     assert "Continuing training from global step 2" in log(home, 2)
 
 
-def test_nothing_goes_on_from_the_last_step(tmp_path: Path) -> None:
+def test_no_attempt_resumes_from_the_last_step(tmp_path: Path) -> None:
     spec = parler(tmp_path)
     for step in (2, 4):
         checkpoint = tmp_path / f"checkpoint-{step}-epoch-0"
@@ -117,7 +117,7 @@ def test_a_checkpoint_without_one_of_its_files_is_passed_over(tmp_path: Path) ->
 
 @pytest.mark.parametrize("torn", ["model.pt", "model.safetensors"])
 def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(tmp_path: Path, torn: str) -> None:
-    """Every file is there and none is empty: only that one of them stops before its own end tells."""
+    """No file is missing or empty; one of them is truncated."""
     spec = parler(tmp_path, resume={"checkpoints": "checkpoint*"}, steps=None)
     for step in (2, 4):
         checkpoint = tmp_path / f"checkpoint-{step}"
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_a_kill_tore_is_passed_over_for_the_one_before(tmp_pat
 
 
 @pytest.mark.long
-def test_a_job_that_has_said_its_last_words_is_not_started_again(tmp_path: Path) -> None:
+def test_a_job_that_printed_its_success_line_is_not_started_again(tmp_path: Path) -> None:
     folder, home = checkout("parler", tmp_path / "parler"), tmp_path / "home"
     script = folder / "training/run_parler_tts_training.py"
     script.write_text(script.read_text() + "__import__('os').kill(__import__('os').getpid(), 9)\n")

@@ -58,7 +58,7 @@ def test_an_out_of_memory_failure_that_exits_0_is_seen_in_the_rank_and_cured_by_
 
 @pytest.mark.long
 def test_exit_0_without_the_artifact_of_this_attempt_is_a_failure(tmp_path: Path) -> None:
-    """An old voice.pth lies there, and the end of a rank is none of a kind that the guard reports."""
+    """There is an old voice.pth, and the rank's end is of a kind that the guard does not report."""
     folder = checkout("rvc", tmp_path / "rvc")
     (folder / "assets/weights").mkdir(parents=True)
     (folder / "assets/weights/voice.pth").write_text("of last week")
@@ -70,8 +70,8 @@ def test_exit_0_without_the_artifact_of_this_attempt_is_a_failure(tmp_path: Path
 
 
 @pytest.mark.long
-def test_a_job_whose_other_ranks_fail_after_its_last_words_is_done(tmp_path: Path) -> None:
-    """They die of the first one's leaving, and so slowly that they are killed; `success` is the job file's."""
+def test_a_job_whose_other_ranks_fail_after_its_success_line_succeeds(tmp_path: Path) -> None:
+    """They fail because the first one left, so slowly that they are killed; `success` is that of the job file."""
     success = yaml.safe_load(JOB.read_text())["success"]
     job = Drive(tmp_path / "home", cluster("256MiB")).run(
         rvc(checkout("rvc", tmp_path / "rvc"), "--abandon", "60", gpus=2, success=success)
@@ -94,7 +94,7 @@ def test_a_restart_from_scratch_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_pair_that_a_kill_tore_is_quarantined_before_a_restart(tmp_path: Path) -> None:
-    """It takes the newest of each kind: a whole generator without its discriminator would go on with an older one."""
+    """RVC loads the newest of each kind: a generator without its discriminator would be paired with an older one."""
     for name in ("G_5", "D_5", "G_10", "D_10", "G_15"):
         torch.save({"weight": torch.zeros(64)}, tmp_path / f"{name}.pth")
     (tmp_path / "D_10.pth").write_bytes((tmp_path / "D_10.pth").read_bytes()[:-16])

@@ -45,7 +45,7 @@ def driven(typed: str, home: Path, memory: str) -> Job:
     return Drive(home / "home", cluster(memory, devices=1)).run(spec)
 
 
-def test_what_is_proposed_for_trl_recovers(tmp_path: Path) -> None:
+def test_the_proposal_for_trl_recovers(tmp_path: Path) -> None:
     needs("trl")
     folder(tmp_path, "llama", vocab_size=4096)
     (tmp_path / "data").mkdir()
@@ -61,7 +61,7 @@ def test_what_is_proposed_for_trl_recovers(tmp_path: Path) -> None:
     assert (last.global_batch_size, last.micro_batch_size < 64) == (64, True)
 
 
-def test_what_is_proposed_for_litgpt_recovers_with_the_accumulation_that_it_derives(tmp_path: Path) -> None:
+def test_the_proposal_for_litgpt_recovers_with_the_accumulation_that_it_derives(tmp_path: Path) -> None:
     needs("litgpt")
     python = interpreter_of(Path(str(shutil.which("litgpt"))))
     assert python is not None

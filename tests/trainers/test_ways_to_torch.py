@@ -1,4 +1,4 @@
-"""However a program comes to torch, its rank is watched: on a virtual device, and with none, as on a real one."""
+"""A rank is watched however its program imports torch: on a virtual device, and without one as on a real one."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ SHORT |= {("subprocess", "self", "none"), ("multiprocessing spawn", "self", "vir
 
 
 def on(devices: str) -> ClusterSpec:
-    """One node with virtual devices, or with those that the guard does not cap: real ones, if they were there."""
+    """One node with virtual devices, or with devices that the guard does not cap, like real ones."""
     made = cluster("64MiB" if devices == "virtual" else "80GiB")
     if devices == "virtual":
         return made
@@ -158,7 +158,7 @@ def on(devices: str) -> ClusterSpec:
 
 
 def attempt_of(tmp_path: Path, devices: str, command: str, **changes: object) -> tuple[Attempt, Evidence]:
-    """How the only attempt of a job ended."""
+    """The evidence of a job's only attempt."""
     (tmp_path / "inner.py").write_text(INNER)
     said = {"name": "way", "command": command, "workdir": str(tmp_path), "global_batch_size": 1, "probe": "never"}
     job = Drive(tmp_path / "home", on(devices)).run(
@@ -171,10 +171,10 @@ def attempt_of(tmp_path: Path, devices: str, command: str, **changes: object) ->
 
 @dataclass(frozen=True)
 class RenderedCommand:
-    """What the guard told of an attempt."""
+    """The guard's reports of an attempt."""
 
     unwatched: tuple[str, ...]
-    ranks: tuple[tuple[int, int, bool], ...]  # each with its steps, and whether it told of its torch
+    ranks: tuple[tuple[int, int, bool], ...]  # each with its steps, and whether it reported its torch version
     ooms: tuple[tuple[int, int, int | None, str], ...]  # rank, step, bytes asked for, and the first word of the error
     measured: bool  # whether it has a peak: only a virtual device has one here
     failure: FailureKind | None
@@ -191,7 +191,7 @@ def told_by(only: Attempt, evidence: Evidence) -> RenderedCommand:
 
 
 def as_watched(devices: str) -> RenderedCommand:
-    """One rank, its three steps, and the error that it died of: that of the cap where the device is virtual."""
+    """One rank, its three steps, and its fatal error: that of the cap if the device is virtual."""
     is_virtual = devices == "virtual"
     return RenderedCommand(
         unwatched=(),
@@ -234,7 +234,7 @@ def test_a_console_script_is_watched(launch: str, devices: str, tmp_path: Path) 
 @pytest.mark.parametrize("devices", ["virtual", "none"])
 @pytest.mark.parametrize("launch", ["ranks", "self"])
 @pytest.mark.parametrize("flags", ["-I", "-E", "-S", "-P", "-m", "-IS"])
-def test_whatever_the_interpreter_is_told_the_program_is_watched(
+def test_the_program_is_watched_under_any_interpreter_flags(
     flags: str, launch: str, devices: str, tmp_path: Path
 ) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
@@ -251,7 +251,7 @@ def test_whatever_the_interpreter_is_told_the_program_is_watched(
 def test_an_interpreter_of_another_environment_is_watched_and_runs_its_own_sitecustomize(
     devices: str, tmp_path: Path
 ) -> None:
-    """With both modules that Python runs at its start: one on the user's path, one in the user's folder."""
+    """With both modules that Python runs at start-up: one on the user's path, one in the user's folder."""
     packages = os.pathsep.join(path for path in sys.path if "site-packages" in path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text("import torch, sys\nsys.mine = True\nvalue = 7\n")
@@ -295,9 +295,7 @@ for _ in range(3):
     ],
 )
 @pytest.mark.parametrize("launch", ["ranks", pytest.param("self", marks=pytest.mark.long)])
-def test_where_nothing_reaches_a_child_the_record_says_so(
-    launch: str, words: str, devices: str, tmp_path: Path
-) -> None:
+def test_a_child_without_the_guard_is_recorded(launch: str, words: str, devices: str, tmp_path: Path) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
     (tmp_path / "unseen.py").write_text(INNER_UNSEEN.format(paths=packages))
     (tmp_path / "program.py").write_text(UNWATCHED.format(words=words))

@@ -77,7 +77,7 @@ TO_THEIR_END = ("rvc", "latentsync", "musicgen", "orpheus", "parler", "hf", "dif
 
 
 def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int, str]:
-    """What its first attempt left, of how many ranks, and its log."""
+    """The evidence of its first attempt, the number of ranks, and the log."""
     spec = CLIENTS[client](tmp_path / "client")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "sitecustomize.py").write_text(RUNS_OUT)
@@ -95,9 +95,7 @@ def evidence_of(client: str, tmp_path: Path, **env: str) -> tuple[Evidence, int,
 @pytest.mark.parametrize(
     "client", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CLIENTS]
 )
-def test_every_rank_of_a_client_is_watched_and_tells_of_the_memory_that_it_ran_out_of(
-    client: str, tmp_path: Path
-) -> None:
+def test_every_rank_of_a_client_is_watched_and_reports_its_out_of_memory_error(client: str, tmp_path: Path) -> None:
     evidence, ranks, said = evidence_of(client, tmp_path, RUN_OUT_AT="2")
     assert evidence.unwatched == (), said
     assert not evidence.virtual

@@ -1,4 +1,4 @@
-"""The beginning of a script whose CUDA runtime says what the script wants it to; `free` are bytes."""
+"""The start of a script with a fake CUDA runtime; the script sets its answers, `free` in bytes."""
 
 ON_CUDA = """
 import torch
@@ -8,7 +8,7 @@ class Device:  # what the CUDA runtime says of one
 
 def mem_get_info():
     Device.asked += 1
-    assert not Device.capturing, "nobody may ask while a graph is captured"
+    assert not Device.capturing, "no query is allowed while a graph is captured"
     if Device.broken:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return Device.free, 2**40

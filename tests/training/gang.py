@@ -40,7 +40,7 @@ MAIN = "main"  # in place of runs: the real entry
 
 
 def ragged_text(folder: Path) -> tuple[str, ...]:
-    """Three files, each with another remainder over the sequence length."""
+    """Three files with different lengths modulo the sequence length."""
     paths = []
     for index, size in enumerate((411, 1000, 77)):
         path = folder / f"text{index}.txt"
@@ -90,13 +90,13 @@ def launch(parts: list[Part], timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
 
 
 def spawn(run: TrainingRun) -> list[Rank]:
-    """`orchestrator.training.main` on every rank, which leaves as under the guard: gloo may abort on its way out."""
+    """`orchestrator.training.main` on every rank; it exits as under the guard, since gloo may abort at exit."""
     path = str(AttemptFolder(run.attempt_folder).run)
     return start_ranks("tests.training.gang", [MAIN, path], run.plan.world_size)
 
 
 def finish(ranks: list[Rank], timeout_s: float = LAUNCH_TIMEOUT_S) -> list[int]:
-    """Exit codes, or minus the signals; nothing is left running."""
+    """Exit codes, or negative signal numbers; no process is left running."""
     try:
         return [rank.wait(timeout_s) for rank in ranks]
     finally:
@@ -106,7 +106,7 @@ def finish(ranks: list[Rank], timeout_s: float = LAUNCH_TIMEOUT_S) -> list[int]:
 
 
 def metrics(run: TrainingRun) -> list[dict[str, float]]:
-    """The lines that rank 0 wrote."""
+    """The lines of rank 0's output."""
     path = AttemptFolder(run.attempt_folder).metrics
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""An example of jobs/examples under another initial seed than the job's: what a checkpoint has to make up for."""
+"""An example of jobs/examples with another initial seed: a loaded checkpoint must replace its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "jobs/examples"
 
 
 def build(config: dict[str, Any]) -> Recipe:
-    """`example`, built with what else `config` says after seeding with `seed`."""
+    """`example`, built with the rest of `config` after seeding with `seed`."""
     settings = dict(config)
     example, seed = settings.pop("example"), settings.pop("seed")
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Our decoder from a factory: its first weights follow from a seed of their own, apart from the order of the data."""
+"""Our decoder from a factory: the seed of its initial weights is separate from that of the data order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters beside a transformers model from a factory: their first values follow from a seed of their own."""
+"""Adapters of a transformers model from a factory, with a separate seed for their initial values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the model of CUDA's caching allocator, and of what a training needs under it."""
+"""Laws of the model of CUDA's caching allocator, and of a training's fragmentation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_segment_is_as_large_as_pytorch_makes_it(asked: int, reserved: int) ->
     assert allocator.reserved_bytes == reserved * MIB
 
 
-def test_what_is_left_of_a_large_block_serves_another_request_from_a_mebibyte_on() -> None:
+def test_the_rest_of_a_large_block_serves_another_request_from_one_mebibyte_on() -> None:
     allocator = CachingAllocator()
     first = allocator.take(12 * MIB)
     allocator.give(first)
@@ -79,7 +79,7 @@ def test_no_byte_is_in_two_blocks_and_none_is_lost(seed: int) -> None:
 
 
 def ledger(*requests: int) -> Ledger:
-    """Positive: MiB that are taken, each with the next number; negative: the number, from 1 on, that is given back."""
+    """Positive: MiB to allocate, numbered from 1 on; negative: the number of the block to free."""
     found = Ledger()
     found.begin()
     for request in requests:
@@ -94,8 +94,8 @@ def test_blocks_of_one_size_are_used_again_without_loss() -> None:
     assert fragmentation([ledger(64, 64, -1, 64, -2, -3)], [64 * MIB]) == 1.0
 
 
-def test_holes_that_are_too_small_are_paid_for() -> None:
-    """Two blocks are free in segments whose rest is live; what comes next is as large as both."""
+def test_free_blocks_that_are_too_small_count_as_fragmentation() -> None:
+    """Two blocks are free in partly live segments; the next request is as large as both."""
     apart = ledger(100, 100, 100, 100, 100, 100)
     apart.sizes = [100 * MIB] * 6
     whole = ledger(300, -1, 100, 150, 100, 150, -2, -4, 201, -3, -5, -6)
@@ -105,7 +105,7 @@ def test_holes_that_are_too_small_are_paid_for() -> None:
     assert fragmentation([apart, whole], []) == factor, "all of them have to run"
 
 
-def test_what_is_said_to_be_enough_is_enough_and_half_a_percent_less_is_not() -> None:
+def test_the_fragmentation_factor_suffices_and_half_a_percent_less_does_not() -> None:
     step = ledger(300, -1, 100, 150, 100, 150, -2, -4, 201, -3, -5, -6)
     enough = fragmentation([step], []) * step.peak_bytes + SEGMENTS_BYTES
     for capacity, runs in ((enough, True), (enough - 0.005 * step.peak_bytes, False)):
@@ -124,7 +124,7 @@ def test_what_is_said_to_be_enough_is_enough_and_half_a_percent_less_is_not() ->
 
 @pytest.fixture(scope="module")
 def unet() -> _Traced:
-    """Its convolutions widen as pictures shrink, so blocks of many sizes come and go."""
+    """Its convolutions widen as pictures shrink, so block sizes vary."""
     return _Traced(
         Request(
             model=ModelSpec(factory=f"{EXAMPLES / 'diffusion_unet.py'}:build", config=UNET),
@@ -138,14 +138,14 @@ def unet() -> _Traced:
     )
 
 
-def test_a_step_on_other_samples_asks_for_what_its_lines_say(unet: _Traced) -> None:
+def test_an_extrapolated_step_makes_the_requests_of_a_recorded_one(unet: _Traced) -> None:
     (_, few), (_, many), (_, eight) = (unet._step(samples, [], sharded=False) for samples in (*SAMPLES, 8))
     found = on_lines(few, many, SAMPLES)[8]
     assert found.sizes == eight.sizes
     assert found.requests == eight.requests
 
 
-def test_a_traced_model_says_what_its_own_steps_need(unet: _Traced) -> None:
+def test_a_trace_has_the_fragmentation_of_the_models_own_steps(unet: _Traced) -> None:
     told = dict(unet.profile(unet.timeline).fragmentation)
     assert set(told) == set(ActivationCheckpointing)
     assert max(told.values()) > 1.08, "more than transformers do, of which all layers are alike"

@@ -1,4 +1,4 @@
-"""Laws of the checkpoint: runs of elements are rectangles, nothing unfinished or stale is ever taken for complete."""
+"""Laws of the checkpoint: runs of elements are rectangles; nothing unfinished or stale counts as complete."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rectangles_hold_the_run_in_order_and_are_few(run: tuple[tuple[int, ...]
 @settings(max_examples=10, deadline=None)
 @given(saved=runs())
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
-def test_what_is_saved_whole_or_in_fragments_loads_either_way(
+def test_whole_and_fragmented_states_load_either_way(
     tmp_path_factory: pytest.TempPathFactory, saved: tuple[tuple[int, ...], int, int]
 ) -> None:
     dims, start, stop = saved
@@ -76,7 +76,7 @@ def test_what_is_saved_whole_or_in_fragments_loads_either_way(
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.integers(0, 9), st.just(0), max_size=8).map(sorted), min_size=1, max_size=5))
-def test_every_part_is_written_once_by_a_holder_and_what_all_hold_is_spread(held: list[list[int]]) -> None:
+def test_every_part_is_written_once_by_a_holder_and_replicated_parts_are_balanced(held: list[list[int]]) -> None:
     everyone = [[(f"n{part}", (part,), 1 + part) for part in parts] for parts in held]
     found = shares(everyone)
     written = [part for share in found for part in share]
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_model_is_one_clear_error(tmp_path: Path, state:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it loads without a process group
-def test_a_loss_scale_stays_as_it_is_where_the_checkpoint_has_none(tmp_path: Path) -> None:
+def test_a_loss_scale_is_kept_if_the_checkpoint_has_none(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", {"model.w": torch.ones(3)}, Cursor())
     weight, scale = torch.zeros(3), torch.tensor([7.0, 2.0])
     checkpoint.load(tmp_path / "a", {"model.w": weight, loss_scale.STATE: scale})
@@ -113,7 +113,7 @@ def test_a_loss_scale_stays_as_it_is_where_the_checkpoint_has_none(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore")  # torch says that it saves without a process group
-def test_what_is_on_the_disk_is_what_its_checksums_say(tmp_path: Path) -> None:
+def test_files_match_their_checksums(tmp_path: Path) -> None:
     folder = tmp_path / "step-00000001"
     files = checkpoint.save(folder, {"model.w": torch.rand(1000)}, Cursor())
     checkpoint_folder.write_manifest(folder, files)
@@ -141,7 +141,7 @@ def test_publishing_keeps_the_newest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 
 
-def test_nothing_is_removed_where_the_new_one_is_not_whole(tmp_path: Path) -> None:
+def test_no_checkpoint_is_removed_if_the_new_one_is_damaged(tmp_path: Path) -> None:
     for step in (1, 2):
         _complete(tmp_path, step)
     os.truncate(_written(tmp_path, epoch=1, step=3) / "data", 99)
@@ -150,7 +150,7 @@ def test_nothing_is_removed_where_the_new_one_is_not_whole(tmp_path: Path) -> No
     assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [1, 2]
 
 
-def test_damaged_ones_do_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_towards_those_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _complete(tmp_path, step)
     (tmp_path / "step-00000003" / "data").unlink()
@@ -159,7 +159,7 @@ def test_damaged_ones_do_not_count_among_those_that_are_kept(tmp_path: Path) -> 
     assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.complete(tmp_path)] == [2, 4]
 
 
-def test_only_the_newest_damaged_ones_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_damaged_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 3):
         _complete(tmp_path, step)
         checkpoint_folder.quarantine_checkpoint(checkpoint_folder.complete_path(tmp_path, step))
@@ -173,7 +173,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000005" / "new").exists()
 
 
-def test_only_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_attempts_are_removed(tmp_path: Path) -> None:
     _written(tmp_path, epoch=1, step=5)
     newer = _written(tmp_path, epoch=3, step=5)
     _complete(tmp_path, 4)
@@ -183,7 +183,7 @@ def test_only_what_dead_attempts_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("newest", "stale"), [(None, False), (1, False), (2, False), (3, True)])
-def test_an_attempt_is_stale_where_a_newer_one_exists(tmp_path: Path, newest: int | None, stale: bool) -> None:
+def test_an_attempt_is_stale_if_a_newer_one_exists(tmp_path: Path, newest: int | None, stale: bool) -> None:
     if newest is not None:
         (tmp_path / "epoch").write_text(f"{newest}\n")
     assert checkpoint_folder.is_stale(tmp_path / "epoch", epoch=2) == stale

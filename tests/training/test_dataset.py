@@ -1,4 +1,4 @@
-"""Laws of the data: every sample once per epoch, in an order that follows from the seed, the same for every layout."""
+"""Laws of the data: every sample once per epoch, in an order by the seed alone, the same in every layout."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_label_is_the_token_that_follows(tmp_path: Path) -> None:
     assert tokens.dtype == torch.int64
 
 
-def test_a_missing_file_is_said_before_training(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_before_training(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no such text file"):
         TextDataset([str(tmp_path / "gone")], 4)
 

@@ -195,7 +195,7 @@ def _plans() -> Iterator[Plan]:
 
 
 def _in_common(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """What both say, key by key."""
+    """The keys that both files have."""
     for key in one.keys() & other.keys():
         if isinstance(one[key], dict):
             yield from _in_common(one[key], other[key])
@@ -204,7 +204,7 @@ def _in_common(one: dict[str, Any], other: dict[str, Any]) -> Iterator[tuple[str
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_a_script_is_told_agrees_with_what_our_engine_tells_deepspeed(device: str) -> None:
+def test_a_scripts_deepspeed_file_agrees_with_our_engines(device: str) -> None:
     plans = list(_plans())
     assert len(plans) > 40
     for plan in plans:
@@ -287,13 +287,13 @@ def _in_files(home: Path, job: str, **changes: Any) -> TrainingRun:
     return gang.training_run(home, job, case.plan, (), **{"nvme_folder": str(home / "nvme"), **changes})
 
 
-def test_offload_to_files_wants_a_folder_that_exists_and_says_so(tmp_path: Path) -> None:
+def test_offload_to_files_needs_an_existing_folder(tmp_path: Path) -> None:
     for folder, said in ((None, "needs a folder"), (str(tmp_path / "nvme"), "needs a writable folder")):
         with pytest.raises(SpecError, match=said):
             deepspeed_nvme.swap_folder(_in_files(tmp_path, "a", nvme_folder=folder))
 
 
-def test_what_is_missing_for_offload_to_files_is_said_with_the_command_that_mends_it(tmp_path: Path) -> None:
+def test_a_missing_requirement_of_offload_to_files_is_named_with_its_remedy(tmp_path: Path) -> None:
     said = deepspeed_nvme.nvme_problem(tmp_path)
     assert said is not None
     if "is not compiled" not in said:
@@ -314,7 +314,7 @@ def _skip_without_files() -> None:
         pytest.skip(problem)
 
 
-def test_files_change_nothing_of_a_training(tmp_path: Path) -> None:
+def test_offload_to_files_does_not_change_a_training(tmp_path: Path) -> None:
     """Off the fp32 curve by its precision alone, a plan that swaps to files trains as the same plan in memory."""
     _skip_without_files()
     (tmp_path / "nvme").mkdir()

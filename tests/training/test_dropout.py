@@ -1,4 +1,4 @@
-"""Laws of dropout as CUDA has it: what a traced step keeps, makes and gives back is what its one kernel does."""
+"""Laws of dropout as on CUDA: a traced step saves, allocates and frees what the fused kernel does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPT2: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "
 
 
 class Rows:
-    """Samples of one row each, counted by it."""
+    """Samples of one row each."""
 
     def __len__(self) -> int:
         return 64
@@ -49,7 +49,7 @@ def block() -> nn.Sequential:
 
 
 def build(_config: dict[str, Any]) -> Recipe:
-    """The factory that is traced: blocks one behind the other, of which the first is given a product as well."""
+    """The traced factory: successive blocks; the first one's input is a product."""
     blocks = [block() for _ in range(LAYERS)]
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
     return Recipe(module=module, loss_sum=lambda it, rows: it(*rows).sum(), dataset=Rows(), layers=blocks)
@@ -65,7 +65,7 @@ def as_on(arithmetic: Arithmetic, *, cuda: bool) -> Arithmetic:
 
 
 def kept(made: Callable[[], Any], *, but: tuple[Tensor, ...] = ()) -> list[Tensor]:
-    """What autograd saves for the backward pass of what is made, each storage once."""
+    """Bytes that autograd saves for the backward pass of the result, each storage once."""
     found: dict[int, Tensor] = {}
 
     def saved(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def autograd_bytes(arithmetic: Arithmetic) -> int:
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
-def test_a_trace_as_on_cuda_keeps_what_autograd_saves_of_the_fused_kernel(arithmetic: Arithmetic) -> None:
+def test_a_trace_as_on_cuda_saves_the_tensors_of_the_fused_kernel(arithmetic: Arithmetic) -> None:
     model = ModelSpec(factory=f"{__file__}:build", config={})
     on_cpu, on_cuda = traced(model, as_on(arithmetic, cuda=False), as_on(arithmetic, cuda=True))
     (before,), (after,) = ([one.saved_bytes for one in each.segments if one.count > 1] for each in (on_cpu, on_cuda))
@@ -111,7 +111,7 @@ def test_a_trace_as_on_cuda_keeps_what_autograd_saves_of_the_fused_kernel(arithm
 
 @pytest.mark.parametrize("name", ["fp32", "autocast"])
 @pytest.mark.parametrize("cuda", [False, True])
-def test_the_closed_form_of_a_decoder_keeps_what_its_trace_does(name: str, cuda: bool) -> None:
+def test_the_closed_form_of_a_decoder_saves_what_its_trace_does(name: str, cuda: bool) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
     decoder, how = DecoderSpec(**sizes, num_attention_heads=4, dropout=P), ARITHMETICS[name]
     (found,) = traced(ModelSpec(decoder=decoder), as_on(how, cuda=cuda))
@@ -121,7 +121,7 @@ def test_the_closed_form_of_a_decoder_keeps_what_its_trace_does(name: str, cuda:
 
 
 def ledger(*, cuda: bool) -> Ledger:
-    """What a step takes and gives back that drops of 1,024 numbers and adds up the rest."""
+    """Allocations and frees of a step that applies dropout to 1,024 numbers and sums them."""
     module = nn.Dropout(P)
     recorder = OpRecorder([Recipe(module=module, loss_sum=lambda it, _: it, dataset=Rows())], {})
     here = as_on_cuda() if cuda else contextlib.nullcontext()
@@ -132,7 +132,7 @@ def ledger(*, cuda: bool) -> Ledger:
     return recorder.ledger
 
 
-def test_a_step_takes_result_and_mask_and_then_the_gradient_and_nothing_more() -> None:
+def test_dropout_allocates_result_mask_and_gradient_only() -> None:
     on_cpu, on_cuda = ledger(cuda=False), ledger(cuda=True)
     given, *made = [each for each in on_cuda.sizes if each > 8]
     assert (given, made) == (4096, [4096, 1024, 4096])
@@ -157,7 +157,7 @@ NOT_FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", NOT_FUSED)
-def test_what_cuda_has_no_kernel_for_keeps_the_same_on_both(kind: str) -> None:
+def test_dropout_without_a_cuda_kernel_saves_the_same_on_cpu_and_cuda(kind: str) -> None:
     given = torch.ones(3, 5, 7, requires_grad=True)
 
     def saved() -> list[tuple[torch.dtype, torch.Size]]:
@@ -169,7 +169,7 @@ def test_what_cuda_has_no_kernel_for_keeps_the_same_on_both(kind: str) -> None:
     assert all(dtype is torch.float32 for dtype, _ in on_cpu)
 
 
-def test_dropout_is_the_cpus_again_outside() -> None:
+def test_outside_the_context_dropout_is_the_cpus() -> None:
     given = torch.ones(64, requires_grad=True)
     with as_on_cuda():
         inside = functional.dropout(given, P)
@@ -178,7 +178,7 @@ def test_dropout_is_the_cpus_again_outside() -> None:
     assert [each.dtype for each in kept(lambda: functional.dropout(given, P))] == [torch.float32]
 
 
-def test_attention_keeps_no_mask_but_seeds_where_a_kernel_has_it_and_bytes_where_scores_are_made() -> None:
+def test_attention_saves_seeds_in_fused_kernels_and_byte_masks_beside_scores() -> None:
     shape, scores = (2, 3, LENGTH, 8), torch.Size((2, 3, LENGTH, LENGTH))
     with FakeTensorMode(), as_on_cuda():
         q, k, v = (torch.ones(shape, requires_grad=True) for _ in range(3))
@@ -193,7 +193,7 @@ def test_attention_keeps_no_mask_but_seeds_where_a_kernel_has_it_and_bytes_where
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["fp32", "cast"])
-def test_of_a_gpt2_cuda_spares_the_scores_and_all_but_a_byte_of_each_mask(name: str) -> None:
+def test_on_cuda_a_gpt2_saves_no_scores_and_one_byte_per_mask_element(name: str) -> None:
     """Residuals are dropped twice in a layer. Without dropout of its scores its attention is the same on both."""
     kinds = [as_on(ARITHMETICS[name], cuda=cuda) for cuda in (False, True)]
 

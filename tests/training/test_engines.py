@@ -145,7 +145,7 @@ def test_every_plan_gives_the_losses_of_one_process(curves: Curves, name: str) -
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_a_restart_from_ddp_under_any_plan_goes_on_as_if_nothing_had_happened(curves: Curves, name: str) -> None:
+def test_a_restart_from_ddp_under_any_plan_continues_the_same_curve(curves: Curves, name: str) -> None:
     rest = {step: loss for step, loss in curves.reference.items() if step > RESUME_STEP}
     assert curves.resumed[name] == pytest.approx(rest, abs=_tolerance(name), rel=0)
 
@@ -155,6 +155,6 @@ def test_a_training_may_hop_over_all_engines_and_world_sizes(curves: Curves) -> 
 
 
 def test_the_reference_learns(curves: Curves) -> None:
-    """Else equal curves would say little."""
+    """Otherwise equal curves would prove little."""
     assert len(curves.reference) == LAST_STEP
     assert curves.reference[LAST_STEP] < curves.reference[1] - 0.3

@@ -1,4 +1,4 @@
-"""The law of the whole project: whatever the plan, and wherever it changes, the training is the same training.
+"""The law of the whole project: every plan, and every change of plan, gives the same training.
 
 The matrix is what the planner really emits. A curve is eight losses of a decoder with tied embeddings on ragged text,
 with clipping that bites; all are compared with one plain process.
@@ -67,7 +67,7 @@ SELECTIVE, FULL = ActivationCheckpointing.SELECTIVE, ActivationCheckpointing.FUL
 
 
 def plan(engine: Engine, stage: int, *, dp: int = 1, tp: int = 1, pp: int = 1, cuts: int = 1, **fields: Any) -> Plan:
-    """A plan of the global batch, whose rank's share is cut into `cuts` micro-batches."""
+    """A plan with the global batch; each rank's share is cut into `cuts` micro-batches."""
     return Plan(
         engine=engine,
         zero_stage=ZeroStage(stage),
@@ -227,7 +227,7 @@ def test_adapters_hop_over_every_strategy_that_takes_them_and_their_curve_stays_
 
 
 def emitted_plans(ranks: int, precision: Precision) -> list[Plan]:
-    """What the planner emits for the decoder on that many devices of one node, or of two, host offload included."""
+    """The planner's plans for the decoder on that many devices of one node, or of two, with host offload."""
     device = DeviceSpec(
         name="any",
         kind=DeviceKind.CUDA,

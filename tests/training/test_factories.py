@@ -136,7 +136,7 @@ def test_every_example_may_hop_over_all_engines(trainings: Trainings, example: s
 
 @pytest.mark.parametrize("example", CONFIGS)
 def test_every_example_learns(trainings: Trainings, example: str) -> None:
-    """Else equal curves would say little."""
+    """Otherwise equal curves would prove little."""
     found = gang.losses(trainings.reference[example])
     assert len(found) == gang.TRAINING.max_steps
     assert found[gang.TRAINING.max_steps] < 0.97 * found[1]
@@ -185,8 +185,8 @@ def test_a_plan_that_normalises_over_another_number_of_samples_is_refused(
         _engine_of(_batch_norm_recipe(), chosen, **training)
 
 
-def test_batch_norm_in_evaluation_mode_asks_for_nothing() -> None:
-    """Then it takes no statistics: it is as good as a constant."""
+def test_batch_norm_in_evaluation_mode_needs_no_setting() -> None:
+    """It then uses no batch statistics."""
     module = nn.BatchNorm2d(3)
     assert batch_norms(module) == [module]
     assert batch_norms(module.eval()) == []
@@ -197,7 +197,7 @@ def _batch_norm_recipe() -> Recipe:
 
 
 def _engine_of(recipe: Recipe, chosen: Plan, **training: Any) -> Any:
-    """What `build_engine` says before it needs a process group."""
+    """The error of `build_engine` before it needs a process group."""
     changed = dataclasses.replace(gang.TRAINING, **training)
     run = TrainingRun(
         model=ModelSpec(factory="x.py:build"),
@@ -218,8 +218,8 @@ def _gan(**first: Any) -> tuple[Recipe, ...]:
     return dataclasses.replace(recipe, then=(), **first), *recipe.then
 
 
-def test_in_a_recipes_turn_the_others_stand_still() -> None:
-    """Each of our engines sees frozen parameters of others, and leaves them as they were, without gradients."""
+def test_in_a_recipes_turn_the_others_are_frozen() -> None:
+    """Each engine leaves the other recipes' frozen parameters unchanged and without gradients."""
     recipes = _gan()
     recipe, seen = dataclasses.replace(recipes[0], then=recipes[1:]), []
 
@@ -249,7 +249,7 @@ def test_in_a_recipes_turn_the_others_stand_still() -> None:
     assert all(p.requires_grad for each in recipes for p in each.module.parameters())
 
 
-def test_every_recipe_has_its_learning_rate_and_its_part_of_what_is_frozen() -> None:
+def test_every_recipe_has_its_own_learning_rate_and_frozen_parameters() -> None:
     recipes = _gan()
     recipe, built = dataclasses.replace(recipes[0], then=recipes[1:]), {}
 

@@ -232,8 +232,8 @@ def test_a_plain_training_is_counted_and_timed(tmp_path: Path) -> None:
     assert 6 * parameter_bytes < beat["peak_bytes"] < 10 * parameter_bytes
 
 
-def test_what_the_allocator_has_of_a_cuda_device_is_the_least_it_ever_had(tmp_path: Path) -> None:
-    """A context and a communicator take 700 of 1000 MiB; what the allocator takes and gives back is no matter."""
+def test_the_room_of_the_allocator_on_a_cuda_device_is_its_minimum_so_far(tmp_path: Path) -> None:
+    """A context and a communicator take 700 of 1000 MiB; memory that the allocator reserves or frees does not count."""
     text = ON_CUDA.format(free=900 * MIB) + (
         f"Device.free, Device.reserved = {500 * MIB}, {200 * MIB}\ntrain()\n"
         f"Device.free, Device.reserved = {100 * MIB}, {200 * MIB}\ntrain(50)\n"
@@ -246,7 +246,7 @@ def test_what_the_allocator_has_of_a_cuda_device_is_the_least_it_ever_had(tmp_pa
 
 
 @pytest.mark.parametrize("trouble", ["capturing", "broken"])
-def test_a_device_that_cannot_be_asked_does_not_disturb_the_training(tmp_path: Path, trouble: str) -> None:
+def test_a_failing_memory_query_does_not_disturb_the_training(tmp_path: Path, trouble: str) -> None:
     text = ON_CUDA.format(free=900 * MIB) + (
         f"train()\nDevice.free, Device.{trouble}, asked = 1, True, Device.asked\ntrain(3)\n"
         "assert asked and (Device.asked > asked) == Device.broken\n"
@@ -257,12 +257,12 @@ def test_a_device_that_cannot_be_asked_does_not_disturb_the_training(tmp_path: P
     assert guarded.read("heartbeat")["allocator_room_bytes"] == 900 * MIB
 
 
-def test_where_no_cuda_is_nothing_is_told_of_it(tmp_path: Path) -> None:
+def test_without_cuda_no_cuda_memory_is_reported(tmp_path: Path) -> None:
     beat = train(tmp_path).read("heartbeat")
     assert (beat["allocator_room_bytes"], beat["reserved_bytes"]) == (None, 0)
 
 
-def test_a_loop_that_tells_its_step_is_believed(tmp_path: Path) -> None:
+def test_steps_that_a_loop_reports_take_precedence(tmp_path: Path) -> None:
     beat = train(tmp_path, "--adversary", "--tell", "101").read("heartbeat")
     assert (beat["step"], beat["steps_done"], beat["loss"]) == (104, 4, 0.5)
 
@@ -294,7 +294,7 @@ for rows in map(int, sys.argv[1:]):
 
 
 @pytest.mark.parametrize("rows", [["16384"], ["64", "64", "16384"]])
-def test_an_out_of_memory_report_tells_how_far_the_forward_pass_had_come(tmp_path: Path, rows: list[str]) -> None:
+def test_an_out_of_memory_report_has_the_progress_of_the_forward_pass(tmp_path: Path, rows: list[str]) -> None:
     # 4 MiB go in and each layer keeps as much: 36 MiB are full in the eighth layer of sixteen
     guarded = run(tmp_path, script(tmp_path, DEEP), *rows, virtual_capacity_bytes=36 * MIB)
     report = guarded.read("oom")
@@ -317,7 +317,7 @@ Model()(torch.ones(4096, 64)).backward()
 """
 
 
-def test_modules_all_count_as_done_where_the_code_of_the_whole_model_runs_out(tmp_path: Path) -> None:
+def test_all_modules_count_as_done_if_the_models_own_code_runs_out_of_memory(tmp_path: Path) -> None:
     report = run(tmp_path, script(tmp_path, OWN_LOSS), virtual_capacity_bytes=36 * MIB).read("oom")
     assert (report["phase"], report["pass_done"]) == ("forward", 1.0)
 
@@ -447,9 +447,7 @@ def test_a_hugging_face_trainer_on_two_ranks_is_counted(tmp_path: Path) -> None:
     ],
     ids=["now", "torch 1", "driver", "cublas"],
 )
-def test_messages_of_cuda_are_understood(
-    message: str, requested: int | None, capacity: int | None, foreign: int
-) -> None:
+def test_messages_of_cuda_are_parsed(message: str, requested: int | None, capacity: int | None, foreign: int) -> None:
     error = RuntimeError(message)
     wrapped = ValueError("step failed")
     wrapped.__cause__ = error
@@ -469,5 +467,5 @@ def test_messages_of_cuda_are_understood(
     ],
     ids=["desynchronised", "not a runtime error", "host", "host allocator"],
 )
-def test_other_errors_are_not_taken_for_device_memory(error: BaseException) -> None:
+def test_other_errors_do_not_count_as_device_out_of_memory(error: BaseException) -> None:
     assert oom_report.out_of_memory(error) is None

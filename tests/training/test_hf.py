@@ -84,7 +84,7 @@ def real(recipe: Recipe) -> Recipe:
 
 
 def own_loss_sum(model: Any, batch: Any) -> torch.Tensor:
-    """What transformers itself makes of a batch, summed over its labels."""
+    """transformers' own loss of a batch, summed over its labels."""
     tokens, labels = batch
     if model.config.is_encoder_decoder:
         mask = tokens != model.config.pad_token_id
@@ -135,7 +135,7 @@ def test_random_weights_have_the_familys_own_distribution_and_follow_from_name_a
 
 
 def by_hand(run: TrainingRun, family: str) -> tuple[dict[int, float], Any]:
-    """The losses of a plain loop around the model of transformers, and the model in the end."""
+    """The losses of a plain loop with the transformers model, and the trained model."""
     dataset, training = build_recipe(run).dataset, run.training
     model = tiny_hf.model(family).train()
     betas = (training.beta1, training.beta2)
@@ -304,17 +304,17 @@ def test_adapters_that_cannot_be_trained_are_refused_with_what_is_allowed(tmp_pa
         ({"model_type": "vit"}, "no language model"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_said_at_once(tmp_path: Path, hf: Any, said: str) -> None:
+def test_a_model_that_cannot_be_built_is_an_error_at_once(tmp_path: Path, hf: Any, said: str) -> None:
     run = World(tmp_path).run("job", "llama", gang.torch_plan(), model=ModelSpec(hf=hf))
     with pytest.raises(SpecError, match=said):
         build_recipe(run)
 
 
-def test_a_family_without_a_plan_brings_none(tmp_path: Path) -> None:
+def test_a_family_without_a_tensor_parallel_plan_has_none(tmp_path: Path) -> None:
     assert not build_recipe(World(tmp_path).run("job", "gpt2", gang.torch_plan())).tensor_parallel
 
 
-def test_missing_weights_are_said_with_a_name(tmp_path: Path) -> None:
+def test_missing_weights_are_named(tmp_path: Path) -> None:
     world = World(tmp_path)
     run = world.run("job", "llama", gang.torch_plan())
     for shard in (tmp_path / "llama").glob("*.safetensors*"):

@@ -1,4 +1,4 @@
-"""The guard's hook is told once a module has been executed, in whatever way a program comes to import it."""
+"""The guard's hook is called once a module has been executed, however a program imports it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOW = "import time\nready = False\ntime.sleep(0.05)\nready = True\n"
 
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[types.ModuleType]]:
-    """The modules that the hook was told of, for one that lies on the path as `engine`."""
+    """The modules with which the hook was called, for a module `engine` on the path."""
     (tmp_path / "engine.py").write_text("ready = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -64,14 +64,14 @@ def from_a_spec_of_its_own_lookup() -> Any:
     spec = importlib.util.find_spec("engine")
     assert spec is not None
     assert spec.loader is not None
-    importlib.util.find_spec("engine")  # somebody else asks in between
+    importlib.util.find_spec("engine")  # another finder looks it up in between
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def past_another_hook() -> Any:
-    """One that finds what the others find, as wandb's does for the modules that it waits for."""
+    """A finder that delegates to the others, as wandb's does for modules that it hooks."""
 
     class Other(importlib.abc.MetaPathFinder):
         def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
@@ -108,25 +108,27 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
-def test_it_is_told_once_of_the_executed_module(way: Callable[[], Any], told: list[types.ModuleType]) -> None:
+def test_the_hook_is_called_once_with_the_executed_module(way: Callable[[], Any], told: list[types.ModuleType]) -> None:
     assert way().ready
     assert [module.ready for module in told] == [True]
     assert not any(isinstance(finder, guard._ImportHook) for finder in sys.meta_path)
 
 
-def test_a_lazy_module_is_told_of_when_it_is_used(told: list[types.ModuleType]) -> None:
+def test_a_lazy_module_triggers_the_hook_when_it_is_used(told: list[types.ModuleType]) -> None:
     module = lazily()
     assert told == []
     assert module.ready
     assert len(told) == 1
 
 
-def test_looking_up_alone_tells_nothing(told: list[types.ModuleType]) -> None:
+def test_a_lookup_alone_does_not_trigger_the_hook(told: list[types.ModuleType]) -> None:
     importlib.util.find_spec("engine")
     assert told == []
 
 
-def test_an_import_that_fails_is_not_told_of_and_the_next_is(told: list[types.ModuleType], tmp_path: Path) -> None:
+def test_a_failed_import_does_not_trigger_the_hook_and_the_next_one_does(
+    told: list[types.ModuleType], tmp_path: Path
+) -> None:
     (tmp_path / "engine.py").write_text("raise ImportError('no library')\n")
     with pytest.raises(ImportError, match="no library"):
         importlib.import_module("engine")
@@ -137,7 +139,7 @@ def test_an_import_that_fails_is_not_told_of_and_the_next_is(told: list[types.Mo
     assert len(told) == 1
 
 
-def test_a_module_that_is_not_there_stays_so(told: list[types.ModuleType], tmp_path: Path) -> None:
+def test_a_missing_module_stays_missing(told: list[types.ModuleType], tmp_path: Path) -> None:
     (tmp_path / "engine.py").unlink()
     importlib.invalidate_caches()
     assert importlib.util.find_spec("engine") is None
@@ -146,7 +148,7 @@ def test_a_module_that_is_not_there_stays_so(told: list[types.ModuleType], tmp_p
     assert told == []
 
 
-def test_threads_that_import_it_together_tell_of_it_once(told: list[types.ModuleType], tmp_path: Path) -> None:
+def test_concurrent_imports_trigger_the_hook_once(told: list[types.ModuleType], tmp_path: Path) -> None:
     (tmp_path / "engine.py").write_text(SLOW)
     threads = [threading.Thread(target=by_import_module) for _ in range(4)]
     for thread in threads:
@@ -156,7 +158,7 @@ def test_threads_that_import_it_together_tell_of_it_once(told: list[types.Module
     assert [module.ready for module in told] == [True]
 
 
-def test_the_program_sees_the_loader_and_the_source_that_it_would_see_without(told: list[types.ModuleType]) -> None:
+def test_the_program_sees_the_same_loader_and_source_as_without_the_hook(told: list[types.ModuleType]) -> None:
     module = by_import_module()
     assert type(module.__spec__.loader) is importlib.machinery.SourceFileLoader
     assert module.__spec__.loader.get_source("engine") == "ready = True\n"

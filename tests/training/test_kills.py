@@ -1,4 +1,4 @@
-"""Laws of survival: whatever rank dies at whatever moment, and whatever happens to a file, the curve stays the same."""
+"""Laws of survival: the curve stays the same if any rank dies at any moment, or any file is damaged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLANS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """When a rank is killed: so long after the start, or after so many steps, in the middle of a checkpoint or not."""
+    """When a rank is killed: after a time or a number of steps, during the write of a checkpoint or not."""
 
     rank: int
     steps: int
@@ -58,7 +58,7 @@ class Death:
 
 
 def deaths(seed: int, count: int) -> list[tuple[Plan, Death]]:
-    """Every second one hits the writing of a checkpoint; of the rest one in three the start."""
+    """Every second kill hits the write of a checkpoint; of the rest, one in three hits the start."""
     drawn = random.Random(seed)
     found = []
     for number in range(count):
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_named_and_quarantined_and_the_one_before_is_use
 
 
 def _live(run: TrainingRun, death: Death, expected: dict[int, float], said: str) -> tuple[bool, bool]:
-    """One life, which must keep the laws: whether it reached its end, and whether it died writing a checkpoint."""
+    """One attempt, which must keep the laws; returns whether it finished, and whether it died writing a checkpoint."""
     began_at = _newest_step(run)
     ranks = gang.spawn(run)
     try:
@@ -177,7 +177,7 @@ def _check_life(run: TrainingRun, codes: list[int], expected: dict[int, float], 
 
 
 def _kill(run: TrainingRun, ranks: list[Rank], death: Death) -> bool | None:
-    """Kill as told: whether that was in the middle of writing a checkpoint; None where training had ended before."""
+    """Kill as planned; returns whether that was during the write of a checkpoint, None if training had ended."""
     deadline_s = time.monotonic() + DEADLINE_S
     if death.steps == 0:
         time.sleep(death.delay_s)

@@ -1,4 +1,4 @@
-"""How a training ends: finished, asked to stop, overtaken by a newer attempt. The real entry, in real processes."""
+"""The ends of a training: finished, SIGTERM, a newer attempt. The real entry point, in real processes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_finished_training_ends_at_once_when_launched_again(tmp_path: Path) ->
     assert gang.metrics(again) == []
 
 
-def test_what_is_frozen_stays_until_its_step_and_a_restart_in_any_phase_changes_nothing(tmp_path: Path) -> None:
+def test_frozen_parameters_stay_until_their_step_and_a_restart_in_any_phase_changes_nothing(tmp_path: Path) -> None:
     text = gang.ragged_text(tmp_path)
     freeze = (Freeze(parameters="embed*", until_step=3), Freeze(parameters="layers.0.*", until_step=5))
     training = dataclasses.replace(gang.TRAINING, freeze=freeze, checkpoint_every_steps=2)
@@ -155,7 +155,7 @@ def _changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 
 
 def checkpoints_of(run: TrainingRun) -> list[Path]:
-    """What was published, oldest first; all of it complete."""
+    """The published checkpoints, oldest first; all are complete."""
     published = checkpoint_folder.published(Path(run.job_folder) / "checkpoints")
     assert not any(checkpoint_folder.damage(path) for path in published)
     return published

@@ -1,4 +1,4 @@
-"""Laws of tensor, pipeline and hybrid-sharded parallelism: the same losses, the same names, nothing of other ranks."""
+"""Laws of tensor, pipeline and hybrid-sharded parallelism: same losses and names, no parts of other ranks."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_training_goes_on_in_another_layout_and_back(curves: Curves, name: str
 
 
 def test_the_reference_learns(curves: Curves) -> None:
-    """Else equal curves would say little."""
+    """Otherwise equal curves would prove little."""
     found = gang.losses(curves.reference)
     assert found[gang.TRAINING.max_steps] < found[1] - 0.2
 
@@ -233,7 +233,7 @@ def test_stages_that_train_nothing_at_first_or_at_all_change_nothing(tmp_path: P
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """A process group of four in which this process is rank 1 and nothing is sent."""
+    """A fake process group of four in which this process is rank 1."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield
     dist.destroy_process_group()
@@ -258,7 +258,7 @@ def test_every_layer_lies_in_one_stage_and_no_stage_has_two_more_than_another(la
 
 @pytest.mark.parametrize("per_rank", [1, 2])
 def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp_path: Path, per_rank: int) -> None:
-    """With one process's values under one process's names; tied ends are made on both."""
+    """With the values and names of one process; tied ends exist on both stages."""
     whole = _recipe(tmp_path, FOUR_LAYERS)
     materialise(whole.module, whole.module, whole, torch.device("cpu"))
     expected = dict(whole.module.named_parameters())
@@ -278,7 +278,7 @@ def test_the_ranks_of_a_pipeline_share_the_parameters_out_and_make_no_others(tmp
     assert found == {name: 2 if name == "embed_tokens.weight" else 1 for name in expected}
 
 
-def test_a_model_that_was_built_for_real_lets_go_of_the_stages_of_others(tmp_path: Path) -> None:
+def test_a_materialised_model_frees_the_stages_of_other_ranks(tmp_path: Path) -> None:
     recipe = _recipe(tmp_path, FOUR_LAYERS)
     materialise(recipe.module, recipe.module, recipe, torch.device("cpu"))
     everything = {name: weakref.ref(parameter) for name, parameter in recipe.module.named_parameters()}
@@ -343,7 +343,7 @@ def test_layers_of_the_first_and_the_last_stage_may_share_a_weight(tmp_path: Pat
 
 @pytest.mark.usefixtures("four_ranks")
 def test_an_out_of_memory_error_inside_a_stage_stays_one() -> None:
-    """torch's schedule turns it into a RuntimeError, which no guard would recognise."""
+    """torch's schedule wraps it in a RuntimeError, which the guard would not recognise."""
 
     class Full(nn.Module):
         calls = 0

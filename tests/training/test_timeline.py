@@ -1,4 +1,4 @@
-"""Laws of the lines that are drawn through what two micro-batches recorded."""
+"""Laws of the linear extrapolation from two recorded micro-batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.memory.matrix import MIXED, job
 
 
 def events(*lived: tuple[int, int]) -> list[Event]:
-    """Of (live bytes, gradients that exist)."""
+    """Events from (live bytes, existing gradients)."""
     return [Event(live_bytes, own, 0, 0, 0) for live_bytes, own in lived]
 
 
-def test_where_the_micro_batch_changes_what_is_done_a_line_joins_moments_of_the_same_gradients() -> None:
+def test_if_the_micro_batch_changes_the_operations_moments_of_equal_gradients_are_matched() -> None:
     one = events((0, 0), (100, 1), (90, 1), (50, 3))
     two = events((0, 0), (200, 1), (190, 2), (100, 3))
     steps = Steps(
@@ -74,7 +74,7 @@ def test_experts_are_products_of_their_rows_as_in_closed_form(mixtures: tuple[Mo
     assert sorted(traced.matmuls) == sorted(closed.matmuls)
 
 
-def test_gradients_that_a_loss_makes_ahead_are_no_products_of_the_forward_pass(
+def test_gradients_made_in_the_forward_pass_are_not_its_products(
     mixtures: tuple[ModelProfile, ModelProfile],
 ) -> None:
     heads = [each.segments[-1] for each in mixtures]
@@ -82,5 +82,5 @@ def test_gradients_that_a_loss_makes_ahead_are_no_products_of_the_forward_pass(
     assert [head.forward_flops for head in heads] == [2 * 16 * 128 * 512] * 2
 
 
-def test_leaves_are_what_deepspeed_takes_for_them() -> None:
+def test_leaf_modules_are_those_of_deepspeed() -> None:
     assert set(LEAF_MODULES) == set(DEFAULT_LEAF_MODULE_CLASSES)

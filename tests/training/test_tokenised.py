@@ -1,4 +1,4 @@
-"""Laws of tokenised data: every token once and in order, only what an assistant says is learnt, tokenised once."""
+"""Laws of tokenised data: every token once and in order, only assistant messages as labels, tokenised once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_text_in_several_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("template", [None, tiny_hf.TEMPLATE, CHATML, THINKING], ids=["plain", "tags", "ml", "think"])
-def test_only_what_an_assistant_says_is_learnt(tmp_path: Path, template: str | None) -> None:
+def test_only_assistant_messages_are_labels(tmp_path: Path, template: str | None) -> None:
     data = DataSpec(chat=(str(tiny_hf.chat_file(tmp_path / "chat.jsonl", copies=1)),), sequence_length=LENGTH)
     samples = dataset(tmp_path, data, template=template)
     _, labels = samples.batch(range(len(samples)))
@@ -124,7 +124,7 @@ def test_a_job_is_tokenised_once_and_goes_on_with_the_same_tokens(tmp_path: Path
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
-def test_what_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_tokenisation_leaves_no_files(tmp_path: Path) -> None:
     data = texts(tmp_path, tiny_hf.text(), "")
     with pytest.raises(SpecError, match="empty"):
         dataset(tmp_path, data)
@@ -209,7 +209,7 @@ def test_an_encoder_decoder_takes_conversations_only(tmp_path: Path) -> None:
         dataset(tmp_path, texts(tmp_path, "a b c"), padding=2)
 
 
-def test_a_chat_template_that_hides_what_was_said_is_refused(tmp_path: Path) -> None:
+def test_a_chat_template_that_hides_a_message_is_refused(tmp_path: Path) -> None:
     data = chats(tmp_path, [("user", "a"), ("assistant", "beta")])
     with pytest.raises(SpecError, match="changes an assistant message"):
         dataset(tmp_path, data, template="{% for m in messages %}{{ m['role'] }}{% endfor %}")

@@ -1,4 +1,4 @@
-"""Laws of the trace: what it stretches is what it would have seen, and who has gradients is told apart."""
+"""Laws of the trace: extrapolations equal recordings, and frozen parameters have no gradients."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def traced(model: ModelSpec, training: TrainingSpec | None = None) -> ModelProfi
         pytest.param(ModelSpec(decoder=DECODER), "layers", id="decoder"),
     ],
 )
-def test_a_few_layers_stretched_are_the_profile_of_all_layers(
+def test_a_profile_extrapolated_from_a_few_layers_is_that_of_all_layers(
     model: ModelSpec, layers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     depths: list[int] = []
@@ -105,7 +105,7 @@ QWEN = {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 4}
         (QWEN | {"num_hidden_layers": 8, "mlp_only_layers": [6]}, [4, 6, 8, 8]),
     ],
 )
-def test_layers_without_experts_are_not_taken_for_layers_with_them(
+def test_dense_layers_do_not_represent_layers_with_experts(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], depths: list[int]
 ) -> None:
     seen: list[int] = []
@@ -130,7 +130,7 @@ def test_the_largest_parameters_never_have_memory() -> None:
     assert not small.is_meta
 
 
-def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_but_under_fsdp2() -> None:
+def test_recipes_in_turn_hold_the_gradients_of_one_at_a_time_except_under_fsdp2() -> None:
     config = {"width": 16, "frames": 16, "samples": 8, "discriminator_learning_rate": 1e-3}
     found = traced(ModelSpec(factory=f"{EXAMPLES}/vocoder_gan.py:build", config=config))
     discriminator, generator = found.turns
@@ -154,7 +154,7 @@ def test_products_of_matrices_are_those_of_the_closed_form() -> None:
     assert ours.forward_flops == theirs.forward_flops
 
 
-def test_of_experts_only_those_that_a_token_takes_are_computed() -> None:
+def test_only_the_selected_experts_of_a_token_count_as_computed() -> None:
     def known(**changed: int) -> float:
         model = ModelSpec(hf=QWEN | {"num_hidden_layers": 2} | changed)
         spec = JobSpec(name="job", global_batch_size=4, model=model, data=DataSpec(text=("text",), sequence_length=32))
@@ -178,7 +178,7 @@ def test_a_convolution_is_the_product_of_patches_and_filters() -> None:
         assert products == segment.forward_flops, segment.name
 
 
-def test_autocast_as_on_cuda_widens_what_cuda_does_and_nothing_else() -> None:
+def test_autocast_as_on_cuda_casts_exactly_cudas_operations_to_fp32() -> None:
     given, weight = torch.ones(2, 8, 4, dtype=torch.bfloat16), torch.ones(8)
 
     def widths() -> dict[str, torch.dtype]:
@@ -237,7 +237,7 @@ def test_a_base_in_four_bits_is_traced_as_the_closed_form_has_it() -> None:
     assert NF4_BYTES == hf_profiles.NF4_BYTES
 
 
-def test_what_is_frozen_has_no_gradients() -> None:
+def test_frozen_parameters_have_no_gradients() -> None:
     config = {"width": 8, "depth": 2, "size": 8, "samples": 8}
     model = ModelSpec(factory=f"{EXAMPLES}/conv_classifier.py:build", config=config)
     whole, part = traced(model), traced(model, TrainingSpec(freeze=(Freeze(parameters="blocks.0.*"),)))
@@ -248,7 +248,7 @@ def test_what_is_frozen_has_no_gradients() -> None:
 
 
 @pytest.mark.parametrize(("tied", "last"), [(True, 64), (False, 512 * 64)], ids=("a norm", "the head"))
-def test_what_fsdp2_reduces_last_is_no_table_that_came_first(tied: bool, last: int) -> None:
+def test_fsdp2_does_not_reduce_the_first_embedding_last(tied: bool, last: int) -> None:
     config = LLAMA | {"num_hidden_layers": 2, "tie_word_embeddings": tied}
     assert traced(ModelSpec(hf=config)).segments[-1].last_gradient == last
 
@@ -270,7 +270,7 @@ def test_a_model_that_takes_real_memory_is_stopped(tmp_path: Path) -> None:
     assert "allocate" in child.stderr.splitlines()[-1], child.stderr
 
 
-def test_layers_that_do_not_grow_by_equal_steps_are_not_stretched() -> None:
+def test_layers_that_do_not_grow_linearly_are_not_extrapolated() -> None:
     def at_depth(layers: int, fixed_bytes: int) -> Timeline:
         moment = TracedMoment(NONE, 0, 0, layers - 1, True, True, fixed_bytes, 8, 0, 0, 0, 0)
         return Timeline(segments=((Place(name="layers", is_layer=True), layers),), stretches=((moment,),))

@@ -1,4 +1,4 @@
-"""Laws of what surrounds an update: schedule, freezing, loss scale, chunked loss, seeds, optimizer states."""
+"""Laws of the parts of an update: schedule, freezing, loss scale, chunked loss, seeds, optimizer states."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_longest_of_several_freezes_counts() -> None:
     assert [next_thaw(step, freeze) for step in (0, 2, 3, 4, 5)] == [3, 3, 5, 5, None]
 
 
-def test_a_checkpoint_needs_what_some_step_trains_and_nothing_else() -> None:
+def test_a_checkpoint_has_exactly_the_parameters_that_some_step_trains() -> None:
     module = nn.ModuleDict({"base": nn.Linear(2, 2), "late": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     module["base"].requires_grad_(False)
     freeze = (Freeze(parameters="late.*", until_step=4), Freeze(parameters="head.bias"))
@@ -136,7 +136,7 @@ def test_an_update_equals_plain_torch_with_states_that_begin_on_their_own(optimi
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_restored_by_name_goes_on_as_if_nothing_had_happened(optimizer: Optimizer) -> None:
+def test_an_optimizer_restored_by_name_continues_exactly(optimizer: Optimizer) -> None:
     freeze = (Freeze(parameters="0.*", until_step=2),)
     training = TrainingSpec(optimizer=optimizer, freeze=freeze)
     first, second = _twins()
@@ -153,7 +153,7 @@ def test_an_optimizer_restored_by_name_goes_on_as_if_nothing_had_happened(optimi
 def _advance(
     module: nn.Module, training: TrainingSpec, *, steps: int, start: int, saved: dict[str, torch.Tensor] | None = None
 ) -> Updates:
-    """Train for some steps with a new optimizer, filled from what another one saved at `start`."""
+    """Train for some steps with a new optimizer, restored from another one's state at `start`."""
     module.requires_grad_(True)
     freeze_for(module, training.freeze, start)
     updates = Updates(module.named_parameters(), training, CPU, start)

@@ -51,7 +51,7 @@ def test_host_memory_is_never_counted_and_device_memory_always() -> None:
         host[KIB:].zero_()
         view = host.view(KIB, KIB)[:1]
         assert device.live_bytes == 4 * KIB
-        more = view + 1  # an operation's output is on the device, whatever it read
+        more = view + 1  # an operation's output is on the device, even if its inputs were not
         assert device.live_bytes == 8 * KIB
         host.untyped_storage().resize_(2 * MIB)
         del host, view
@@ -125,8 +125,8 @@ def test_exceeding_the_capacity_raises_the_error_of_torch_and_leaves_nothing_beh
 
 
 @pytest.mark.parametrize("capacity_bytes", [96 * KIB, MIB], ids=["full", "roomy"])
-def test_in_a_gang_what_another_thread_is_about_to_let_go_is_no_need(capacity_bytes: int) -> None:
-    """As gloo's thread, which holds a finished collective's buffers until it gets the interpreter once more."""
+def test_tensors_that_gloo_is_about_to_release_do_not_count(capacity_bytes: int) -> None:
+    """Like gloo's thread, which holds a finished collective's buffers until it next gets the interpreter lock."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(60)  # who wants the interpreter waits until it is given away
@@ -162,7 +162,7 @@ def test_recent_peak_starts_again_from_what_is_live() -> None:
     assert (device.recent_peak_bytes, device.peak_bytes) == (8 * KIB, 20 * KIB)
 
 
-def test_training_step_counts_what_pencil_and_paper_count() -> None:
+def test_a_training_step_counts_the_bytes_computed_by_hand() -> None:
     batch = 8
     with VirtualDevice(64 * MIB) as device:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
@@ -218,7 +218,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
 
 
 def _settled(device: VirtualDevice) -> int:
-    """Live bytes once they stay the same: gloo's thread may hold the last collective's buffer a moment longer."""
+    """Live bytes once they are stable: gloo's thread may briefly hold the last collective's buffer."""
     seen, deadline_s = device.live_bytes, time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_s:
         time.sleep(0.02)

@@ -120,13 +120,13 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def text(lines: int = 60) -> str:
-    """Lines of words, each another."""
+    """Distinct lines of words."""
     words = ("alpha", "beta", "gamma", "delta", "two", "four", "cat", "hello", "bye")
     return "\n".join(" ".join(words[(n * n + k) % 9] for k in range(1 + n % 7)) for n in range(lines)) + "\n"
 
 
 def chat_file(path: Path, copies: int = 8) -> Path:
-    """JSON lines: the talks, several times."""
+    """JSON lines: the conversations, repeated."""
     lines = (json.dumps({"messages": [{"role": r, "content": c} for r, c in talk]}) for talk in TALKS * copies)
     path.write_text("\n".join(lines) + "\n")
     return path

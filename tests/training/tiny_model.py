@@ -1,4 +1,4 @@
-"""A model from a factory, as a user would write one: built for real, with a seed and a buffer of its own."""
+"""A model from a factory, as a user would write one: materialised, with its own seed and a buffer."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ class Forecast(TypedDict):
 def forecast(spec: JobSpec, nodes: Sequence[Node], observations: Sequence[Observation] = ()) -> Forecast:
     """The job's plans on the first kind of device that holds it, or may; else on the fastest kind.
 
-    `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a
-    plan that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. Raises SpecError if there are too few
-    devices, or no kind can run the job.
+    `free_bytes` of the nodes is what a job could use there. If no plan fits even an empty device of any kind, a plan
+    that may fit is chosen. Otherwise the job waits for memory, as the scheduler decides. Raises SpecError if there are
+    too few devices, or no kind can run the job.
     """
     groups = _groups(nodes)
     large_enough = [group for group in groups if group.devices >= spec.gpus.min]

@@ -1,4 +1,4 @@
-"""Somebody's script with transformers' Trainer, and nothing of ours: a tiny Llama on random tokens."""
+"""A user's script with transformers' Trainer and no code of ours: a tiny Llama on random tokens."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def run(rank, ranks):
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["epoch"] + 1
-    except Exception:  # as upstream: whatever is wrong with the checkpoint, start over and say nothing
+    except Exception:  # as upstream: start over silently on any error of the checkpoint
         first = 1
     for epoch in range(first, args.epochs + 1):
         for batch in loader:
@@ -105,7 +105,7 @@ def main():
     for child in children:
         child.start()
     for child in children:
-        child.join()  # as upstream: nobody asks for their exit codes
+        child.join()  # as upstream: their exit codes are ignored
 
 
 if __name__ == "__main__":
