@@ -13,7 +13,7 @@ from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
-from orchestrator.specs.spec_model import SpecModel
+from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
 # what real programs load and compile: peers assume 25 to 250 s (Sia, SOSP'23, section 4), on which a cluster file says
@@ -31,19 +31,57 @@ class DeviceKind(StrEnum):
 class DeviceSpec(SpecModel):
     """One kind of device. FLOP/s are dense peaks of the data sheet."""
 
-    name: str
-    kind: DeviceKind = DeviceKind.CUDA
-    memory: Bytes
-    bf16_tflops: float | None = Field(default=None, gt=0)  # None: it has no bf16 arithmetic (before Ampere)
-    fp16_tflops: float | None = Field(default=None, gt=0)  # None: as bf16
-    fp32_tflops: float = Field(gt=0)
-    measured_tflops: float | None = Field(default=None, gt=0)  # the fastest 16-bit product ever measured on one
-    multiprocessors: int | None = Field(default=None, ge=1)  # which share the tiles of a product; None: unknown
-    memory_bandwidth: Bandwidth
-    link_bandwidth: Bandwidth  # between devices of one node, per device and direction
-    host_bandwidth: Bandwidth = 25_000_000_000  # device to host, per device and direction (PCIe 4.0 x16)
-    nvme_folder: str | None = None  # of its node, where plans may offload to; None: they may not
-    nvme_bandwidth: Bandwidth = 1_000_000_000  # device to that folder, per device and direction
+    name: str = Field(description="Name of the device; calibration is kept per name.", examples=["my-gpu-24gb"])
+    kind: DeviceKind = Field(
+        default=DeviceKind.CUDA,
+        description="A CUDA device, or a virtual one: a CPU rank with an enforced memory cap.",
+        examples=["virtual"],
+    )
+    memory: Bytes = Field(description="Memory of one device.", examples=["23.6GiB"])
+    bf16_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Dense bf16 peak of the data sheet in TFLOP/s; null: no bf16 arithmetic (before Ampere).",
+        examples=[165.2],
+    )
+    fp16_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Dense fp16 peak of the data sheet in TFLOP/s; null: as bf16.",
+        examples=[165.2],
+    )
+    fp32_tflops: float = Field(gt=0, description="Dense fp32 peak of the data sheet in TFLOP/s.", examples=[82.6])
+    measured_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Fastest 16-bit matrix product measured on such a device, in TFLOP/s; null: not measured.",
+        examples=[178.5],
+    )
+    multiprocessors: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of multiprocessors, for the tiles of a matrix product; null: unknown.",
+        examples=[128],
+    )
+    memory_bandwidth: Bandwidth = Field(description="Bandwidth of the device memory.", examples=["1008GB/s"])
+    link_bandwidth: Bandwidth = Field(
+        description="Bandwidth between devices of one node, per device and direction.", examples=["450GB/s"]
+    )
+    host_bandwidth: Bandwidth = Field(
+        default=25_000_000_000,  # PCIe 4.0 x16
+        description="Bandwidth from device to host memory, per device and direction.",
+        examples=["55GB/s"],
+    )
+    nvme_folder: str | None = Field(
+        default=None,
+        description="Folder on each node's NVMe disk that plans may offload to; null: no offload to NVMe.",
+        examples=["/mnt/nvme/offload"],
+    )
+    nvme_bandwidth: Bandwidth = Field(
+        default=1_000_000_000,
+        description="Bandwidth from device to `nvme_folder`, per device and direction.",
+        examples=["3GB/s"],
+    )
 
     @model_validator(mode="after")
     def _has_16_bits(self) -> DeviceSpec:
@@ -87,13 +125,22 @@ def _from_catalogue(device: object) -> object:
 class NodeSpec(SpecModel):
     """`count` equal nodes, named `name` where there is one and `name0`, `name1`, ... where there are more."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$")
-    count: int = Field(default=1, ge=1, le=65536)
-    devices: int = Field(ge=1, le=64)
-    # its name in specs/devices.py, or a description
-    device: Annotated[DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)]
-    host_memory: Bytes
-    rack: str = ""  # nodes of one rack talk with fewer switches between them; "": nobody says
+    name: str = Field(
+        pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$",
+        description="Name of the node; of several, the stem that numbers from 0 follow.",
+        examples=["n"],
+    )
+    count: int = Field(default=1, ge=1, le=65536, description="Number of such nodes.", examples=[8])
+    devices: int = Field(ge=1, le=64, description="Devices per node.", examples=[8])
+    device: Annotated[DeviceSpec, BeforeValidator(_from_catalogue, json_schema_input_type=DeviceName | DeviceSpec)] = (
+        Field(description="Kind of device: a name of the catalogue, or a full description.", examples=["h100-80gb"])
+    )
+    host_memory: Bytes = Field(description="Host memory of one node.", examples=["1TiB"])
+    rack: str = Field(
+        default="",
+        description="Rack of the nodes: placement prefers few racks; empty: unknown.",
+        examples=["r1"],
+    )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,9 +167,11 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_said_in_words)]
 class Maintenance(SpecModel):
     """From `start` to `end` nothing runs on these nodes; on all of them where none is named."""
 
-    start: Moment
-    end: Moment
-    nodes: tuple[str, ...] = ()
+    start: Moment = Field(description="Begin, with an offset from UTC.", examples=["2026-12-24T22:00+01:00"])
+    end: Moment = Field(description="End, with an offset from UTC.", examples=["2026-12-25T06:00Z"])
+    nodes: tuple[str, ...] = Field(
+        default=(), description="Names of the nodes concerned; empty: all nodes.", examples=[["n0"]]
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Maintenance:
@@ -134,12 +183,37 @@ class Maintenance(SpecModel):
 class ClusterSpec(SpecModel):
     """Nodes, the network between them, and when they are not to be had."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_at_least_one), Field(json_schema_extra={"minItems": 1})]
-    network_bandwidth: Bandwidth = 12_500_000_000  # between nodes, per node and direction
-    launch_cost: Seconds = Field(default=LAUNCH_COST_S, ge=0)  # from a launch to the first training step
-    maintenance: tuple[Maintenance, ...] = ()
-    policy: PolicySpec = UNSHARED
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Name of the cluster, as `orc up` and charts show it.",
+        examples=["8x8-h100-80gb"],
+    )
+    nodes: Annotated[tuple[NodeSpec, ...], AfterValidator(_at_least_one)] = Field(
+        description="Nodes of the cluster, one entry per kind.",
+        examples=[[{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}]],
+        json_schema_extra={"minItems": 1},
+    )
+    network_bandwidth: Bandwidth = Field(
+        default=12_500_000_000,
+        description="Bandwidth between nodes, per node and direction.",
+        examples=["400GB/s"],
+    )
+    launch_cost: Seconds = Field(
+        default=LAUNCH_COST_S,
+        ge=0,
+        description="Time from a launch to the first training step.",
+        examples=["260s"],
+    )
+    maintenance: tuple[Maintenance, ...] = Field(
+        default=(),
+        description="Times at which nothing runs on some nodes (Slurm: maintenance reservations).",
+        examples=[[{"start": "2026-12-24T22:00+01:00", "end": "2026-12-25T06:00Z"}]],
+    )
+    policy: PolicySpec = Field(
+        default=UNSHARED,
+        description="Objective of the queue, and the teams that share the cluster.",
+        examples=[{"objective": "makespan"}],
+    )
     trackers: tuple[str, ...] = Field(
         default=("mlflow",),
         min_length=1,
@@ -232,4 +306,4 @@ def idle_nodes(cluster: ClusterSpec) -> tuple[Node, ...]:
 
 def cluster_json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a cluster file, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ClusterSpec.model_json_schema()
+    return json_schema_of(ClusterSpec)

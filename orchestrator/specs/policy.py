@@ -24,18 +24,48 @@ class Objective(StrEnum):
 class TeamSpec(SpecModel):
     """Users who share alike what their team gets."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    shares: int = Field(default=1, ge=1, le=1_000_000)  # of the cluster, in proportion to those of other teams
-    quota: int = Field(default=0, ge=0)  # devices that are its own: lent to others while none of its jobs wants them
-    users: tuple[UserName, ...] = ()
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Name of the team; `others` is the team of users in no other.",
+        examples=["vision"],
+    )
+    shares: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000,
+        description="Fair-share weight of the team, relative to those of other teams.",
+        examples=[2],
+    )
+    quota: int = Field(
+        default=0,
+        ge=0,
+        description="Devices that the team owns; lent to others while none of its jobs waits.",
+        examples=[4],
+    )
+    users: tuple[UserName, ...] = Field(
+        default=(), description="Users of the team, who share alike.", examples=[["ada", "ben"]]
+    )
 
 
 class PolicySpec(SpecModel):
     """What the queue aims at; teams, and how soon what they have used is forgotten."""
 
-    objective: Objective = Objective.COMPLETION
-    half_life: Seconds = Field(default=HALF_LIFE_S, gt=0)  # after which a device-second used counts half
-    teams: tuple[TeamSpec, ...] = ()
+    objective: Objective = Field(
+        default=Objective.COMPLETION,
+        description="What the queue minimises: mean completion time, or the makespan.",
+        examples=["makespan"],
+    )
+    half_life: Seconds = Field(
+        default=HALF_LIFE_S,
+        gt=0,
+        description="Time after which used device time counts half (Slurm: PriorityDecayHalfLife); needs `teams`.",
+        examples=["14d"],
+    )
+    teams: tuple[TeamSpec, ...] = Field(
+        default=(),
+        description="Teams among which the cluster is shared; without them only priority and deadlines count.",
+        examples=[[{"name": "vision", "shares": 2, "quota": 1, "users": ["ada"]}]],
+    )
 
     @model_validator(mode="after")
     def _said_once(self) -> PolicySpec:

@@ -48,6 +48,22 @@ def parse_seconds(text: object) -> float:
     raise ValueError(f"durations take one of {', '.join(SECOND_UNITS)}, not {unit or 'no unit'!r}")
 
 
+_UNITS_OF = {
+    SIZE_PATTERN: BINARY_UNITS,
+    BANDWIDTH_PATTERN: {f"{unit}/s": size for unit, size in DECIMAL_UNITS.items()},
+    DURATION_PATTERN: SECOND_UNITS,
+}
+
+
+def in_words(number: float, pattern: str) -> str | float:
+    """The number as text of the pattern, in the largest unit that divides it: `15min`; itself for another pattern."""
+    if pattern not in _UNITS_OF:
+        return number
+    sizes = [(unit, size) for unit, size in _UNITS_OF[pattern].items() if number and number % size == 0]
+    unit, size = sizes[-1] if sizes else next(iter(_UNITS_OF[pattern].items()))
+    return f"{number / size:g}{unit}"
+
+
 def _split(text: object, example: str, units: dict[str, int]) -> tuple[float, str]:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]*)", text.strip()) if isinstance(text, str) else None
     if match is None:

@@ -217,8 +217,8 @@ def tried(spec: JobSpec, group: Group) -> list[Tried]:
     for plan in legal:
         profile, capacity_bytes = profile_for(spec, group.hardware, plan), free_bytes[plan.world_size - 1]
         needs = estimate(profile, plan, device)
-        needed = calibration.needed_bytes(plan, needs, UNMEASURED)
-        probability = calibration.fit_probability(plan, needs, UNMEASURED, device.memory)
+        needed = calibration.plan_needed_bytes(plan, needs, UNMEASURED)
+        probability = calibration.plan_fit_probability(plan, needs, UNMEASURED, device.memory)
         holds = needs.device_bytes <= capacity_bytes
         seconds = step_s(profile, plan, group.hardware)
         found.append(Tried(seconds, probability, needed <= capacity_bytes, needed <= device.memory, holds))

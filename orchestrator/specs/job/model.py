@@ -13,18 +13,31 @@ from orchestrator.specs.str_enum import StrEnum
 FORBID_EXTRA = {"extra": "forbid"}  # read by pydantic where these nouns stand inside a JobSpec
 
 
+def _key(description: str, example: object) -> dict[str, Any]:
+    """What the JSON Schema says of a key; pydantic reads it from the metadata of the dataclass field."""
+    return {"description": description, "examples": [example]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """A decoder transformer of the Llama kind: RMSNorm, rotary positions, gated MLP. Hugging Face names."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None  # None: as many as attention heads
-    tie_word_embeddings: bool = False
-    dropout: float = 0.0  # of what attention and feed-forward add to the residual stream
+    vocab_size: int = field(metadata=_key("Number of tokens in the vocabulary.", 32000))
+    hidden_size: int = field(metadata=_key("Width of the residual stream; a multiple of `num_attention_heads`.", 4096))
+    intermediate_size: int = field(metadata=_key("Width of the gated feed-forward layer.", 14336))
+    num_hidden_layers: int = field(metadata=_key("Number of transformer layers.", 32))
+    num_attention_heads: int = field(metadata=_key("Number of query heads per layer.", 32))
+    num_key_value_heads: int | None = field(
+        default=None,
+        metadata=_key("Number of key and value heads (grouped-query attention); null: as many as query heads.", 8),
+    )
+    tie_word_embeddings: bool = field(
+        default=False, metadata=_key("Whether the output layer shares the weights of the input embedding.", True)
+    )
+    dropout: float = field(
+        default=0.0,
+        metadata=_key("Dropout probability on the output of attention and feed-forward; from 0 to below 1.", 0.1),
+    )
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
 
@@ -71,11 +84,21 @@ class LoraSpec:
     With `quantise_base` the frozen weights have 4 bits (QLoRA, arXiv:2305.14314): on CUDA only.
     """
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ()  # last parts of module names; none: every linear layer but the head
-    quantise_base: bool = False
+    rank: int = field(default=8, metadata=_key("Rank of the adapter matrices.", 16))
+    alpha: float = field(default=16.0, metadata=_key("Scale of the adapters: their output counts alpha / rank.", 32.0))
+    dropout: float = field(
+        default=0.0, metadata=_key("Dropout probability on the input of the adapters; from 0 to below 1.", 0.05)
+    )
+    target_modules: tuple[str, ...] = field(
+        default=(),
+        metadata=_key(
+            "Last parts of the names of modules that get adapters; empty: every linear layer but the output layer.",
+            ["q_proj", "v_proj"],
+        ),
+    )
+    quantise_base: bool = field(
+        default=False, metadata=_key("Whether the frozen weights are stored in 4 bits (QLoRA); CUDA only.", True)
+    )
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
 
@@ -98,12 +121,46 @@ class ModelSpec:
     `weights` is a script's: the type in which it holds its weights while it trains, frozen ones included.
     """
 
-    decoder: DecoderSpec | None = None
-    hf: str | dict[str, Any] | None = field(default=None, hash=False)
-    lora: LoraSpec | None = None
-    factory: str | None = None
-    weights: Precision | None = None  # None: fp32, computed in the job's precision
-    config: dict[str, Any] = field(default_factory=dict, hash=False)
+    decoder: DecoderSpec | None = field(
+        default=None,
+        metadata=_key(
+            "A decoder transformer that the engines build with random weights.",
+            {
+                "vocab_size": 256,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+            },
+        ),
+    )
+    hf: str | dict[str, Any] | None = field(
+        default=None,
+        hash=False,
+        metadata=_key(
+            "A transformers model: a folder, a name on the hub, or a configuration with random weights.", "./model"
+        ),
+    )
+    lora: LoraSpec | None = field(
+        default=None, metadata=_key("Trains low-rank adapters beside the frozen weights of `hf`.", {"rank": 16})
+    )
+    factory: str | None = field(
+        default=None,
+        metadata=_key(
+            "A Python function, as file:function, that returns the module, its loss and its data set.",
+            "model.py:build",
+        ),
+    )
+    weights: Precision | None = field(
+        default=None,
+        metadata=_key("Under `trains`: data type of the script's weights while it trains; null: fp32.", "bf16"),
+    )
+    config: dict[str, Any] = field(
+        default_factory=dict,
+        hash=False,
+        metadata=_key("Arguments of the factory, or the configuration of `hf` where it cannot be read.", {"width": 64})
+        | {"json_schema_extra": {"default": {}}},
+    )
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
 
@@ -125,11 +182,22 @@ class DataSpec:
     tokenizer, or `tokens` (one-dimensional .npy files of token numbers) as they are.
     """
 
-    text: tuple[str, ...] = ()
-    chat: tuple[str, ...] = ()
-    tokens: tuple[str, ...] = ()
-    tokenizer: str | None = None  # a folder, or a name on the hub; None: the model's
-    sequence_length: int = 128
+    text: tuple[str, ...] = field(default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"]))
+    chat: tuple[str, ...] = field(
+        default=(),
+        metadata=_key(
+            "JSON Lines files with `messages`; the loss counts only tokens of the assistant.", ["chat.jsonl"]
+        ),
+    )
+    tokens: tuple[str, ...] = field(
+        default=(), metadata=_key("One-dimensional .npy files of token numbers.", ["tokens.npy"])
+    )
+    tokenizer: str | None = field(
+        default=None, metadata=_key("Folder or hub name of the tokenizer; null: the model's own.", "./tokenizer")
+    )
+    sequence_length: int = field(
+        default=128, metadata=_key("Tokens per sample at most; longer documents are cut into samples.", 2048)
+    )
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
 
@@ -161,8 +229,12 @@ class Schedule(StrEnum):
 class Freeze:
     """Parameters whose whole-model names match the shell pattern stay as they are for the first `until_step` steps."""
 
-    parameters: str
-    until_step: int | None = None  # None: always
+    parameters: str = field(
+        metadata=_key("Shell pattern of the names of the parameters that are frozen.", "embed_tokens*")
+    )
+    until_step: int | None = field(
+        default=None, metadata=_key("Optimizer step at which they begin to train; null: never.", 100)
+    )
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
 
@@ -175,24 +247,49 @@ class Freeze:
 class TrainingSpec:
     """The optimizer and the length of the training; every plan keeps all of it."""
 
-    max_steps: int = 100
-    optimizer: Optimizer = Optimizer.ADAMW
-    learning_rate: float = 1e-3
-    schedule: Schedule = Schedule.CONSTANT
-    warmup_steps: int = 0
-    min_learning_rate: float = 0.0  # where linear and cosine schedules end
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.9  # SGD's
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    freeze: tuple[Freeze, ...] = ()
-    compile: bool = False  # torch.compile, layer by layer
-    batch_norm_samples: int | None = None  # a BatchNorm model: samples whose statistics are taken together
-    sync_batch_norm: bool = False  # take them over all data-parallel ranks
-    seed: int = 0
-    checkpoint_every_steps: int = 50
-    keep_checkpoints: int = 2
+    max_steps: int = field(
+        default=100, metadata=_key("Optimizer steps from the beginning of the job to its end.", 1000)
+    )
+    optimizer: Optimizer = field(
+        default=Optimizer.ADAMW, metadata=_key("Update rule; adamw_8bit needs CUDA.", "adamw_8bit")
+    )
+    learning_rate: float = field(default=1e-3, metadata=_key("Learning rate after the warm-up.", 2e-4))
+    schedule: Schedule = field(
+        default=Schedule.CONSTANT,
+        metadata=_key("Course of the learning rate from the end of the warm-up to `max_steps`.", "cosine"),
+    )
+    warmup_steps: int = field(
+        default=0, metadata=_key("Optimizer steps over which the learning rate rises linearly from 0.", 50)
+    )
+    min_learning_rate: float = field(
+        default=0.0, metadata=_key("Learning rate at the end of a linear or cosine schedule.", 2e-5)
+    )
+    beta1: float = field(default=0.9, metadata=_key("Decay of the first moment of AdamW.", 0.9))
+    beta2: float = field(default=0.95, metadata=_key("Decay of the second moment of AdamW.", 0.999))
+    momentum: float = field(default=0.9, metadata=_key("Momentum of SGD.", 0.95))
+    weight_decay: float = field(default=0.1, metadata=_key("Weight decay of the optimizer.", 0.01))
+    clip_norm: float = field(
+        default=1.0,
+        metadata=_key("Greatest norm of the gradients of the whole model; larger ones are scaled down.", 1.0),
+    )
+    freeze: tuple[Freeze, ...] = field(
+        default=(),
+        metadata=_key(
+            "Parameters that are not trained, for ever or until a step.",
+            [{"parameters": "embed_tokens*", "until_step": 100}],
+        ),
+    )
+    compile: bool = field(default=False, metadata=_key("Whether torch.compile compiles each layer.", True))
+    batch_norm_samples: int | None = field(
+        default=None,
+        metadata=_key("Samples over which BatchNorm takes its statistics, under every plan; BatchNorm models only.", 8),
+    )
+    sync_batch_norm: bool = field(
+        default=False, metadata=_key("Whether the samples of one BatchNorm statistic may lie on several ranks.", True)
+    )
+    seed: int = field(default=0, metadata=_key("Seed of weights, data order and dropout.", 1))
+    checkpoint_every_steps: int = field(default=50, metadata=_key("Optimizer steps between two checkpoints.", 200))
+    keep_checkpoints: int = field(default=2, metadata=_key("Number of newest checkpoints that stay on disk.", 3))
 
     __pydantic_config__: ClassVar[dict[str, str]] = FORBID_EXTRA
 

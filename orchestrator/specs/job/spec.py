@@ -22,7 +22,7 @@ from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
-from orchestrator.specs.spec_model import Command, Counter, SpecModel, Words
+from orchestrator.specs.spec_model import Command, Counter, SpecModel, Words, json_schema_of
 
 Bytes = Annotated[
     int,
@@ -105,8 +105,8 @@ UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$")]
 class GpuRange(SpecModel):
     """How many devices the job may take."""
 
-    min: int = Field(default=1, ge=1)
-    max: int = Field(default=1, ge=1)
+    min: int = Field(default=1, ge=1, description="Fewest devices that the job runs on.", examples=[1])
+    max: int = Field(default=1, ge=1, description="Most devices that the job runs on.", examples=[8])
 
     @model_validator(mode="after")
     def _ordered(self) -> GpuRange:
@@ -122,22 +122,57 @@ def _exact_count(gpus: object) -> object:
 class DeclaredProfile(SpecModel):
     """What the user says a model or a script costs; it stands against what a closed form or a trace would say."""
 
-    parameters: int = Field(ge=0)
-    layers: int = Field(default=1, ge=1)
-    activations_per_sample: Bytes
-    checkpointed_per_sample: Bytes | None = None  # None: checkpointing would save nothing
-    selective_per_sample: Bytes | None = None  # kept under selective checkpointing; None: the model cannot
-    tensor_parallel: tuple[int, ...] = ()  # degrees above 1 by which the model's own plan can cut it
-    pipeline: bool = False  # whether the model can be cut between its layers
-    workspace: Bytes = 0  # held besides parameters, gradients, optimizer states and activations
-    forward_flops_per_sample: float | None = Field(default=None, gt=0)  # None: 2 x parameters
+    parameters: int = Field(ge=0, description="Number of parameters.", examples=[350_000_000])
+    layers: int = Field(
+        default=1, ge=1, description="Number of layers of equal size; FSDP gathers one at a time.", examples=[24]
+    )
+    activations_per_sample: Bytes = Field(
+        description="Activation memory of one sample between forward and backward pass.", examples=["900MiB"]
+    )
+    checkpointed_per_sample: Bytes | None = Field(
+        default=None,
+        description="The same under full activation checkpointing; null: checkpointing saves nothing.",
+        examples=["90MiB"],
+    )
+    selective_per_sample: Bytes | None = Field(
+        default=None,
+        description="The same under selective activation checkpointing; null: the model does not support it.",
+        examples=["300MiB"],
+    )
+    tensor_parallel: tuple[int, ...] = Field(
+        default=(), description="Degrees above 1 of tensor parallelism that the model supports.", examples=[[2, 4]]
+    )
+    pipeline: bool = Field(
+        default=False,
+        description="Whether the model can be split into pipeline stages between layers.",
+        examples=[True],
+    )
+    workspace: Bytes = Field(
+        default=0,
+        description="Memory besides parameters, gradients, optimizer states and activations.",
+        examples=["1GiB"],
+    )
+    forward_flops_per_sample: float | None = Field(
+        default=None,
+        gt=0,
+        description="FLOPs of the forward pass of one sample; null: 2 x `parameters`.",
+        examples=[1.4e12],
+    )
 
 
 class Degrade(SpecModel):
     """What a restart may touch. `exact` is always allowed; `semantic` names its alternatives."""
 
-    allow: Literal["exact", "numeric", "semantic"] = "exact"
-    sequence_lengths: tuple[int, ...] = ()
+    allow: Literal["exact", "numeric", "semantic"] = Field(
+        default="exact",
+        description="Furthest change: exact (same mathematics), numeric (precision) or semantic (another training).",
+        examples=["numeric"],
+    )
+    sequence_lengths: tuple[int, ...] = Field(
+        default=(),
+        description="Sequence lengths in tokens that a restart may use; needs `allow: semantic`.",
+        examples=[[1024, 512]],
+    )
 
     @property
     def limit(self) -> Degradation:
@@ -147,18 +182,30 @@ class Degrade(SpecModel):
 class Retries(SpecModel):
     """Separate, bounded budgets. A bug in the user's code has none."""
 
-    oom: int = Field(default=8, ge=0, le=64)
-    node: int = Field(default=3, ge=0, le=64)
-    startup: int = Field(default=2, ge=0, le=64)
-    hang: int = Field(default=1, ge=0, le=64)
-    preemption: int = Field(default=16, ge=0, le=64)
+    oom: int = Field(
+        default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
+    )
+    node: int = Field(
+        default=3, ge=0, le=64, description="Restarts after lost nodes and contended device memory.", examples=[5]
+    )
+    startup: int = Field(default=2, ge=0, le=64, description="Restarts after failed launches.", examples=[1])
+    hang: int = Field(default=1, ge=0, le=64, description="Restarts after hangs.", examples=[2])
+    preemption: int = Field(
+        default=16, ge=0, le=64, description="Restarts after signals from outside the service.", examples=[32]
+    )
 
 
 class Dependency(SpecModel):
     """Another job, which has to end first: with success, or in whatever way."""
 
-    job: str  # its id; in a submission of several also the name of one that stands before
-    when: Literal["success", "always"] = "success"
+    job: str = Field(
+        description="Id of the other job, or the name of an earlier one in the same submission.", examples=["prepare-1"]
+    )
+    when: Literal["success", "always"] = Field(
+        default="success",
+        description="End that satisfies the dependency: success only, or any (Slurm: afterok, afterany).",
+        examples=["always"],
+    )
 
 
 class Member(SpecModel):
@@ -179,12 +226,13 @@ class Guarantee(SpecModel):
     """The speed that a job is promised from its start on: that of its request."""
 
     gpus: int | None = Field(
-        default=None, ge=1, description="devices of the request; without it the most that the job may take"
+        default=None, ge=1, description="Number of devices requested; null: `gpus.max`.", examples=[4]
     )
     step: Seconds | None = Field(
         default=None,
         gt=0,
-        description="what an optimizer step takes on them with the requested plan; without it the fastest plan counts",
+        description="Time of an optimizer step on those devices with the requested plan; null: with the fastest plan.",
+        examples=["2.1s"],
     )
 
 
@@ -197,59 +245,190 @@ def _request(said: object) -> object:
 class JobSpec(SpecModel):
     """One training job: a `command` with `knobs`, or a `model` with `data`."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    family: str | None = None  # jobs of one family share their calibration; None: the name
-    priority: Priority = 0
-    user: UserName | None = None  # whose turn it takes on a shared cluster; None: who submits it
-    depends_on: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = ()
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Name of the job; its id is the name with a number.",
+        examples=["my-finetune"],
+    )
+    family: str | None = Field(
+        default=None,
+        description="Jobs of one family share the calibration of their memory; null: the name.",
+        examples=["llama-8b"],
+    )
+    priority: Priority = Field(
+        default=0,
+        description="Higher starts first: a whole number, or high (100), normal (0), low (-100).",
+        examples=["high"],
+    )
+    user: UserName | None = Field(
+        default=None, description="User whose share the job is charged to; null: who submits it.", examples=["ada"]
+    )
+    depends_on: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = Field(
+        default=(),
+        description="Jobs that have to end before this one starts.",
+        examples=[[{"job": "prepare-1", "when": "success"}]],
+    )
     member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
-    deadline: DeadlineField | None = None  # when it should be done; without a zone: that of the machine that reads it
-    start_window: Hours | None = None  # hours within which it starts; without a zone: that of the machine that reads it
-    gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = GpuRange()
+    deadline: DeadlineField | None = Field(
+        default=None,
+        description="Time at which the job should have ended; without a zone, that of the submitting machine.",
+        examples=["2026-11-23T08:00 Europe/Berlin"],
+    )
+    start_window: Hours | None = Field(
+        default=None,
+        description="Hours and weekdays within which the job starts; without a zone, that of the submitting machine.",
+        examples=["22:00-08:00 Europe/Berlin mon-fri"],
+    )
+    gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = Field(
+        default=GpuRange(),
+        description="Number of devices: exactly this many, or a range.",
+        examples=[{"min": 1, "max": 4}],
+    )
     guarantee: Annotated[
         Guarantee | None,
         BeforeValidator(_request),
-        Field(
-            description="`requested` promises at least the speed of the request, from a time on that is told at "
-            "submission; a job that cannot be promised it is refused. Without it the job gets what is left."
-        ),
         WithJsonSchema(
             {"anyOf": [{"const": "requested"}, Guarantee.model_json_schema(), {"type": "null"}], "default": None}
         ),
-    ] = None
-    steps: int | None = Field(default=None, ge=1)  # optimizer steps of a script; a model says training.max_steps
-    speeds: Speeds = ()  # seconds per optimizer step that a script was measured at, by number of devices
-    global_batch_size: int = Field(ge=1)
-    precision: Precision = Precision.FP32
+    ] = Field(
+        default=None,
+        description="Promises at least the speed of the request from a start told at submission, or refuses the job.",
+        examples=["requested"],
+    )
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps of a script from beginning to end; a `model` says `training.max_steps`.",
+        examples=[5000],
+    )
+    speeds: Speeds = Field(
+        default=(),
+        description="Measured time per optimizer step of a script, by number of devices.",
+        examples=[{"1": "2.1s", "2": "1.2s"}],
+    )
+    global_batch_size: int = Field(
+        ge=1, description="Samples per optimizer step over all ranks; no plan changes it.", examples=[256]
+    )
+    precision: Precision = Field(
+        default=Precision.FP32,
+        description="Arithmetic of the forward and backward pass; master weights are fp32.",
+        examples=["bf16"],
+    )
 
-    model: ModelSpec | None = None
-    data: DataSpec = DataSpec()
-    training: TrainingSpec = TrainingSpec()
+    model: ModelSpec | None = Field(
+        default=None,
+        description="Model that the engines train; excludes `command`.",
+        examples=[{"factory": "model.py:build"}],
+    )
+    data: DataSpec = Field(
+        default=DataSpec(),
+        description="Files that a `model` is trained on, and the length of a sample.",
+        examples=[{"text": ["corpus.txt"], "sequence_length": 512}],
+    )
+    training: TrainingSpec = Field(
+        default=TrainingSpec(),
+        description="Optimizer, schedule and length of the training of a `model`.",
+        examples=[{"max_steps": 1000, "learning_rate": 2e-4}],
+    )
 
-    command: Command | None = None
-    trains: ModelSpec | None = None  # what a script trains, of `data.sequence_length`: known by it, and never run
-    trainer: Framework | None = None  # says launch, knobs, resume, progress and phases, as far as the job does not
-    launch: LaunchStyle = "ranks"
-    workdir: str | None = None  # relative to the job file; None: the job file's folder
-    env: Words = ()
-    secrets: tuple[str, ...] = ()  # names of environment variables of the service, passed on and never shown
-    knobs: Knobs = Knobs()
-    config: ConfigFile | None = None
-    success: Success = Success()
-    resume: Resume = Resume()
-    progress: Counter | None = None  # a number in its log that counts up: step or epoch
-    phases: Words = ()  # phase -> pattern of the line with which it begins: encoding, training, evaluation
+    command: Command | None = Field(
+        default=None,
+        description="Training script and its arguments, split as a POSIX shell would; no shell runs it.",
+        examples=["python train.py --data corpus.txt"],
+    )
+    trains: ModelSpec | None = Field(
+        default=None,
+        description="Model that a script trains: its memory is estimated from it; the model is never run.",
+        examples=[{"hf": "./model"}],
+    )
+    trainer: Framework | None = Field(
+        default=None,
+        description="Framework whose usual launch, knobs, resume, progress and phases fill in what is left out.",
+        examples=["hf"],
+    )
+    launch: LaunchStyle = Field(
+        default="ranks",
+        description="Who starts the ranks: the service, a launcher on each node, or the script itself.",
+        examples=["torchrun"],
+    )
+    workdir: str | None = Field(
+        default=None,
+        description="Working directory of the script, relative to the job file; null: the job file's folder.",
+        examples=["project"],
+    )
+    env: Words = Field(
+        default=(), description="Environment variables of the script.", examples=[{"OMP_NUM_THREADS": "8"}]
+    )
+    secrets: tuple[str, ...] = Field(
+        default=(),
+        description="Environment variables of the service that the script gets; their values are never recorded.",
+        examples=[["HF_TOKEN"]],
+    )
+    knobs: Knobs = Field(
+        default=Knobs(),
+        description="How the script takes each setting of a plan; a setting without a knob is never changed.",
+        examples=[{"micro_batch_size": {"flag": "--batch-size", "default": 8}}],
+    )
+    config: ConfigFile | None = Field(
+        default=None,
+        description="YAML or JSON file in which knobs are keys; each attempt gets a copy.",
+        examples=[{"file": "train.yaml", "flag": "--config"}],
+    )
+    success: Success = Field(
+        default=Success(),
+        description="What a finished script leaves behind, besides exit code 0.",
+        examples=[{"artifacts": ["model.pt"]}],
+    )
+    resume: Resume = Field(
+        default=Resume(),
+        description="The script's own checkpoints and what a restart needs.",
+        examples=[{"checkpoints": "checkpoint-*", "on_sigterm": True}],
+    )
+    progress: Counter | None = Field(
+        default=None,
+        description="Regular expression with one group: a number in the log that counts up, step or epoch.",
+        examples=[r"step (\d+)"],
+    )
+    phases: Words = Field(
+        default=(),
+        description="Regular expression of the log line that begins a phase, such as encoding, training or evaluation.",
+        examples=[{"evaluation": "Running evaluation"}],
+    )
 
-    profile: DeclaredProfile | None = None
+    profile: DeclaredProfile | None = Field(
+        default=None,
+        description="Memory and cost of the model as you declare them; overrides closed form and trace.",
+        examples=[{"parameters": 350_000_000, "activations_per_sample": "900MiB"}],
+    )
     traced: SkipJsonSchema[tuple[TracedProfile, ...]] = ()  # of a model that no closed form knows: added at intake
-    probe: Literal["auto", "never"] = "auto"  # short attempts first, where nobody knows what a script needs
+    probe: Literal["auto", "never"] = Field(
+        default="auto",
+        description="Whether two short attempts measure a script of unknown memory before it trains.",
+        examples=["never"],
+    )
     measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
     relative_to: SkipJsonSchema[OwnSettings | None] = None  # of its family, those that outcomes are told by: as above
-    degrade: Degrade = Degrade()
-    retries: Retries = Retries()
-    on_caught_oom: Literal["recover", "accept"] = "recover"  # a script that catches it: restart cheaper, or let it be
-    hang_timeout: Seconds = 600.0  # no training step for this long means hung
-    startup_timeout: Seconds = 900.0  # the first training step must come within this time
+    degrade: Degrade = Field(
+        default=Degrade(),
+        description="What a restart on a cheaper plan may change.",
+        examples=[{"allow": "numeric"}],
+    )
+    retries: Retries = Field(
+        default=Retries(), description="Restarts per cause of failure, each from 0 to 64.", examples=[{"oom": 4}]
+    )
+    on_caught_oom: Literal["recover", "accept"] = Field(
+        default="recover",
+        description="What follows where a script catches its out-of-memory errors: a cheaper plan, or nothing.",
+        examples=["accept"],
+    )
+    hang_timeout: Seconds = Field(
+        default=600.0,
+        description="Time without a training step after which an attempt counts as hung.",
+        examples=["20min"],
+    )
+    startup_timeout: Seconds = Field(
+        default=900.0, description="Time within which the first training step has to come.", examples=["1h"]
+    )
 
     @property
     def family_name(self) -> str:
@@ -345,12 +524,18 @@ class JobSpec(SpecModel):
 
 def job_json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a job file, for editors."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | JobSpec.model_json_schema()
+    schema = json_schema_of(JobSpec)
     schema["properties"] |= {
         "array": {
             "anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}],
+            "description": "Values of {placeholders}, one job each: all combinations of a mapping, or rows of a list.",
             "examples": [{"lr": ["1e-3", "1e-4"], "seed": [0, 1]}],
         },
-        "max_concurrent": {"type": "integer", "minimum": 1},
+        "max_concurrent": {
+            "type": "integer",
+            "minimum": 1,
+            "description": "Most jobs of the array that run at once; without it, all of them.",
+            "examples": [2],
+        },
     }
     return schema

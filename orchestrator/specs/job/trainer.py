@@ -50,27 +50,64 @@ Globs = Annotated[
 
 
 class Knob(SpecModel):
-    """How a script takes one setting.
+    """How a script takes one setting: by exactly one of flag, switch, override, key, env and accelerate."""
 
-    `flag: --batch` is followed by the value, `switch: --ckpt` is there or not, `override: data.batch` makes the word
-    data.batch=8 (OmegaConf, Hydra, dora), `key: data.batch` stands in the job's config file, `env: BATCH` is a
-    variable, `accelerate: fsdp` is said in the file that `accelerate launch` reads.
-    """
-
-    flag: str | None = None
-    switch: str | None = None
-    override: str | None = None
-    key: str | None = None
-    env: str | None = None
-    accelerate: Literal["fsdp", "deepspeed"] | None = None
-    default: int | str | None = None  # what the script does when it is told nothing
-    values: ValueMap = ()  # our word -> the script's word; null: nothing is said
-    per: Literal["rank", "node", "global"] = "rank"  # whose samples a batch size counts
-    multiplied_by_ranks: bool = False  # the script multiplies it by its number of ranks once more
-    separator: str = ","  # between devices
-    relative: bool = False  # the script puts its working directory before the folder, whatever it is told
-    phase: Literal["encoding", "evaluation"] | None = None  # a batch size of its own, outside training
-    also: tuple[Knob, ...] = ()  # more that the script must be told with the same setting
+    flag: str | None = Field(
+        default=None, description="Option that the value follows on the command line.", examples=["--batch-size"]
+    )
+    switch: str | None = Field(
+        default=None,
+        description="Option without a value: present for yes, absent for no.",
+        examples=["--gradient-checkpointing"],
+    )
+    override: str | None = Field(
+        default=None,
+        description="Key of a word key=value on the command line (OmegaConf, Hydra, dora).",
+        examples=["data.batch_size"],
+    )
+    key: str | None = Field(
+        default=None, description="Dotted key in the file that `config` names.", examples=["train.batch_size"]
+    )
+    env: str | None = Field(default=None, description="Environment variable that holds the value.", examples=["BATCH"])
+    accelerate: Literal["fsdp", "deepspeed"] | None = Field(
+        default=None,
+        description="Section of the file that `accelerate launch` reads; of `zero_stage` only.",
+        examples=["fsdp"],
+    )
+    default: int | str | None = Field(
+        default=None, description="Value that the script uses when it is given none.", examples=[8]
+    )
+    values: ValueMap = Field(
+        default=(),
+        description="The script's word for each value of the setting; null: the option is left out.",
+        examples=[{"fp32": "float32", "bf16": "bfloat16"}],
+    )
+    per: Literal["rank", "node", "global"] = Field(
+        default="rank",
+        description="What a batch size or a number of ranks counts: those of one rank, one node, or all.",
+        examples=["global"],
+    )
+    multiplied_by_ranks: bool = Field(
+        default=False,
+        description="Whether the script multiplies the batch size by its number of ranks.",
+        examples=[True],
+    )
+    separator: str = Field(default=",", description="Text between two device numbers.", examples=["-"])
+    relative: bool = Field(
+        default=False,
+        description="Whether the script takes the output folder relative to its working directory only.",
+        examples=[True],
+    )
+    phase: Literal["encoding", "evaluation"] | None = Field(
+        default=None,
+        description="Phase outside training whose own batch size this is; needs `default`.",
+        examples=["evaluation"],
+    )
+    also: tuple[Knob, ...] = Field(
+        default=(),
+        description="Further options that the same setting needs.",
+        examples=[[{"flag": "--eval-batch-size", "phase": "evaluation", "default": 8}]],
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> Knob:
@@ -94,20 +131,65 @@ class Knob(SpecModel):
 class Knobs(SpecModel):
     """The settings that the user's script really has; a plan that would turn a missing one is never made."""
 
-    micro_batch_size: Knob | None = None
-    # derived: the script divides its global batch itself, by the micro-batch that it is told (litgpt, Megatron, NeMo)
-    gradient_accumulation_steps: Knob | Literal["derived"] | None = None
-    global_batch_size: Knob | None = None  # takes the job's global batch
-    activation_checkpointing: Knob | None = None
-    precision: Knob | None = None
-    sequence_length: Knob | None = None
-    zero_stage: Knob | None = None  # 0, 2 or 3 of FSDP (1 to 3 under `accelerate: deepspeed`)
-    deepspeed_config: Knob | None = None  # takes the path of a DeepSpeed file, which is written from the plan
-    devices: Knob | None = None  # takes the numbers of the node's devices
-    ranks: Knob | None = None  # takes how many processes there are, `per` node or in all
-    nodes: Knob | None = None  # takes how many nodes they are on
-    resume_from: Knob | None = None
-    output_dir: Knob | None = None
+    micro_batch_size: Knob | None = Field(
+        default=None,
+        description="Samples per forward pass (per rank, unless `per` says otherwise).",
+        examples=[{"flag": "--batch-size", "default": 8}],
+    )
+    gradient_accumulation_steps: Knob | Literal["derived"] | None = Field(
+        default=None,
+        description="Micro-batches per optimizer step; `derived`: the script divides its global batch itself.",
+        examples=[{"flag": "--accumulate", "default": 1}],
+    )
+    global_batch_size: Knob | None = Field(
+        default=None,
+        description="Samples per optimizer step of all ranks; gets the job's `global_batch_size`.",
+        examples=[{"flag": "--global-batch-size"}],
+    )
+    activation_checkpointing: Knob | None = Field(
+        default=None,
+        description="Whether activations are recomputed in the backward pass.",
+        examples=[{"switch": "--gradient-checkpointing"}],
+    )
+    precision: Knob | None = Field(
+        default=None,
+        description="Arithmetic of the forward and backward pass: fp32, bf16 or fp16.",
+        examples=[{"flag": "--dtype", "values": {"fp32": "float32", "bf16": "bfloat16"}}],
+    )
+    sequence_length: Knob | None = Field(
+        default=None,
+        description="Tokens per sample; changed under `degrade.allow: semantic`.",
+        examples=[{"flag": "--len"}],
+    )
+    zero_stage: Knob | None = Field(
+        default=None,
+        description="Sharding: 0, 2 or 3 of FSDP, or 0 to 3 under `accelerate: deepspeed`.",
+        examples=[{"flag": "--shard", "values": {"0": "none", "2": "grads", "3": "full"}}],
+    )
+    deepspeed_config: Knob | None = Field(
+        default=None,
+        description="Path of a DeepSpeed file, which is written from the plan; opens ZeRO 1 to 3 and offload.",
+        examples=[{"flag": "--deepspeed"}],
+    )
+    devices: Knob | None = Field(
+        default=None, description="Numbers of the devices of the node.", examples=[{"flag": "--gpus", "separator": "-"}]
+    )
+    ranks: Knob | None = Field(
+        default=None,
+        description="Number of processes, per node or in all.",
+        examples=[{"flag": "--devices", "per": "node"}],
+    )
+    nodes: Knob | None = Field(default=None, description="Number of nodes.", examples=[{"flag": "--num-nodes"}])
+    resume_from: Knob | None = Field(
+        default=None,
+        description="Path of the checkpoint from which a restart continues.",
+        examples=[{"flag": "--resume"}],
+    )
+    output_dir: Knob | None = Field(
+        default=None,
+        description="Folder for checkpoints and results; the service names one per job.",
+        examples=[{"flag": "--output"}],
+    )
 
     def each(self) -> Iterator[tuple[str, Knob]]:
         """Every declared setting with its knob, and with those that go with it."""
@@ -169,26 +251,64 @@ class ConfigFile(SpecModel):
     attempt that holds links to everything else in `workdir`.
     """
 
-    file: str = Field(pattern=r"\.(ya?ml|json)$")  # relative to `workdir`
-    flag: str | None = None  # or None: the script opens this very path
+    file: str = Field(
+        pattern=r"\.(ya?ml|json)$", description="Path of the file, relative to `workdir`.", examples=["train.yaml"]
+    )
+    flag: str | None = Field(
+        default=None,
+        description="Option that gets the path of the copy; null: the script opens `file` itself.",
+        examples=["--config"],
+    )
 
 
 class Success(SpecModel):
     """What a finished script has left behind, besides exit code 0."""
 
-    artifacts: tuple[str, ...] = ()  # newer than the start of its last attempt; relative to its output folder
-    log: Pattern | None = None  # a line that it prints when it has finished, and never before
+    artifacts: tuple[str, ...] = Field(
+        default=(),
+        description="Shell patterns in the output folder; each needs a match newer than the attempt's start.",
+        examples=[["model.pt"]],
+    )
+    log: Pattern | None = Field(
+        default=None,
+        description="Regular expression of a log line that the script prints only when it has finished.",
+        examples=["training finished"],
+    )
 
 
 class Resume(SpecModel):
     """The script's own checkpoints: which of them is whole, and what it takes to go on from one."""
 
-    checkpoints: Globs = ("checkpoint*", "step-*")  # in the output folder; the newest whole one is taken
-    on_sigterm: bool = False  # it saves one when it is asked to end: then it may be moved while it runs
-    holds: Globs = ()  # in a whole checkpoint there is a file of each of these, and none is empty
-    step: Counter | None = None  # the optimizer step or epoch in its path; None: the newest is the one written last
-    before: Command | None = None  # run to its end before each restart; {arguments} are the script's, {checkpoint} ours
-    loses: tuple[str, ...] = ()  # what the script does not take up again, for the record
+    checkpoints: Globs = Field(
+        default=("checkpoint*", "step-*"),
+        description="Shell patterns of checkpoints in the output folder; the newest complete one is used.",
+        examples=["checkpoint-*"],
+    )
+    on_sigterm: bool = Field(
+        default=False,
+        description="Whether the script saves a checkpoint on SIGTERM; only then can the job be moved while it runs.",
+        examples=[True],
+    )
+    holds: Globs = Field(
+        default=(),
+        description="Shell patterns of files that a complete checkpoint contains, none of them empty.",
+        examples=[["trainer_state.json"]],
+    )
+    step: Counter | None = Field(
+        default=None,
+        description="Regular expression with one group: step or epoch in a checkpoint's path; null: newest by time.",
+        examples=[r"checkpoint-(\d+)"],
+    )
+    before: Command | None = Field(
+        default=None,
+        description="Command run before each restart; {arguments} are the script's, {checkpoint} is the path.",
+        examples=["python prepare_resume.py {checkpoint}"],
+    )
+    loses: tuple[str, ...] = Field(
+        default=(),
+        description="What the script does not restore on resume; stands in the record of the attempt.",
+        examples=[["learning-rate schedule"]],
+    )
 
 
 def check(
