@@ -36,8 +36,16 @@ app = typer.Typer(
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.")]
-Cluster = Annotated[Path | None, typer.Option("--cluster", help="Cluster file (YAML).")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Say a setting otherwise.")]
+Cluster = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="Cluster file (YAML); without it, the hardware of the service or of this machine."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one key of the job file, by its dotted path; repeatable."
+    ),
+]
 
 
 ON_THIS_MACHINE = ("up", "down", "doctor", "replay")  # commands about the home folder itself
@@ -109,7 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def up(
     home: Home = DEFAULT_HOME,
     cluster: Cluster = None,
-    ray: Annotated[str | None, typer.Option("--ray", metavar="ADDRESS", help="Ray to use, as host:port.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray", metavar="ADDRESS", help="Address of a running Ray, as host:port; without it, one is started."
+        ),
+    ] = None,
     listen: Annotated[
         str | None, typer.Option("--listen", metavar="HOST:PORT", help="Serve other machines here too, under TLS.")
     ] = None,
@@ -153,7 +166,7 @@ def up(
 def down(
     home: Home = DEFAULT_HOME,
     force: Annotated[
-        bool, typer.Option("--force", help="Although jobs run: they restart at the next `orc up`.")
+        bool, typer.Option("--force", help="Stop while jobs run; they restart at the next `orc up`.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -166,7 +179,7 @@ def down(
 
 @app.command()
 def doctor(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Say what is missing on this machine, and how to mend it."""
+    """Check this machine: what is missing, and how to fix it. Exits with 1 where something is."""
     from dataclasses import asdict
 
     from orchestrator.service.commands.doctor import BAD, findings, findings_table
@@ -186,7 +199,7 @@ def submit(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Put jobs into the queue, all or none; 1 where one asks for a guarantee that cannot be given."""
+    """Submit jobs to the queue, all or none. Exits with 1 where a guarantee is refused."""
     from orchestrator.service.server.intake import read_jobs, read_overrides
     from orchestrator.service.terminal.tables import promise_words
 
@@ -204,7 +217,7 @@ def submit(
 
 @app.command()
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Submit a job, follow it to its end, and exit with its result; starts the service where it is not up."""
+    """Submit a job, follow it to its end and exit with its result. Starts the service where it is down."""
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
@@ -215,14 +228,16 @@ def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_
 @app.command()
 def rehearse(
     file: JobFile,
-    fail: Annotated[FaultKind, typer.Option("--fail", help="What to make happen, for real.")],
-    rank: Annotated[int, typer.Option("--rank", min=0, help="In this rank.")] = 0,
-    step: Annotated[int, typer.Option("--step", min=1, help="Before this step completes.")] = 1,
+    fail: Annotated[FaultKind, typer.Option("--fail", help="Failure to inject into the first attempt.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank that fails, counted from 0.")] = 0,
+    step: Annotated[
+        int, typer.Option("--step", min=1, help="Optimizer step before whose end it fails, counted from 1.")
+    ] = 1,
     settings: Settings = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Let a job fail in its first attempt, and watch it recover on the ordinary path."""
+    """Inject a failure into the first attempt of a job, and follow its recovery."""
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.terminal.follow import run_to_end
 
@@ -238,11 +253,13 @@ def rehearse(
 
 @app.command()
 def queue(
-    ended: Annotated[int, typer.Option("--ended", min=0, max=1000, help="Show so many that ended last.")] = 100,
+    ended: Annotated[
+        int, typer.Option("--ended", min=0, max=1000, help="Number of ended jobs shown, newest first.")
+    ] = 100,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """List the jobs: how each stands, with which plan, and why."""
+    """List jobs: status, plan and reason."""
     from orchestrator.service.terminal.tables import queue_table
 
     jobs = client_of(home).jobs(ended)
@@ -251,7 +268,7 @@ def queue(
 
 @app.command()
 def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Show how the cluster is shared: what each team and user has a share of, used, holds and waits for."""
+    """Show shares, use, quotas, running and waiting devices of each team and user."""
     from orchestrator.service.views.teams import teams_table
 
     shared = client_of(home).teams()
@@ -270,7 +287,7 @@ def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> N
 
 @app.command()
 def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Explain a job: bytes by cause and moment beside what was measured, what was wrong, and what it changed."""
+    """Explain a job: predicted bytes by cause beside the measured ones, and what each attempt changed."""
     from orchestrator.service.terminal.tables import explanation_panel
 
     explanation = client_of(home).explanation(job_id)
@@ -280,13 +297,16 @@ def explain(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -
 @app.command()
 def logs(
     job_id: JobId,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job ends.")] = False,
-    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="The last one, where none is named.")] = None,
-    rank: Annotated[int, typer.Option("--rank", min=0)] = 0,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the log until the job ends.")] = False,
+    attempt: Annotated[
+        int | None,
+        typer.Option("--attempt", min=1, help="Number of the attempt, counted from 1; without it, the last one."),
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log is printed, counted from 0.")] = 0,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a rank of a job wrote."""
+    """Print the log of one rank of a job."""
     from orchestrator.service.terminal.follow import log_lines
 
     lines = log_lines(client_of(home), job_id, attempt, rank, follow)
@@ -301,11 +321,11 @@ def logs(
 @app.command()
 def cancel(
     job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.")],
-    whole_arrays: Annotated[bool, typer.Option("--array", help="And all others of their arrays.")] = False,
+    whole_arrays: Annotated[bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """End jobs, all of them or, where one cannot be, none: their ranks get a SIGTERM and ten seconds."""
+    """Cancel jobs, all or none. Ranks get SIGTERM, and SIGKILL ten seconds later."""
     cancelled = client_of(home).cancel(job_ids, whole_arrays=whole_arrays)
     are = "is" if len(cancelled) == 1 else "are"
     tell({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
@@ -313,12 +333,14 @@ def cancel(
 
 @app.command()
 def drain(
-    node: Annotated[str | None, typer.Argument(metavar="NODE", help="None: only show how each stands.")] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take again what comes.")] = False,
+    node: Annotated[
+        str | None, typer.Argument(metavar="NODE", help="Node to drain; without it, the state of every node is shown.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Let the node take new attempts again.")] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Let a node take nothing new: what runs there goes on to its end. Shows who is still on which node."""
+    """Drain a node: it takes no new attempt, and running ones go on. Shows the jobs on each node."""
     from orchestrator.service.terminal.tables import nodes_table
 
     client = client_of(home)
@@ -342,7 +364,7 @@ def plan(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Show which plan a job would get, what it costs, and why not a faster one. Starts nothing."""
+    """Show the plan a job would get, its memory and time, and why faster plans do not fit. Starts nothing."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import forecast
     from orchestrator.service.server.intake import read_job, read_overrides
@@ -364,7 +386,7 @@ def estimate(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate one given plan of a job: `--set zero_stage=3 --set micro_batch=2 --set dp=8`."""
+    """Estimate memory and step time of one given plan of a job, such as `--set zero_stage=3 --set dp=8`."""
     from orchestrator.service.commands.hardware import hardware_of
     from orchestrator.service.commands.plan import forecast_of
     from orchestrator.service.server.intake import read_job, read_overrides
@@ -380,10 +402,10 @@ def estimate(
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def init(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What you type to train, or a script. Read, never run.")
+        list[str], typer.Argument(metavar="COMMAND...", help="Training command or script; read, never run.")
     ],
 ) -> None:
-    """Propose a job file for a training command, from its files and flags. Prints it; what it does not know it says."""
+    """Print a job file for a training command, proposed from its files and options."""
     from orchestrator.service.commands.init.proposal import proposal
 
     sys.stdout.write(proposal(command, Path.cwd()))
@@ -393,36 +415,49 @@ def init(
 def simulate(
     trace: Annotated[
         Path | None,
-        typer.Argument(metavar="TRACE", help="What is submitted when: a published trace (CSV), a list of jobs (YAML)."),
+        typer.Argument(
+            metavar="TRACE",
+            help="Jobs and their submission times: a published trace (CSV) or a list of job files (YAML).",
+        ),
     ] = None,
     queue: Annotated[
-        QueueTime | None, typer.Option("--queue", help="Instead of a trace: what the service has to do, from now on.")
+        QueueTime | None, typer.Option("--queue", help="Play the live queue from now on, instead of a trace.")
     ] = None,
     cluster: Cluster = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="The same one gives the same run.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
     noise: Annotated[
-        float, typer.Option("--noise", min=0.0, max=2.0, help="How wrong told lengths are: sigma of their logarithm.")
+        float,
+        typer.Option("--noise", min=0.0, max=2.0, help="Error of the jobs' stated lengths: sigma of its logarithm."),
     ] = 0.0,
     oom: Annotated[
-        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs that run out of memory at first.")
+        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first attempt runs out of memory.")
     ] = 0.0,
     node_loss: Annotated[
-        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts that take down a node.")
+        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts during which a node is lost.")
     ] = 0.0,
     launch_cost: Annotated[
-        float | None, typer.Option("--launch-cost", min=0.0, metavar="SECONDS", help="Instead of the cluster file's.")
+        float | None,
+        typer.Option(
+            "--launch-cost",
+            min=0.0,
+            metavar="SECONDS",
+            help="Seconds from a launch to the first step; without it, the cluster file's.",
+        ),
     ] = None,
     objective: Annotated[
-        Aim | None, typer.Option("--objective", help="What the queue aims at, instead of the cluster file's.")
+        Aim | None,
+        typer.Option("--objective", help="Objective of the queue, or both compared; without it, the cluster file's."),
     ] = None,
-    gantt: Annotated[Path | None, typer.Option("--gantt", metavar="FILE", help="Draw who ran where (PNG).")] = None,
+    gantt: Annotated[
+        Path | None, typer.Option("--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes.")
+    ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Play a trace on a cluster, with the decisions of the service, in simulated time.
+    """Simulate a trace on a cluster in simulated time, with the scheduler of the service.
 
-    A list says `jobs: [{at: 10min, file: job.yaml}, ...]`, and `begins: 2026-11-23T18:00` where hours or deadlines are.
-    `--queue now` asks what would become of the live queue; jobs that run go on from their newest checkpoint.
+    A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
+    `--queue now` plays the live queue; running jobs go on from their newest checkpoint.
     """
     from orchestrator.backends.simulated.traces import misjudged, read_trace
     from orchestrator.service.commands.job_list import read_list
@@ -472,7 +507,7 @@ def simulate(
 
 @app.command()
 def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Tell when each job that runs or waits is expected to start and to end, with nothing more submitted."""
+    """Forecast start and end of each running and waiting job, with nothing more submitted."""
     import time
 
     from orchestrator.service.commands.replay import expected_jobs, kept_state
@@ -487,12 +522,16 @@ def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 @app.command()
 def replay(
     journal: Annotated[
-        str | None, typer.Argument(metavar="[JOURNAL]", help="Of a service, up or not: a file, an address.")
+        str | None,
+        typer.Argument(
+            metavar="[JOURNAL]",
+            help="Journal: a SQLite file or a database address; without it, that of the home folder.",
+        ),
     ] = None,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Make every decision of a journal again: what was decided, why, and where this version decides otherwise."""
+    """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
     from orchestrator.service.commands.replay import kept_events
     from orchestrator.service.commands.replay import replay as decide_again
     from orchestrator.service.server.lifecycle import journal_url
@@ -505,12 +544,15 @@ def replay(
 
 @app.command()
 def calibrate(
-    tracking_uri: Annotated[str, typer.Option("--from-mlflow", metavar="URI", help="MLflow that knows the outcomes.")],
-    experiment: Annotated[str, typer.Option("--experiment", help="Its experiment.")] = "orchestrator",
+    tracking_uri: Annotated[
+        str,
+        typer.Option("--from-mlflow", metavar="URI", help="Address of the MLflow server that recorded the attempts."),
+    ],
+    experiment: Annotated[str, typer.Option("--experiment", help="Name of the MLflow experiment.")] = "orchestrator",
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Teach the service what attempts of other homes, or of earlier ones, have measured."""
+    """Calibrate the service with attempts that another home recorded in MLflow."""
     from orchestrator.backends.mlflow.outcomes import read_outcomes
 
     client = client_of(home)
@@ -520,7 +562,7 @@ def calibrate(
 
 
 @app.command()
-def schema(name: Annotated[SchemaName, typer.Argument()] = SchemaName.JOB) -> None:
+def schema(name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = SchemaName.JOB) -> None:
     """Print the JSON Schema of job or cluster files, for editors."""
     from orchestrator.specs.cluster import cluster_json_schema
     from orchestrator.specs.job.spec import job_json_schema

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 SERVER: ContextVar[str | None] = ContextVar("SERVER", default=None)  # of `orc --server URL`, for one command
 
-Home = Annotated[Path, typer.Option("--home", envvar="ORC_HOME", help="Folder of the service: queue, logs, records.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer as JSON.")]
+Home = Annotated[
+    Path, typer.Option("--home", envvar="ORC_HOME", help="Home folder of the service: queue, logs, records.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 def service_of(home: Path) -> Path | Login:
