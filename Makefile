@@ -10,7 +10,7 @@ PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long lint bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)  # the generated pages of docs/reference, and the site in build/site
+	$(BIN)/python -m docs.generate
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -117,7 +117,7 @@ def nested(schema: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
             break
         key = section["properties"][name]
         section = next(one for one in resolved(schema, key) if path[depth + 1] in one["properties"])
-        is_list = key.get("type") == "array"
+        is_list = key.get("type") == "array" or name == "depends_on"
         inner: dict[str, Any] = {}
         place[name] = [inner] if is_list else inner
         place = inner

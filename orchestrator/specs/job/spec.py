@@ -10,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainSerializer,
+    PositiveInt,
     WithJsonSchema,
     model_validator,
 )
@@ -263,10 +264,13 @@ class JobSpec(SpecModel):
     user: UserName | None = Field(
         default=None, description="User whose share the job is charged to; null: who submits it.", examples=["ada"]
     )
-    depends_on: Annotated[tuple[Dependency, ...], BeforeValidator(_dependencies)] = Field(
+    depends_on: Annotated[
+        tuple[Dependency, ...],
+        BeforeValidator(_dependencies, json_schema_input_type=str | Dependency | list[str | Dependency]),
+    ] = Field(
         default=(),
         description="Jobs that have to end before this one starts.",
-        examples=[[{"job": "prepare-1", "when": "success"}]],
+        examples=[["prepare-1", {"job": "encode-2", "when": "always"}]],
     )
     member: SkipJsonSchema[Member | None] = None  # of an array, which is expanded where a job file is read
     deadline: DeadlineField | None = Field(
@@ -279,10 +283,10 @@ class JobSpec(SpecModel):
         description="Hours and weekdays within which the job starts; without a zone, that of the submitting machine.",
         examples=["22:00-08:00 Europe/Berlin mon-fri"],
     )
-    gpus: Annotated[GpuRange, BeforeValidator(_exact_count)] = Field(
+    gpus: Annotated[GpuRange, BeforeValidator(_exact_count, json_schema_input_type=PositiveInt | GpuRange)] = Field(
         default=GpuRange(),
         description="Number of devices: exactly this many, or a range.",
-        examples=[{"min": 1, "max": 4}],
+        examples=[{"min": 1, "max": 4}, 2],
     )
     guarantee: Annotated[
         Guarantee | None,
