@@ -1,0 +1,445 @@
+"""Laws of README and docs: links lead somewhere, files are read, commands exist and run, reference is up to date."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import typer.main
+import yaml
+
+from docs import generate
+from orchestrator.cli import app, main
+from orchestrator.scheduling.step import BUDGETS
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.cluster import cluster_json_schema
+from orchestrator.specs.job.spec import Retries, job_json_schema
+from orchestrator.specs.parse import parse_cluster, parse_jobs
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *(ROOT / "docs").rglob("*.md")])
+DEMO = ("fits", "wrong_profile", "foreign", "bug", "never_fits")  # in this order: the docs name their ids
+ANY_EXIT = ("doctor",)  # 1 where the machine lacks something
+ORC = (sys.executable, "-m", "orchestrator.cli")
+COMMAND_TIMEOUT_S = 280
+PLACEHOLDER = re.compile(r"[A-Z]{2,}(\.yaml|:\d+|\.\.\.)?")  # JOB, JOB.yaml, HEAD:6379, FILE...
+FENCE = re.compile(r"^( *)(```+|~~~+) *([^\n`]*)\n(.*?)^\1\2 *$", re.M | re.S)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.M)
+INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A command line that a page shows; `prompted` where it says so with `$ `."""
+
+    where: str
+    words: tuple[str, ...]
+    into: str | None  # the file after `>`
+    prompted: bool
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.words) + (f" > {self.into}" if self.into else "")
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            page=page,
+            line=text.count("\n", 0, match.start()) + 1,
+            language=match[3].strip().split(" ")[0],
+            text=re.sub(rf"^{match[1]}", "", match[4], flags=re.M),
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def prose_of(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs agree on it where there is nothing but words in it."""
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+def anchors_of(page: Path) -> set[str]:
+    return {slug(match[1]) for match in re.finditer(r"^#{1,6} +(.+?) *#*$", prose_of(page), re.M)}
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    dead = []
+    for match in LINK.finditer(INLINE_CODE.sub("", text)):
+        link = match[1] or match[2]
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            dead.append(f"{link}: there is no such file")
+        elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
+            dead.append(f"{link}: there is no such heading")
+        elif (ROOT / "docs") in page.parents and (ROOT / "docs") not in target.parents:
+            dead.append(f"{link}: the site has only what is in docs/; name the file in `code` instead")
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    assert dead_links(page, prose_of(page)) == []
+
+
+def test_a_dead_link_and_a_dead_anchor_are_found() -> None:
+    page = ROOT / "docs/reference/cli.md"
+    planted = "[a](cli.md) [b](gone.md) [c](cli.md#orc-up) [d](#orc-upp) [e](https://pytorch.org)"
+    assert [found.partition(":")[0] for found in dead_links(page, planted)] == ["gone.md", "#orc-upp"]
+
+
+# ------------------------------------------------------------------------------------------------------- yaml blocks
+
+JOB_KEYS, CLUSTER_KEYS = (set(schema()["properties"]) for schema in (job_json_schema, cluster_json_schema))
+FRAGMENT_OF_A_JOB = {"name": "fragment", "global_batch_size": 8}
+FRAGMENT_OF_A_CLUSTER = {
+    "name": "fragment",
+    "nodes": [{"name": "n", "count": 8, "devices": 8, "device": "h100-80gb", "host_memory": "1TiB"}],
+}
+
+
+def read_as_what_it_is(text: str) -> str:
+    """Parse a YAML block as the file, or part of a file, that it is; the kind that it was. Raises SpecError.
+
+    Manifests of Kubernetes and lists of `orc simulate` have other readers.
+    """
+    data = yaml.safe_load(text)
+    if not isinstance(data, dict) or {"apiVersion", "kind"} <= set(data) or "jobs" in data:
+        return "other"
+    keys = set(data)
+    if "nodes" in keys or (keys & CLUSTER_KEYS and len(keys & CLUSTER_KEYS) > len(keys & JOB_KEYS)):
+        whole = keys >= {"name", "nodes"}
+        parse_cluster(text if whole else yaml.safe_dump({**FRAGMENT_OF_A_CLUSTER, **data}), "block")
+        return "cluster" if whole else "part of a cluster"
+    if keys >= {"name", "global_batch_size"}:
+        parse_jobs(text, "block")
+        return "job"
+    parse_jobs(_with_what_is_missing(text, data), "block")
+    return "part of a job"
+
+
+def _with_what_is_missing(text: str, data: Mapping[str, Any]) -> str:
+    of_a_model = bool({"training", "data"} & set(data)) and "command" not in data
+    base: dict[str, Any] = dict(FRAGMENT_OF_A_JOB)
+    if "model" not in data and "command" not in data:
+        words = " ".join(f"{{{name}}}" for name in (data["array"] if isinstance(data.get("array"), dict) else ()))
+        base |= {"model": {"factory": "model.py:build"}} if of_a_model else {"command": f"python train.py {words}"}
+    if "guarantee" in data:
+        base |= {"steps": 1000, "gpus": {"min": 1, "max": 8}}
+    base = {name: value for name, value in base.items() if name not in data}
+    return yaml.safe_dump(base) + text
+
+
+YAML_BLOCKS = [block for block in BLOCKS if block.language in ("yaml", "yml")]
+
+
+@pytest.mark.parametrize("block", YAML_BLOCKS, ids=lambda block: block.where)
+def test_every_yaml_block_is_read_by_the_parser(block: Block) -> None:
+    assert read_as_what_it_is(block.text)
+
+
+@pytest.mark.parametrize("text", ["name: a\nglobal_batch_size: 1\ncommand: x\nprioriti: 1\n", "gpu: 4\n", "node: 1\n"])
+def test_a_wrong_key_in_a_block_is_found(text: str) -> None:
+    with pytest.raises(ValueError, match="unknown key"):
+        read_as_what_it_is(text)
+
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+
+def shown_in(block: Block) -> Iterator[Shown]:
+    """The commands of a block: lines after a prompt, and lines that begin with `orc`."""
+    if block.language in ("yaml", "yml", "text", "python"):
+        return
+    for number, line in enumerate(block.text.replace("\\\n", " ").splitlines(), block.line + 1):
+        prompted = line.startswith("$ ")
+        where = f"{block.page.relative_to(ROOT)}:{number}"
+        if prompted or re.match(r"(\S*/)?orc ", line):
+            yield from commands_of(where, line.removeprefix("$ "), prompted=prompted)
+
+
+def commands_of(where: str, line: str, *, prompted: bool) -> Iterator[Shown]:
+    """The commands of one line, cut as a shell cuts it: at `&&`, `;` and `|`, without comments."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, "#"
+    parts: list[list[str]] = [[]]
+    for word in lexer:
+        if word in ("&&", ";", "|", "||"):
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    for words in filter(None, parts):
+        into = words[words.index(">") + 1] if ">" in words else None
+        words = words[: words.index(">")] if into else words
+        if words[0].rpartition("/")[2] == "orc":
+            words[0] = "orc"
+        yield Shown(where=where, words=tuple(words), into=into, prompted=prompted)
+
+
+IN_BLOCKS = [shown for block in BLOCKS for shown in shown_in(block)]
+IN_PROSE = [
+    shown
+    for page in PAGES
+    for match in INLINE_CODE.finditer(prose_of(page))
+    if re.match(r"(\S*/)?orc ", match[1])
+    for shown in commands_of(
+        f"{page.relative_to(ROOT)}:{prose_of(page).count(chr(10), 0, match.start()) + 1}", match[1], prompted=False
+    )
+]
+
+
+def why_unknown(words: tuple[str, ...]) -> str | None:
+    """Why the CLI does not take this command line; None where it does. What it leaves out may be missing."""
+    group = typer.main.get_command(app)
+    name, *arguments = words[1:]
+    if name.startswith("-"):
+        options = {word for parameter in group.params for word in parameter.opts} | {"--help"}
+        return None if name in options else f"orc has no option {name}"
+    command = group.commands.get(name)  # type: ignore[attr-defined]
+    if command is None:
+        return f"orc has no command {name}"
+    arguments = [word for word in arguments if word not in ("...", "[...]")]
+    try:
+        command.make_context(name, arguments)
+    except Exception as error:
+        if type(error).__name__ in ("MissingParameter", "Exit"):
+            return None
+        return f"orc {name}: {getattr(error, 'message', error)}"
+    return None
+
+
+def test_every_command_line_that_is_shown_is_one_of_the_cli() -> None:
+    assert len(IN_BLOCKS) + len(IN_PROSE) > 20
+    ours = [shown for shown in (*IN_BLOCKS, *IN_PROSE) if shown.words[0] == "orc" and len(shown.words) > 1]
+    wrong = [f"{shown.where}: {reason}" for shown in ours if (reason := why_unknown(shown.words))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "line", ["orc shwo a", "orc up --rays HEAD:6379", "orc queue --ended many", "orc drain a b", "orc --versions"]
+)
+def test_a_wrong_command_or_option_is_found(line: str) -> None:
+    assert why_unknown(tuple(line.split()))
+
+
+# ---------------------------------------------------------------------------------------------------- running them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Somebody who types what the docs show, in a copy of the repository's jobs, with one service."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+
+    def spawn(self, *words: str) -> Answer:
+        """Run a program in a process of its own."""
+        ended = subprocess.run(
+            words,
+            cwd=self.folder,
+            env={**os.environ, **self.variables},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+        )
+        return Answer(code=ended.returncode, out=ended.stdout, err=ended.stderr)
+
+    def ask(self, *arguments: str) -> Answer:
+        """Run a command of ours in this process, which saves two seconds of imports."""
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            contextlib.chdir(self.folder),
+            mock.patch.dict(os.environ, self.variables),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as ended,
+        ):
+            main(arguments)
+        return Answer(code=int(ended.value.code or 0), out=out.getvalue(), err=err.getvalue())
+
+    def submitted_and_cancelled(self, arguments: tuple[str, ...]) -> Answer:
+        """The answer to `orc submit` of what would be run, which is then taken back."""
+        answer = self.ask("submit", *arguments)
+        for job_id in answer.out.split():
+            self.ask("cancel", job_id)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    folder = tmp_path_factory.mktemp("reader")
+    made_here = shutil.ignore_patterns("__pycache__", "corpus", "cache", "model")
+    for name in ("jobs", "clusters", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=made_here)
+    for name in ("README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copy(ROOT / "jobs/demo/train_bytes.py", folder / "train.py")
+    reader = Reader(folder=folder, home=folder / "home")
+    try:
+        assert reader.spawn(sys.executable, "-c", "from jobs.demo.corpus import write_corpus; write_corpus()").code == 0
+        started = reader.spawn(*ORC, "up", "--cluster", "clusters/two-virtual-devices.yaml")
+        assert started.code == 0, started
+        for name in DEMO:
+            assert reader.ask("submit", f"jobs/demo/{name}.yaml").code == 0
+        for job_id in ("fits-1", "wrong-profile-2"):  # trained by tests/test_demo.py
+            assert reader.ask("cancel", job_id).code == 0
+        yield reader
+    finally:
+        ended = reader.spawn(*ORC, "down", "--force")
+        assert ended.code == 0, ended
+
+
+def is_parsed_only(shown: Shown) -> bool:
+    """Whether it names a thing that no test has: another cluster, a file of the reader's."""
+    return not shown.prompted or any(map(PLACEHOLDER.fullmatch, shown.words)) or "--ray" in shown.words
+
+
+def is_of_a_reader(shown: Shown) -> bool:
+    return shown.words[0] in ("orc", "python") or shown.words[0].endswith("/python")
+
+
+def distinct(every: list[Shown]) -> list[Shown]:
+    return list({shown.text: shown for shown in reversed(every)}.values())[::-1]
+
+
+TO_RUN = distinct([shown for shown in IN_BLOCKS if is_of_a_reader(shown) and not is_parsed_only(shown)])
+TRAINING = [shown for shown in TO_RUN if shown.words[:2] in (("orc", "run"), ("orc", "rehearse"))]
+
+
+REHEARSED = next(shown for shown in TRAINING if shown.words[1] == "rehearse")
+
+
+def perform(reader: Reader, shown: Shown, *, trains: bool) -> Answer:
+    program, *arguments = shown.words
+    if program != "orc":
+        return reader.spawn(sys.executable, *arguments)
+    if arguments[0] in ("run", "rehearse") and not trains:
+        told = re.sub(r" --(fail|rank|step) \S+", "", shlex.join(arguments[1:]))
+        return reader.submitted_and_cancelled(tuple(shlex.split(told)))
+    if arguments[0] in ("up", "down", "run", "rehearse"):
+        return reader.spawn(*ORC, *arguments)
+    return reader.ask(*arguments)
+
+
+def perform_all(reader: Reader, every: Sequence[Shown], *, trains: Sequence[Shown]) -> None:
+    """Run the commands in the order of the pages, and train with some; `orc down` is what the fixture ends with."""
+    wrong = []
+    for shown in every:
+        if shown.words[:2] == ("orc", "down"):
+            continue
+        answer = perform(reader, shown, trains=shown in trains)
+        if shown.into is not None:
+            (reader.folder / shown.into).write_text(answer.out)
+        if answer.code and shown.words[1] not in ANY_EXIT:
+            wrong.append(
+                f"{shown.where}: {shown.text}\n  exit code {answer.code}: {answer.err[-800:] or answer.out[-800:]}"
+            )
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.timeout(400)
+def test_every_command_that_the_docs_show_runs(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+    """One training runs; what else would train is submitted and cancelled, and `make test-long` trains it."""
+    perform_all(reader, TO_RUN, trains=(REHEARSED,))
+    unrun = [shown for shown in IN_BLOCKS if shown.words[0] == "orc" and is_parsed_only(shown)]
+    with capsys.disabled():
+        for shown in distinct(unrun):
+            print(f"\nparsed, not run: {shown.where}: {shown.text}", end="")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_every_training_that_the_docs_show_ends_well(reader: Reader) -> None:
+    perform_all(reader, TRAINING, trains=TRAINING)
+
+
+# --------------------------------------------------------------------------------------------------------- reference
+
+
+@pytest.mark.parametrize("path", generate.pages(), ids=lambda path: path.name)
+def test_the_generated_reference_is_up_to_date(path: Path) -> None:
+    assert path.read_text() == generate.pages()[path], "`make docs` writes it"
+
+
+def test_each_failure_kind_has_a_row_with_its_budget() -> None:
+    text = (ROOT / "docs/reference/failures-and-retries.md").read_text()
+    rows = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in text.splitlines()) if cells}
+    defaults = Retries()
+    for kind in FailureKind:
+        budget = BUDGETS.get(kind)
+        assert f"`{kind}`" in rows, f"{kind} has no row"
+        said = rows[f"`{kind}`"][3]
+        assert (
+            said.startswith("none") if budget is None else said == f"`retries.{budget}` ({getattr(defaults, budget)})"
+        )
+
+
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert built.returncode == 0, built.stderr
+    pages = [page.read_text() for page in (tmp_path / "site").rglob("*.html")]
+    assert len(pages) >= len(list((ROOT / "docs").rglob("*.md")))
+    loaded = {
+        url for page in pages for url in re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page)
+    }
+    assert loaded == set()
