@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -425,6 +427,35 @@ def test_each_failure_kind_has_a_row_with_its_budget() -> None:
         assert (
             said.startswith("none") if budget is None else said == f"`retries.{budget}` ({getattr(defaults, budget)})"
         )
+
+
+def names_recorded(path: Path) -> Iterator[str]:
+    """The names under which a module records params, metrics and tags: keys of the mappings that it fills."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        into = target.value if isinstance(target, ast.Subscript) else target
+        if not isinstance(into, ast.Name) or into.id not in ("tags", "params", "metrics", "flat"):
+            continue
+        keys = [target.slice] if isinstance(target, ast.Subscript) else getattr(node.value, "keys", [])
+        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
+    text = (ROOT / "docs/reference/mlflow.md").read_text()
+    product = ROOT / "orchestrator"
+    names = {*names_recorded(product / "backends/mlflow/content.py"), *names_recorded(product / "specs/plan.py")}
+    assert len(names) > 40
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def test_the_support_matrix_has_the_versions_of_the_package() -> None:
+    text = (ROOT / "docs/reference/support-matrix.md").read_text()
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    named = {one[: match.start()]: one[match.start() :] for one in wanted if (match := re.search("[><=!]", one))}
+    for package in ("ray", "torch", "deepspeed", "mlflow"):
+        assert f"| {package} | `{named[package]}` |" in text
 
 
 def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
