@@ -43,7 +43,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "cluster-yaml.md": schema_page(
             cluster_json_schema(),
             "Cluster file",
-            "specs/cluster.py and specs/policy.py",
+            "specs/cluster.py",
             "A cluster file says what the hardware is. `orc schema cluster` prints it as JSON Schema.",
         ),
         FOLDER / "cli.md": cli_page(),
@@ -175,7 +175,7 @@ def cli_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, ArgumentInfo | OptionInfo, object]]:
+def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, ArgumentInfo | OptionInfo, object]]:
     """Name as a person types it, type, what typer knows of it, and default of each argument and option."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
@@ -186,7 +186,7 @@ def _parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Argume
 
 
 def _usage(function: Callable[..., Any]) -> Iterator[str]:
-    every = list(_parameters(function))
+    every = list(parameters(function))
     for name, _, info, default in every:
         if isinstance(info, OptionInfo) and default is inspect.Parameter.empty:
             yield f"{name} {info.metavar or 'VALUE'}"
@@ -198,7 +198,7 @@ def _usage(function: Callable[..., Any]) -> Iterator[str]:
 
 def _options_table(function: Callable[..., Any]) -> str:
     rows = ["| name | meaning | value | default |", "|---|---|---|---|"]
-    for name, kind, info, default in _parameters(function):
+    for name, kind, info, default in parameters(function):
         help_text = info.help or ""
         if isinstance(info, OptionInfo) and info.envvar:
             help_text += f" Environment: `{info.envvar}`."

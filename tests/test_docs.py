@@ -411,6 +411,17 @@ def test_every_training_that_the_docs_show_ends_well(reader: Reader) -> None:
 # --------------------------------------------------------------------------------------------------------- reference
 
 
+def test_every_command_and_option_has_a_help_text_of_short_sentences() -> None:
+    texts = {}
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.callback.__name__
+        texts[name] = (command.callback.__doc__ or "").partition("\n")[0]
+        texts |= {f"{name} {option}": info.help or "" for option, _, info, _ in generate.parameters(command.callback)}
+    sentences = [(where, one) for where, text in texts.items() for one in re.split(r"(?<=\.) ", text)]
+    assert [(where, one) for where, one in sentences if not one.endswith(".") or len(one.split()) >= 25] == []
+
+
 @pytest.mark.parametrize("path", generate.pages(), ids=lambda path: path.name)
 def test_the_generated_reference_is_up_to_date(path: Path) -> None:
     assert path.read_text() == generate.pages()[path], "`make docs` writes it"

@@ -29,7 +29,7 @@ class DeviceKind(StrEnum):
 
 
 class DeviceSpec(SpecModel):
-    """One kind of device. FLOP/s are dense peaks of the data sheet."""
+    """A kind of device; FLOP/s are dense peaks of the data sheet."""
 
     name: str = Field(description="Name of the device; calibration is kept per name.", examples=["my-gpu-24gb"])
     kind: DeviceKind = Field(
@@ -123,7 +123,7 @@ def _from_catalogue(device: object) -> object:
 
 
 class NodeSpec(SpecModel):
-    """`count` equal nodes, named `name` where there is one and `name0`, `name1`, ... where there are more."""
+    """`count` equal nodes: one is named `name`, several are named `name0`, `name1`, ..."""
 
     name: str = Field(
         pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]*$",
@@ -165,7 +165,7 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_said_in_words)]
 
 
 class Maintenance(SpecModel):
-    """From `start` to `end` nothing runs on these nodes; on all of them where none is named."""
+    """A time during which nothing runs on some nodes."""
 
     start: Moment = Field(description="Begin, with an offset from UTC.", examples=["2026-12-24T22:00+01:00"])
     end: Moment = Field(description="End, with an offset from UTC.", examples=["2026-12-25T06:00Z"])
@@ -181,7 +181,7 @@ class Maintenance(SpecModel):
 
 
 class ClusterSpec(SpecModel):
-    """Nodes, the network between them, and when they are not to be had."""
+    """Nodes, the network between them, maintenance, and the policy of the queue."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",

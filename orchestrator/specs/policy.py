@@ -22,7 +22,7 @@ class Objective(StrEnum):
 
 
 class TeamSpec(SpecModel):
-    """Users who share alike what their team gets."""
+    """A team of users with equal shares of what the team gets."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
@@ -48,7 +48,7 @@ class TeamSpec(SpecModel):
 
 
 class PolicySpec(SpecModel):
-    """What the queue aims at; teams, and how soon what they have used is forgotten."""
+    """Objective of the queue, and fair share among teams."""
 
     objective: Objective = Field(
         default=Objective.COMPLETION,

@@ -56,10 +56,10 @@ _UNITS_OF = {
 
 
 def in_words(number: float, pattern: str) -> str | float:
-    """The number as text of the pattern, in the largest unit that divides it: `15min`; itself for another pattern."""
+    """The number as text of the pattern, in the largest unit that leaves one decimal at most: `12.5GB/s`; else itself."""
     if pattern not in _UNITS_OF:
         return number
-    sizes = [(unit, size) for unit, size in _UNITS_OF[pattern].items() if number and number % size == 0]
+    sizes = [(unit, size) for unit, size in _UNITS_OF[pattern].items() if number >= size and 10 * number % size == 0]
     unit, size = sizes[-1] if sizes else next(iter(_UNITS_OF[pattern].items()))
     return f"{number / size:g}{unit}"
 

@@ -79,10 +79,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """Low-rank adapters beside frozen weights (arXiv:2106.09685).
-
-    With `quantise_base` the frozen weights have 4 bits (QLoRA, arXiv:2305.14314): on CUDA only.
-    """
+    """Low-rank adapters beside frozen weights (arXiv:2106.09685); with a 4-bit base, QLoRA (arXiv:2305.14314)."""
 
     rank: int = field(default=8, metadata=_key("Rank of the adapter matrices.", 16))
     alpha: float = field(default=16.0, metadata=_key("Scale of the adapters: their output counts alpha / rank.", 32.0))
@@ -113,12 +110,10 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Exactly one of: a decoder that we build; `hf`, a transformers model; `factory: path/to/file.py:function`.
+    """A model: exactly one of `decoder`, `hf` and `factory`. One without a tokenizer reads bytes.
 
-    `hf` is a folder, a name on the hub, or a configuration (`model_type` and what it takes) with random weights.
-    The factory is called with `config`. Of a folder, `config` is what stands in its config.json; of a name on the hub,
-    what the job says where the hub cannot be reached. A model without a tokenizer, its own or `data`'s, reads bytes.
-    `weights` is a script's: the type in which it holds its weights while it trains, frozen ones included.
+    `hf` of a folder takes its configuration from config.json. `config` stands in for that of a name on the hub where
+    the hub cannot be reached. The factory is called with `config`. `weights` counts frozen weights, too.
     """
 
     decoder: DecoderSpec | None = field(
@@ -176,10 +171,10 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """What is trained on: one kind of files, cut into samples of at most `sequence_length` tokens.
+    """Training data: files of one kind, cut into samples of at most `sequence_length` tokens.
 
-    A decoder reads `text` as bytes. A transformers model reads `text`, `chat` (JSON lines with `messages`) through its
-    tokenizer, or `tokens` (one-dimensional .npy files of token numbers) as they are.
+    A decoder reads `text` as bytes. A transformers model reads `text` and `chat` through its tokenizer, and `tokens` as
+    they are.
     """
 
     text: tuple[str, ...] = field(default=(), metadata=_key("Text files, relative to the job file.", ["corpus.txt"]))
@@ -227,7 +222,7 @@ class Schedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Freeze:
-    """Parameters whose whole-model names match the shell pattern stay as they are for the first `until_step` steps."""
+    """Parameters that are frozen, by their names in the whole model."""
 
     parameters: str = field(
         metadata=_key("Shell pattern of the names of the parameters that are frozen.", "embed_tokens*")
@@ -245,7 +240,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
-    """The optimizer and the length of the training; every plan keeps all of it."""
+    """Optimizer, schedule and length of the training; no plan changes them."""
 
     max_steps: int = field(
         default=100, metadata=_key("Optimizer steps from the beginning of the job to its end.", 1000)

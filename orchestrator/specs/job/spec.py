@@ -104,7 +104,7 @@ UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$")]
 
 
 class GpuRange(SpecModel):
-    """How many devices the job may take."""
+    """Number of devices that the job runs on; `gpus: 4` means exactly 4."""
 
     min: int = Field(default=1, ge=1, description="Fewest devices that the job runs on.", examples=[1])
     max: int = Field(default=1, ge=1, description="Most devices that the job runs on.", examples=[8])
@@ -121,7 +121,7 @@ def _exact_count(gpus: object) -> object:
 
 
 class DeclaredProfile(SpecModel):
-    """What the user says a model or a script costs; it stands against what a closed form or a trace would say."""
+    """Memory and cost of a model or a script as declared; no closed form or trace is used then."""
 
     parameters: int = Field(ge=0, description="Number of parameters.", examples=[350_000_000])
     layers: int = Field(
@@ -162,7 +162,7 @@ class DeclaredProfile(SpecModel):
 
 
 class Degrade(SpecModel):
-    """What a restart may touch. `exact` is always allowed; `semantic` names its alternatives."""
+    """What a restart may change. `exact` changes are always allowed."""
 
     allow: Literal["exact", "numeric", "semantic"] = Field(
         default="exact",
@@ -181,7 +181,7 @@ class Degrade(SpecModel):
 
 
 class Retries(SpecModel):
-    """Separate, bounded budgets. A bug in the user's code has none."""
+    """Restarts per cause of failure, from 0 to 64. An error of the program itself has none."""
 
     oom: int = Field(
         default=8, ge=0, le=64, description="Restarts after out-of-memory failures of device or host.", examples=[4]
@@ -197,7 +197,7 @@ class Retries(SpecModel):
 
 
 class Dependency(SpecModel):
-    """Another job, which has to end first: with success, or in whatever way."""
+    """Another job that has to end first."""
 
     job: str = Field(
         description="Id of the other job, or the name of an earlier one in the same submission.", examples=["prepare-1"]
@@ -224,7 +224,7 @@ def _dependencies(said: object) -> object:
 
 
 class Guarantee(SpecModel):
-    """The speed that a job is promised from its start on: that of its request."""
+    """Speed that the job is promised from its start on, as that of a request."""
 
     gpus: int | None = Field(
         default=None, ge=1, description="Number of devices requested; null: `gpus.max`.", examples=[4]

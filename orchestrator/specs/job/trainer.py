@@ -129,7 +129,7 @@ class Knob(SpecModel):
 
 
 class Knobs(SpecModel):
-    """The settings that the user's script really has; a plan that would turn a missing one is never made."""
+    """Settings that the script takes. A setting without a knob is the same in every plan."""
 
     micro_batch_size: Knob | None = Field(
         default=None,
@@ -245,10 +245,9 @@ class Knobs(SpecModel):
 
 
 class ConfigFile(SpecModel):
-    """A YAML or JSON file of the script in which knobs are keys: each attempt gets a copy that says its plan.
+    """A YAML or JSON file of the script in which knobs are keys. Each attempt gets a copy that says its plan.
 
-    Where the script takes no flag for it, it finds the copy in its working directory, which is then a folder of the
-    attempt that holds links to everything else in `workdir`.
+    Without `flag` the copy stands at the file's own path, in a working directory of links to all else in `workdir`.
     """
 
     file: str = Field(
@@ -262,7 +261,7 @@ class ConfigFile(SpecModel):
 
 
 class Success(SpecModel):
-    """What a finished script has left behind, besides exit code 0."""
+    """Signs of success besides exit code 0."""
 
     artifacts: tuple[str, ...] = Field(
         default=(),
@@ -277,7 +276,7 @@ class Success(SpecModel):
 
 
 class Resume(SpecModel):
-    """The script's own checkpoints: which of them is whole, and what it takes to go on from one."""
+    """The script's own checkpoints: how a complete one is recognised, and what a restart needs."""
 
     checkpoints: Globs = Field(
         default=("checkpoint*", "step-*"),
