@@ -405,7 +405,8 @@ def test_every_command_that_the_docs_show_runs(reader: Reader, capsys: pytest.Ca
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_training_that_the_docs_show_ends_well(reader: Reader) -> None:
-    perform_all(reader, TRAINING, trains=TRAINING)
+    prepared = [shown for shown in TO_RUN if shown in TRAINING or shown.words[0] != "orc"]
+    perform_all(reader, prepared, trains=TRAINING)
 
 
 # --------------------------------------------------------------------------------------------------------- reference

@@ -56,7 +56,10 @@ _UNITS_OF = {
 
 
 def in_words(number: float, pattern: str) -> str | float:
-    """The number as text of the pattern, in the largest unit that leaves one decimal at most: `12.5GB/s`; else itself."""
+    """The number in the largest unit of the pattern that leaves one decimal at most, such as `12.5GB/s`.
+
+    The number itself where the pattern is of none of the three units.
+    """
     if pattern not in _UNITS_OF:
         return number
     sizes = [(unit, size) for unit, size in _UNITS_OF[pattern].items() if number >= size and 10 * number % size == 0]
