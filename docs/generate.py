@@ -165,20 +165,29 @@ def cli_page() -> str:
     ]
     if app.registered_callback is not None and app.registered_callback.callback is not None:
         parts += ["## orc", _options_table(app.registered_callback.callback)]
-    for command in app.registered_commands:
-        function = command.callback
-        assert function is not None
-        name = command.name or function.__name__
+    for name, function in commands(app):
         usage = " ".join(("orc", name, *_usage(function)))
         about = inspect.getdoc(function) or ""
         parts += [f"## orc {name}", about, f"```text\n{usage}\n```", _options_table(function)]
     return "\n\n".join(parts) + "\n"
 
 
+def commands(group: typer.Typer, prefix: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Each command by the words that call it, those of its groups included."""
+    for command in group.registered_commands:
+        assert command.callback is not None
+        yield f"{prefix}{command.name or command.callback.__name__}", command.callback
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from commands(inner.typer_instance, f"{prefix}{inner.name} ")
+
+
 def parameters(function: Callable[..., Any]) -> Iterator[tuple[str, Any, ArgumentInfo | OptionInfo, object]]:
     """Name as a person types it, type, what typer knows of it, and default of each argument and option."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:
+            continue
         kind, info = get_args(hints[name])
         options = (info.default, *(info.param_decls or ()))  # inside Annotated the first name stands as the default
         typed = ", ".join(map(str, options)) if isinstance(info, OptionInfo) else (info.metavar or name.upper())

@@ -21,14 +21,15 @@ from unittest import mock
 import pytest
 import typer.main
 import yaml
+from typer.core import TyperGroup
 
 from docs import generate
 from orchestrator.cli import app, main
-from orchestrator.scheduling.step import BUDGETS
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.cluster import cluster_json_schema
 from orchestrator.specs.job.spec import Retries, job_json_schema
 from orchestrator.specs.parse import parse_cluster, parse_jobs
+from orchestrator.specs.plan import Engine, ParallelLayout, Plan, Sharding, ZeroStage, settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("C*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -234,17 +235,25 @@ IN_PROSE = [
 
 def why_unknown(words: tuple[str, ...]) -> str | None:
     """Why the CLI does not take this command line; None where it does. What it leaves out may be missing."""
-    group = typer.main.get_command(app)
-    name, *arguments = words[1:]
-    if name.startswith("-"):
-        options = {word for parameter in group.params for word in parameter.opts} | {"--help"}
-        return None if name in options else f"orc has no option {name}"
-    command = group.commands.get(name)  # type: ignore[attr-defined]
-    if command is None:
-        return f"orc has no command {name}"
+    command = typer.main.get_command(app)
+    name, arguments = "", list(words[1:])
+    while isinstance(command, TyperGroup) and arguments:
+        if arguments[0].startswith("-"):
+            taken = {word: 1 if one.is_flag else 2 for one in command.params for word in one.opts} | {"--help": 1}
+            if arguments[0] not in taken:
+                return f"orc has no option {arguments[0]}"
+            del arguments[: taken[arguments[0]]]
+            continue
+        name = f"{name} {arguments.pop(0)}".strip()
+        inner = command.commands.get(name.rpartition(" ")[2])
+        if inner is None:
+            return f"orc has no command {name}"
+        command = inner
+    if isinstance(command, TyperGroup):
+        return None
     arguments = [word for word in arguments if word not in ("...", "[...]")]
     try:
-        command.make_context(name, arguments)
+        command.make_context(name, list(arguments))
     except Exception as error:
         if type(error).__name__ in ("MissingParameter", "Exit"):
             return None
@@ -414,11 +423,9 @@ def test_every_training_that_the_docs_show_ends_well(reader: Reader) -> None:
 
 def test_every_command_and_option_has_a_help_text_of_short_sentences() -> None:
     texts = {}
-    for command in app.registered_commands:
-        assert command.callback is not None
-        name = command.callback.__name__
-        texts[name] = (command.callback.__doc__ or "").partition("\n")[0]
-        texts |= {f"{name} {option}": info.help or "" for option, _, info, _ in generate.parameters(command.callback)}
+    for name, function in generate.commands(app):
+        texts[name] = (function.__doc__ or "").partition("\n")[0]
+        texts |= {f"{name} {option}": info.help or "" for option, _, info, _ in generate.parameters(function)}
     sentences = [(where, one) for where, text in texts.items() for one in re.split(r"(?<=\.) ", text)]
     assert [(where, one) for where, one in sentences if not one.endswith(".") or len(one.split()) >= 25] == []
 
@@ -433,7 +440,7 @@ def test_each_failure_kind_has_a_row_with_its_budget() -> None:
     rows = {cells[0]: cells for cells in (line.strip("| ").split(" | ") for line in text.splitlines()) if cells}
     defaults = Retries()
     for kind in FailureKind:
-        budget = BUDGETS.get(kind)
+        budget = kind.restart and kind.restart.budget
         assert f"`{kind}`" in rows, f"{kind} has no row"
         said = rows[f"`{kind}`"][3]
         assert (
@@ -456,8 +463,15 @@ def names_recorded(path: Path) -> Iterator[str]:
 
 def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
     text = (ROOT / "docs/reference/mlflow.md").read_text()
-    product = ROOT / "orchestrator"
-    names = {*names_recorded(product / "backends/mlflow/content.py"), *names_recorded(product / "specs/plan.py")}
+    plan = Plan(
+        engine=Engine.SCRIPT,
+        layout=ParallelLayout(dp=2),
+        micro_batch_size=1,
+        zero_stage=ZeroStage.PARAMETERS,
+        sharding=Sharding.FSDP,
+        sequence_length=512,
+    )
+    names = {*names_recorded(ROOT / "orchestrator/backends/mlflow/content.py"), *settings(plan)}
     assert len(names) > 40
     assert sorted(name for name in names if f"`{name}`" not in text) == []
 
