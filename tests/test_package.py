@@ -1,4 +1,4 @@
-"""What the wheel gives who has only the wheel: every file of the package, its version, and a night of jobs."""
+"""Laws of the wheel: it has every file of the package, says its version, and runs a night of jobs alone."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ NIGHT = {  # what of the demo ends in seconds: the rest is tests/test_demo.py's
     "never_fits.yaml": ("refused", []),
 }
 CACHE = "__pycache__"
+ENVIRONMENT = "env-100%"  # Alembic reads its settings with a parser that has a use of its own for %
+ONE_JOB = "{name: one, command: env, global_batch_size: 8, steps: 10, gpus: 1, speeds: {1: 10s}}\n"
 COMMAND_S = 240.0
 RECORDED_S = 60.0
 HTTP = httpx.Client(timeout=30.0, trust_env=False)
@@ -41,7 +43,7 @@ HTTP = httpx.Client(timeout=30.0, trust_env=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """An environment with the wheel, in a folder that no repository is above."""
+    """An environment with the wheel, in a folder outside the repository."""
 
     folder: Path
 
@@ -53,7 +55,7 @@ class Installed:
         """What a program of the environment printed; it must end well."""
         kept = {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "PYTHON", "VIRTUAL_"))}
         ended = subprocess.run(
-            [str(self.folder / "env" / "bin" / program), *arguments],
+            [str(self.folder / ENVIRONMENT / "bin" / program), *arguments],
             cwd=self.folder,
             env={**kept, "ORC_HOME": str(self.home), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -85,7 +87,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     """An environment with the wheel and nothing else of ours; what the wheel depends on is this environment's."""
     installed = Installed(folder=tmp_path_factory.mktemp("installed"))
-    environment = installed.folder / "env"
+    environment = installed.folder / ENVIRONMENT
     venv.create(environment)
     pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, timeout=COMMAND_S)
@@ -111,13 +113,22 @@ def test_every_file_of_the_package_is_in_the_wheel_and_no_other(wheel: Path) -> 
 
 def test_what_is_installed_is_found_in_its_environment_and_the_repository_nowhere(installed: Installed) -> None:
     asked = "import orchestrator; from importlib.util import find_spec; print(orchestrator.__file__, find_spec('jobs'))"
-    at = site_packages(installed.folder / "env") / "orchestrator" / "__init__.py"
+    at = site_packages(installed.folder / ENVIRONMENT) / "orchestrator" / "__init__.py"
     assert installed.run("python", "-c", asked).split() == [str(at), "None"]
     assert ROOT not in at.parents
 
 
 def test_the_version_is_that_of_pyproject(installed: Installed) -> None:
     assert installed.run("orc", "--version") == f"orc {VERSION}\n"
+
+
+def test_a_simulation_names_no_commit_of_a_repository_that_the_environment_lies_in(installed: Installed) -> None:
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (["init"], [*author, "commit", "--allow-empty", "--message", "theirs"]):
+        subprocess.run(["git", *words], cwd=installed.folder, check=True, capture_output=True, timeout=60)
+    (installed.folder / "one.yaml").write_text(ONE_JOB)
+    (installed.folder / "list.yaml").write_text("jobs: [{file: one.yaml}]\n")
+    assert installed.orc("simulate", "list.yaml")["commit"] == ""
 
 
 @pytest.mark.timeout(600)
@@ -135,7 +146,7 @@ def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed
     ended = [(job["status"], [attempt["outcome"] for attempt in job["attempts"]]) for job in shown]
     assert dict(zip(NIGHT, ended, strict=True)) == NIGHT
 
-    uri = up["tracking_uri"]
+    uri = up["trackers"]["mlflow"]
     assert HTTP.get(uri).headers["content-type"].startswith("text/html")
     records = {*ids, *(f"{job['id']}-{attempt['number']}" for job in shown for attempt in job["attempts"])}
     until(lambda: recorded(uri) == records, f"MLflow's runs of {records}", RECORDED_S)

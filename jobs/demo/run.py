@@ -119,7 +119,7 @@ def night(expected: Mapping[Path, Promise]) -> tuple[list[Job], list[Path]]:
 
 def comparison(client: Client) -> str:
     """MLflow's page with predicted and measured peak and step time of every attempt."""
-    uri = client.cluster()["tracking_uri"]
+    uri = client.cluster()["trackers"]["mlflow"]
     asked = f"{uri}/api/2.0/mlflow/experiments/get-by-name?experiment_name={EXPERIMENT}"
     try:
         with urllib.request.urlopen(asked, timeout=MLFLOW_TIMEOUT_S) as answer:

@@ -219,7 +219,8 @@ def _migrate(connection: sa.Connection, name: str) -> None:
     from alembic.config import Config
 
     config = Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    scripts = str(Path(__file__).with_name("migrations"))
+    config.set_main_option("script_location", scripts.replace("%", "%%"))  # configparser interpolates
     config.set_main_option("path_separator", "os")
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

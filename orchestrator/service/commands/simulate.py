@@ -338,9 +338,12 @@ def quantile(ascending: Sequence[float], share: float) -> float:
 
 
 def _commit() -> str:
-    """Of the repository that this file is in; "" where it is in none."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """The commit of the checkout that this code runs from; "" for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
+    top, commit = told.splitlines()
+    return commit if Path(top) == root else ""  # an environment within another repository is not that repository
