@@ -392,7 +392,7 @@ def test_a_journal_with_decisions_that_this_version_would_not_make_is_refused(jo
         def step(self, event: Event) -> tuple[Action, ...]:
             return tuple(action for action in super().step(event) if not isinstance(action, Launch))
 
-    with pytest.raises(ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*without haste"):
+    with pytest.raises(ServiceError, match=r"(?s)submitted job=lm-1.*launch lm-1-1 on local:0.*SIGTERM"):
         Controller(journal, backend, backend.now, Idle)
     stop = threading.Event()
     stop.set()
