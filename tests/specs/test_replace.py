@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.specs import replace
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.replace import replace
 from orchestrator.specs.state import State
 from tests.scheduling.factories import attempt, job
 
