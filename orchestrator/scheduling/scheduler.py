@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.scheduling.base.job_updates import archive_if_done
+from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.demand import record_demand
 from orchestrator.scheduling.queue.dependencies import on_dependency_ended
 from orchestrator.scheduling.scheduling_pass.dispatch import empty_nodes, schedule
@@ -28,7 +29,7 @@ class Scheduler:
     """
 
     def __init__(self, state: State) -> None:
-        self._index = SchedulerIndex(state)
+        self._index = index_of(state)
 
     @property
     def state(self) -> State:

@@ -21,6 +21,15 @@ class Objective(StrEnum):
     MAKESPAN = "makespan"
 
 
+class Order(StrEnum):
+    """Which queued job starts next, which may overtake it, and which is stopped for it: scheduling/policies/."""
+
+    ADAPTIVE = "adaptive"
+    FIFO = "fifo"
+    EASY = "easy"
+    EDF = "edf"
+
+
 class TeamSpec(SpecModel):
     """A team of users with equal shares of what the team gets."""
 
@@ -50,6 +59,11 @@ class TeamSpec(SpecModel):
 class PolicySpec(SpecModel):
     """Objective of the queue, and fair share among teams."""
 
+    order: Order = Field(
+        default=Order.ADAPTIVE,
+        description="Order of the queue; all but `adaptive` leave teams, priorities and widths aside.",
+        examples=["fifo"],
+    )
     objective: Objective = Field(
         default=Objective.COMPLETION,
         description="What the queue minimises: mean completion time, or the makespan.",
@@ -66,6 +80,14 @@ class PolicySpec(SpecModel):
         description="Teams among which the cluster is shared; without them only priority and deadlines count.",
         examples=[[{"name": "vision", "shares": 2, "quota": 1, "users": ["ada"]}]],
     )
+
+    @model_validator(mode="after")
+    def _counts_what_is_said(self) -> PolicySpec:
+        said = {"objective": self.objective is not Objective.COMPLETION, "teams": bool(self.teams)}
+        unread = [f"`{key}`" for key, is_said in said.items() if is_said]
+        if self.order is not Order.ADAPTIVE and unread:
+            raise ValueError(f"order {self.order.value!r} does not read {' and '.join(unread)}: order 'adaptive' does")
+        return self
 
     @model_validator(mode="after")
     def _said_once(self) -> PolicySpec:

@@ -13,9 +13,11 @@ from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
-from tests.scheduling import laws_of_attempts, laws_of_moves, laws_of_turns
+from tests.scheduling import laws_of_attempts, laws_of_moves, laws_of_policies, laws_of_turns
 from tests.scheduling.laws_of_attempts import BUDGET_OF
 from tests.scheduling.transition import Transition, attempts, devices
+
+GENERAL_LAWS = (*laws_of_attempts.LAWS, *laws_of_moves.LAWS, *laws_of_turns.LAWS)
 
 
 def violations(
@@ -28,7 +30,7 @@ def violations(
     found = [
         f"{said} (event {index}: {transition.event.type})"
         for index, transition in enumerate(transitions)
-        for law in (*laws_of_attempts.LAWS, *laws_of_moves.LAWS, *laws_of_turns.LAWS)
+        for law in (*GENERAL_LAWS, *laws_of_policies.LAWS[transition.after.policy.order])
         for said in law(transition)
     ]
     launches = Counter(action.attempt.name for t in transitions for action in t.actions if isinstance(action, Launch))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from orchestrator.scheduling.base import tuning
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.options.job_options import JobOptions
-from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.cluster import Node
@@ -65,7 +65,7 @@ def _not_worth_it(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
 
 def _deadline_lost(t: Transition, job: Job, attempt: Attempt) -> Iterator[str]:
     """Who was to meet its deadline makes way only for an earlier one, with time left to meet its own after that."""
-    index, at_s = SchedulerIndex(t.after), t.after.at_s
+    index, at_s = index_of(t.after), t.after.at_s
     end_s = index.end_of(job, replace(attempt, leaves_by_s=None))
     if job.deadline_s is None or end_s > job.deadline_s:
         return
@@ -103,7 +103,7 @@ def _growth_delays_no_promise(t: Transition) -> Iterator[str]:
     """Who goes on with more devices is expected to have left by then what another was promised before."""
     grown = [(t.after.jobs[stop.job_id], t.after.jobs[stop.job_id].attempts[-1]) for stop in of(Stop, t.actions)]
     for job, attempt in ((job, attempt) for job, attempt in grown if attempt.held_placement and not job.cancelling):
-        index = SchedulerIndex(t.after)
+        index = index_of(t.after)
         pool, claimed = (
             index.pool_of(attempt),
             {(part.node, i) for part in attempt.held_placement for i in part.devices},
@@ -134,7 +134,7 @@ def _nothing_runs_in_a_maintenance(t: Transition) -> Iterator[str]:
     nodes = {node.name: node for node in t.after.nodes}
     launches = [launch.attempt for launch in of(Launch, t.actions)]
     if any(node.maintenance for node in t.after.nodes) and launches:
-        index = SchedulerIndex(t.after)
+        index = index_of(t.after)
         for attempt in launches:
             ends_s = index.end_of(t.after.jobs[attempt.job_id], attempt)
             for node in (nodes[name] for name in nodes_of(attempt) if name in nodes):
@@ -172,10 +172,12 @@ def _moves_cost_nothing(t: Transition) -> Iterator[str]:
 
 
 LAWS: tuple[Law, ...] = (
-    _nobody_is_stopped_in_vain,
     _claims_are_kept,
     _drained_nodes_get_nothing,
     _nothing_runs_in_a_maintenance,
     _growth_delays_no_promise,
     _moves_cost_nothing,
 )
+ADAPTIVE_LAWS: tuple[Law, ...] = (
+    _nobody_is_stopped_in_vain,
+)  # what one gains and another loses counts for no other policy

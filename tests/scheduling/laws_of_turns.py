@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo
 
 from orchestrator.scheduling.base.migration import held_placement_of
 from orchestrator.scheduling.options.job_options import JobOptions
+from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
@@ -112,7 +113,7 @@ def _nobody_borrows_what_its_owner_waits_for(t: Transition) -> Iterator[str]:
 def _is_overdue(t: Transition, launch: Launch) -> bool:
     """Whether a job is due: where quotas are, it comes before them once its team holds nothing."""
     has_quotas = t.after.policy.has_quotas
-    return has_quotas and SchedulerIndex(t.after).queue_entry(launch.job).aging_limit_s <= t.after.at_s
+    return has_quotas and index_of(t.after).queue_entry(launch.job).rank <= t.after.at_s
 
 
 def _turns(state: State) -> Callable[[Job], tuple[float, ...]]:
@@ -131,7 +132,7 @@ def _no_reservation_is_delayed(t: Transition) -> Iterator[str]:
     launches = list(of(Launch, t.actions))
     if not promised or not launches:
         return
-    index = SchedulerIndex(t.after)
+    index = index_of(t.after)
     for launch in launches:
         end_s = index.end_of(t.after.jobs[launch.job.id], launch.attempt)
         for one in promised:
@@ -151,8 +152,8 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
     undone = [replace(one.job, status=JobStatus.QUEUED, attempts=one.job.attempts[:-1]) for one in launches]
     jobs = {**t.after.jobs, **{job.id: job for job in undone}}
     index, idle = (
-        SchedulerIndex(t.after),
-        SchedulerIndex(replace(t.after, jobs=jobs, reservations=())),
+        index_of(t.after),
+        index_of(replace(t.after, jobs=jobs, reservations=())),
     )  # `idle`: before they started
     promised = {one.job_id for one in t.after.reservations}
     ahead = {waiting.job.id for waiting in idle.promised_first()}  # due before a guaranteed job came, or guaranteed
@@ -161,12 +162,7 @@ def _the_due_are_delayed_by_nobody_who_came_later(t: Transition) -> Iterator[str
         job = waiting.job
         closed = job.spec.start_window is not None and job.spec.start_window.span(t.after.at_s)[0] > t.after.at_s
         bound = closed or job.not_before_s > t.after.at_s or array_limit_reason(index, job, of_array) is not None
-        if (
-            bound
-            or job.id in promised
-            or waiting.aging_limit_s > t.after.at_s
-            or not _could_be_held(idle, idle.waiting[job.id])
-        ):
+        if bound or job.id in promised or waiting.rank > t.after.at_s or not _could_be_held(idle, idle.waiting[job.id]):
             continue
         for launch in launches:
             alike = job.spec.priority == launch.job.spec.priority
@@ -223,7 +219,7 @@ def _windows_are_kept(t: Transition) -> Iterator[str]:
     launches = [launch for launch in of(Launch, t.actions) if launch.job.spec.start_window is not None]
     if not launches:
         return
-    index = SchedulerIndex(t.after)
+    index = index_of(t.after)
     for launch in launches:
         window, begin_s = launch.job.spec.start_window, launch.attempt.launched_at_s
         assert window is not None
@@ -255,12 +251,14 @@ def _shape(job: Job) -> object:
 
 
 LAWS: tuple[Law, ...] = (
-    _order,
-    _nobody_borrows_what_its_owner_waits_for,
     _no_reservation_is_delayed,
-    _the_due_are_delayed_by_nobody_who_came_later,
     _nothing_is_promised_twice,
     _dependants_wait,
     _arrays_are_bounded,
     _windows_are_kept,
+)
+ADAPTIVE_LAWS: tuple[Law, ...] = (  # priority, teams and aging count for no other policy
+    _order,
+    _nobody_borrows_what_its_owner_waits_for,
+    _the_due_are_delayed_by_nobody_who_came_later,
 )

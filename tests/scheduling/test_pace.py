@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.progress import PACE_STEPS, Progress
+from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import forecast
-from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex, later_end_s
+from orchestrator.scheduling.scheduling_pass.index import later_end_s
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import Pace
 from orchestrator.specs.events import PaceReported
@@ -29,7 +30,7 @@ def paced(steps_done: int, step_s: float, at_s: float, number: int = 1) -> PaceR
 def end_s(state: State) -> float:
     job = state.jobs["job-1"]
     assert job.last is not None
-    return SchedulerIndex(state).end_of(job, job.last)
+    return index_of(state).end_of(job, job.last)
 
 
 def test_the_end_of_what_runs_follows_its_own_steps() -> None:

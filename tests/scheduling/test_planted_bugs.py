@@ -20,6 +20,7 @@ from orchestrator.scheduling.base import start_windows as windows
 from orchestrator.scheduling.base.job_updates import with_job
 from orchestrator.scheduling.options import job_options as job_options
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
+from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue import fair_share as fair
 from orchestrator.scheduling.queue import wait_queue as line
 from orchestrator.scheduling.queue.fair_share import nobodys
@@ -138,14 +139,14 @@ def cancelled_jobs_restart(patch: pytest.MonkeyPatch) -> None:
 
 def last_comes_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        line.Waiting, "sort_key", property(lambda waiting: (-waiting.aging_limit_s, -waiting.job.order, waiting.job.id))
+        line.Waiting, "sort_key", property(lambda waiting: (-waiting.rank, -waiting.job.order, waiting.job.id))
     )
 
 
 def priority_ignored(patch: pytest.MonkeyPatch) -> None:
-    true_order = SchedulerIndex.in_order
+    true_order = AdaptivePolicy.in_order
     everybody = lambda self: [one for one in true_order(self) if one[1] == inf]  # noqa: E731
-    patch.setattr(SchedulerIndex, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].sort_key))
+    patch.setattr(AdaptivePolicy, "in_order", lambda self: sorted(everybody(self), key=lambda one: one[0].sort_key))
 
 
 def batch_doubled(patch: pytest.MonkeyPatch) -> None:
@@ -265,17 +266,17 @@ def arrays_run_all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def turns_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerIndex, "_places", lambda _: nobodys)
+    patch.setattr(SchedulerIndex, "places", lambda _: nobodys)
 
 
 def most_used_first(patch: pytest.MonkeyPatch) -> None:
-    true_places = SchedulerIndex._places
+    true_places = SchedulerIndex.places
 
     def turned(self: SchedulerIndex) -> Any:
         place = true_places(self)
         return lambda user: tuple(-used for used in place(user))
 
-    patch.setattr(SchedulerIndex, "_places", turned)
+    patch.setattr(SchedulerIndex, "places", turned)
 
 
 def guarantees_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.scheduling.base import tuning
+from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.queue.wait_queue import WaitQueue
-from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.service.commands.simulate import Outcome, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.spec import JobSpec
@@ -173,7 +173,7 @@ def still(spec: JobSpec) -> JobSpec:
 def test_without_aging_the_wide_would_starve(found_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug."""
     monkeypatch.setattr(WaitQueue, "_due", lambda *_: 0)
-    monkeypatch.setattr(SchedulerIndex, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0)
+    monkeypatch.setattr(AdaptivePolicy, "presses_s", lambda _, job: inf if job.deadline_s is None else -1.0)
     if found_by == "random streams":
         traces = (random_stream(random.Random(seed)) for seed in range(30))
         assert any(delayed(trace, simulate(trace, cluster_of(1, 4), seed=0).outcomes) for trace in traces)

@@ -25,7 +25,7 @@ class Waiting:
     """A queued job, and what it could run as on each pool, as far as that was asked."""
 
     job: Job
-    aging_limit_s: float
+    rank: float  # by the queue's policy; `adaptive`: its aging limit
     device_s: float  # as it was before any measurement
     presses_s: float = inf  # from when on its deadline puts it first
     menus: OptionsByProfile = ()
@@ -34,7 +34,7 @@ class Waiting:
     @property
     def sort_key(self) -> SortKey:
         """Where it stands among jobs of its priority."""
-        return (self.aging_limit_s, self.job.order, self.job.id)
+        return (self.rank, self.job.order, self.job.id)
 
 
 class WaitQueue:
@@ -83,8 +83,8 @@ class WaitQueue:
         index = bisect_right(self._presses, (at_s, LAST, ""))
         return self._presses[index][0] if index < len(self._presses) else None
 
-    def by_due(self) -> Sequence[SortKey]:
-        """All, who is due first."""
+    def by_rank(self) -> Sequence[SortKey]:
+        """All, the smallest rank first."""
         return tuple(self._standing)
 
     def due(self, at_s: float) -> Sequence[SortKey]:

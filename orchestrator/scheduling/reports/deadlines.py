@@ -9,6 +9,7 @@ from itertools import islice
 from math import inf
 
 from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.reports.forecast import Expected, foreseen
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
@@ -31,7 +32,7 @@ def late(state: State, ids: Iterable[str]) -> dict[str, str]:
     wanted = [job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None]
     told = foreseen(state) if wanted else {}
     missed = [job for job in wanted if not _is_met(job, told.get(job.id))]
-    helped = _helped(SchedulerIndex(state), told) if missed else set[str]()
+    helped = _helped(index_of(state), told) if missed else set[str]()
     return {job.id: _in_words(state, job) for job in missed if job.id not in helped}
 
 
@@ -66,7 +67,7 @@ def _supposed(ids: list[str]) -> str:
 def _helped(index: SchedulerIndex, told: Mapping[str, Expected]) -> set[str]:
     """Ids of jobs for which others are stopped that would else miss their deadlines: each time another one."""
     helped = set[str]()
-    late = (one for one in index.in_order() if one[1] < inf and not _is_met(one[0].job, told.get(one[0].job.id)))
+    late = (one for one in index.policy.in_order() if one[1] < inf and not _is_met(one[0].job, told.get(one[0].job.id)))
     for waiting, by_s in islice(late, HELPED_MAX):
         may_start = array_limit_reason(index, waiting.job, Counter()) is None
         move = preempt_for_deadline(index, [(waiting, by_s)], index.state.at_s) if may_start else None

@@ -11,6 +11,7 @@ from statistics import NormalDist, median
 
 from orchestrator.memory.calibration.calibrate import WINDOW
 from orchestrator.scheduling.options.job_options import steps_left
+from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.scheduling_pass.decide import expected, price_of
@@ -76,7 +77,7 @@ def foreseen(state: State, hurried: Collection[str] = ()) -> Mapping[str, Expect
 
     Those that are `hurried` take what ends them first, whatever it costs.
     """
-    return _placed(SchedulerIndex(state), hurried)
+    return _placed(index_of(state), hurried)
 
 
 def spread_of(observations: Sequence[Observation], job: Job) -> float:
@@ -127,7 +128,7 @@ def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expect
                 ready_s = max(found[other.job].end_s for other in job.waits_for)
                 heappush(later, (ready_s, job.order, job.id))
 
-    for waiting, by_s in index.in_order():
+    for waiting, by_s in index.policy.in_order():
         if len(found) >= queued_max:
             break
         if waiting.job.id not in found:
@@ -156,7 +157,7 @@ class _Play:
 
     def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
         self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
-        self._desk = SchedulerIndex(state)  # what is known of lengths: nothing is measured meanwhile
+        self._desk = index_of(state)  # what is known of lengths: nothing is measured meanwhile
         self._found: dict[str, Expected] = {}
         self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
         self._ends: list[tuple[float, int, str]] = []

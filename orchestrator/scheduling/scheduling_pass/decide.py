@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
-from orchestrator.scheduling.base.migration import is_elastic
 from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
 from orchestrator.scheduling.options.job_options import (
@@ -31,7 +30,6 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
 NAMED_MAX = 3  # nodes in a reason
-RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, nothing is promised that today's short jobs could break
 SOON = 1e-6  # of its seconds and its price, against its start: a job with a promised speed starts as soon as it can
 
 
@@ -103,7 +101,7 @@ def must_wait(index: SchedulerIndex, waiting: Waiting) -> bool:
     """Whether nothing of what fits the job can be had now, whoever else starts or is promised something."""
     fits = False
     for pool, one in index.options.options_of(waiting):
-        for entry in _entries(pool, one) if isinstance(one, JobOptions) else ():
+        for entry in options_on(index, pool, one) if isinstance(one, JobOptions) else ():
             if _can_start(pool, entry, index.state.at_s):
                 return False
             fits = True
@@ -126,11 +124,7 @@ def decide(
     come free.
     """
     menus = index.options.options_of(waiting)
-    offers = [
-        one
-        for one in _offers(menus, price, waiting.job.spec)
-        if devices_max is None or one.entry.devices <= devices_max
-    ]
+    offers = _offers(index, menus, price, waiting.job.spec, devices_max)
     if not offers and devices_max is not None:
         return None
     if not offers:
@@ -149,7 +143,7 @@ def expected(
 
     None where it cannot be told, or cannot be.
     """
-    offers, now_s = _offers(index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
+    offers, now_s = _offers(index, index.options.options_of(waiting), price, waiting.job.spec), index.state.at_s
     opening = _opening(index, waiting, offers, from_s, by_s)
     if from_s > now_s:
         later = _soonest(offers, opening, from_s)
@@ -166,7 +160,9 @@ def expected(
 def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait | Infeasible:
     """Why a job that cannot start now waits, or that it can never start."""
     menus = index.options.options_of(waiting)
-    offers = [(pool, entry) for pool, one in menus if isinstance(one, JobOptions) for entry in _entries(pool, one)]
+    offers = [
+        (pool, entry) for pool, one in menus if isinstance(one, JobOptions) for entry in options_on(index, pool, one)
+    ]
     if not offers:
         return _without_offers(state, waiting.job, menus)
     pool, entry = min(offers, key=lambda offer: offer[1].seconds)
@@ -175,14 +171,20 @@ def wait_reason(state: State, index: SchedulerIndex, waiting: Waiting) -> Wait |
     return Wait(reason=_waits_for(pool, entry, spec, now_s) if start_s == now_s else why_closed(spec, start_s))
 
 
-def _offers(menus: OptionsByProfile, price: float, spec: JobSpec) -> list[_Offer]:
-    """All that the job could run as, the best first, were it free."""
+def _offers(
+    index: SchedulerIndex, menus: OptionsByProfile, price: float, spec: JobSpec, devices_max: int | None = None
+) -> list[_Offer]:
+    """All that the job could run as, the best first, were it free.
+
+    With `devices_max`, devices are kept for the job or owned by its team: any width up to that will do.
+    """
     weight = 1.0 if spec.guarantee is None else SOON
     offers = [
         _Offer(weight * (entry.seconds + price * entry.device_seconds), pool, entry)
         for pool, one in menus
         if isinstance(one, JobOptions)
-        for entry in _entries(pool, one)
+        for entry in (options_on(index, pool, one) if devices_max is None else _could_hold(pool, one))
+        if devices_max is None or entry.devices <= devices_max
     ]
     if len(offers) > 1:
         offers.sort(key=attrgetter("cost_s"))
@@ -190,17 +192,10 @@ def _offers(menus: OptionsByProfile, price: float, spec: JobSpec) -> list[_Offer
 
 
 def _opening(index: SchedulerIndex, waiting: Waiting, offers: Sequence[_Offer], now_s: float, by_s: float) -> Opening:
-    """When the job may start: within its hours, and with room left for shorter ones.
-
-    No room is left by a job that is due, that is put before others, that can make way for them, or that says itself
-    when it may start; nor where the cluster is shared: whose turn it is counts there, not whose jobs are short.
-    """
+    """When the job may start: within its hours, and with headroom for shorter ones where the policy wants that."""
     spec, wanted = waiting.job.spec, index.wanted(now_s)
     hours = hours_of(spec, (one.entry.seconds for one in offers), now_s, by_s)
-    goes_first = (
-        min(waiting.aging_limit_s, waiting.presses_s) <= now_s or spec.priority > 0 or index.state.policy.is_shared
-    )
-    if spec.start_window is not None or goes_first or is_elastic(waiting.job):
+    if spec.start_window is not None or not index.policy.leaves_headroom(waiting, now_s):
         return lambda offer, from_s: hours.start_s(from_s, offer.entry.seconds)
 
     def with_room(offer: _Offer, from_s: float) -> float:
@@ -224,8 +219,13 @@ def _best(
     return now, _soonest(offers, opening, now_s)
 
 
-def _entries(pool: AvailabilityProfile, one: JobOptions) -> Sequence[SizeOption]:
-    """The menu; where others hold memory, what could be had of it."""
+def options_on(index: SchedulerIndex, pool: AvailabilityProfile, one: JobOptions) -> Sequence[SizeOption]:
+    """What the policy lets the job run as there."""
+    return index.policy.widths(_could_hold(pool, one))
+
+
+def _could_hold(pool: AvailabilityProfile, one: JobOptions) -> Sequence[SizeOption]:
+    """The options; where others hold memory, what could be had of it."""
     if pool.has_room(one.most_bytes):
         return one.entries
     return one.among(lambda entry: pool.could_hold(entry.shape, entry.least_bytes))

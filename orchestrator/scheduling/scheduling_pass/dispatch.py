@@ -12,9 +12,9 @@ from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
 from orchestrator.scheduling.base.migration import can_move, held_placement_of, request_migration
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions
 from orchestrator.scheduling.options.probe import measured_spec
+from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import (
-    RESERVATIONS_MAX,
     StartDecision,
     Wait,
     array_limit_reason,
@@ -22,9 +22,8 @@ from orchestrator.scheduling.scheduling_pass.decide import (
     price_of,
     wait_reason,
 )
-from orchestrator.scheduling.scheduling_pass.guarantees import answered, kept_slots, may_start_sooner, room_for_promises
+from orchestrator.scheduling.scheduling_pass.guarantees import answered, kept_slots, may_start_sooner
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.preemption import Move, preempt_for_deadline, preempt_for_waiting, scale_up
 from orchestrator.scheduling.scheduling_pass.quotas import QuotaPass
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt, FailureKind
@@ -33,6 +32,8 @@ from orchestrator.specs.plan import changes
 from orchestrator.specs.profile import UNTIMED, OwnSettings
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
+
+NO_PROMISES = Infeasible(why=lambda: "`guarantee` needs the cluster's `policy: {order: adaptive}`")
 
 
 def empty_nodes(state: State, index: SchedulerIndex) -> tuple[State, tuple[Stop, ...]]:
@@ -89,7 +90,11 @@ def _refuse(state: State, index: SchedulerIndex) -> tuple[State, tuple[Action, .
     """Tell those that came, or came back, and can never start."""
     actions: list[Action] = []
     for waiting in index.arrived:
-        if not any(isinstance(one, JobOptions) for _, one in index.options.options_of(waiting)):
+        asks = waiting.job.spec.guarantee is not None and waiting.job.starts_by_s is None
+        if asks and not index.policy.promises_speed:
+            state, done = _answered(state, index, waiting, NO_PROMISES)
+            actions += done
+        elif not any(isinstance(one, JobOptions) for _, one in index.options.options_of(waiting)):
             outcome = wait_reason(state, index, waiting)
             if isinstance(outcome, Infeasible):
                 state, done = _answered(state, index, waiting, outcome)
@@ -105,14 +110,15 @@ def _move(
     waits: Sequence[tuple[Waiting, Reservation]],
     late: Sequence[tuple[Waiting, float]],
 ) -> tuple[State, tuple[Stop, ...]]:
-    """Stop one for a deadline, or that others gain more by than it loses, or else one that gains by what is idle."""
-    if (room := room_for_promises(state, index)) is not None:
-        sooner = [room.slot if one.job_id == room.slot.job_id else one for one in state.reservations]
-        stopped, stops = _stopped(state, index, room.moves)
-        return (replace(stopped, reservations=tuple(sooner)) if stops else stopped), stops
-    move = preempt_for_deadline(index, late, state.at_s) or preempt_for_waiting(index, waits, state.at_s)
-    move = move or (scale_up(index, state.at_s) if index.idle else None)
-    return (state, ()) if move is None else _stopped(state, index, [move])
+    """Stop what the policy preempts."""
+    moves, slot = index.policy.preempt(state, waits, late)
+    if not moves:
+        return state, ()
+    stopped, stops = _stopped(state, index, moves)
+    if slot is not None and stops:
+        sooner = [slot if one.job_id == slot.job_id else one for one in stopped.reservations]
+        stopped = replace(stopped, reservations=tuple(sooner))
+    return stopped, stops
 
 
 def _stopped(state: State, index: SchedulerIndex, moves: Sequence[Move]) -> tuple[State, tuple[Stop, ...]]:
@@ -153,7 +159,7 @@ def _round(
     of_array = Counter[str | None]()
     quota_pass = QuotaPass(index)
     for waiting, by_s, devices_max in quota_pass:
-        may_reserve = len(promised) < RESERVATIONS_MAX
+        may_reserve = len(promised) < index.policy.reservations_max
         own = slots.pop(waiting.job.id, None)
         if own is not None and not may_start_sooner(index, waiting):
             promised.append(own)
@@ -166,9 +172,13 @@ def _round(
             devices_max, its_price = sum(len(part.devices) for part in held_placement), index.tuning.price_idle
         else:
             its_price = price
-        outcome = array_limit_reason(index, waiting.job, of_array) or decide(
+        limited = array_limit_reason(index, waiting.job, of_array)
+        outcome = limited or decide(
             state, index, waiting, its_price, may_reserve=may_reserve, by_s=by_s, devices_max=devices_max
         )
+        waits_for_devices = limited is None and (outcome is None or isinstance(outcome, Wait))
+        if waits_for_devices and not index.policy.may_overtake(waiting):
+            break
         outcome = answered(state, waiting, outcome, own)
         if outcome is None:
             late += [(waiting, by_s)] if by_s < inf and waiting.presses_s <= state.at_s else []
@@ -184,8 +194,8 @@ def _round(
         undecided.pop(waiting.job.id, None)
         state, done = _answered(state, index, waiting, outcome)
         actions += done
-    presses_s = index.presses_at_s()
-    looks_s += [] if presses_s is None else [presses_s]
+    look_s = index.policy.reevaluate_at_s()
+    looks_s += [] if look_s is None else [look_s]
     state = replace(state, reservations=tuple(promised), reevaluate_at_s=min(looks_s, default=None))
     return state, tuple(actions), waits, [one for one in late if one[0].job.id in index.waiting]
 

@@ -11,15 +11,15 @@ than its quota. Jobs that can be moved make way for it; it is never moved itself
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.options.job_options import Infeasible, JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
+from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import StartDecision, Wait
 from orchestrator.scheduling.scheduling_pass.index import OVERDUE, SchedulerIndex
-from orchestrator.scheduling.scheduling_pass.preemption import Move, Moving, movable
+from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.replace import replace
 from orchestrator.specs.state import Reservation, State
@@ -29,13 +29,6 @@ from orchestrator.specs.units import format_seconds
 START_WITHIN_S = 86_400.0
 LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
 TRIED_MAX = 3  # who waits with a promise, first come first, for whom it is asked who could be stopped
-
-
-class Room(NamedTuple):
-    """Whom to stop together, and what is promised to the job that they make way for."""
-
-    moves: Sequence[Move]
-    slot: Reservation
 
 
 def answered(
@@ -101,9 +94,9 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
     )
 
 
-def room_for_promises(state: State, index: SchedulerIndex) -> Room | None:
+def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
     """Who shall be stopped for the first guaranteed job that waits for long and could start then; None: nobody."""
-    found: Room | None = None
+    found: Preemption | None = None
     for one in [one for one in state.reservations if one.job_id in index.guaranteed][:TRIED_MAX]:
         index.clear_reservations()
         index.reserve([other for other in state.reservations if other is not one])
@@ -114,7 +107,7 @@ def room_for_promises(state: State, index: SchedulerIndex) -> Room | None:
     return found
 
 
-def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float) -> Room | None:
+def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float) -> Preemption | None:
     """Jobs that came later, as few as will do: those first that have run for long enough and would end last.
 
     Nobody is stopped for what comes free within the time that a stop and another launch may take.
@@ -126,7 +119,7 @@ def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: flo
         able = [
             one
             for one in movable(index, index.last_elastic(), at_s)
-            if one.pool is pool and index.aging_limit_s(one.job) > waiting.aging_limit_s
+            if one.pool is pool and index.policy.rank(one.job) > waiting.rank
         ]
         able.sort(key=lambda one: max(at_s, one.from_s))
         count = next((n for n in range(1, len(able) + 1) if _placed(pool, able[:n], entry, at_s)), 0)
@@ -138,7 +131,7 @@ def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: flo
         if placement is not None:
             why = f"stopped to make way for {waiting.job.id}: it is guaranteed the speed of its request"
             start_s = at_s + MOVE_GRACE_S
-            return Room(
+            return Preemption(
                 moves=[Move(job=one.job, from_s=one.from_s, why=why) for one in stopped],
                 slot=Reservation(
                     job_id=waiting.job.id, start_s=start_s, end_s=start_s + entry.seconds, placement=placement

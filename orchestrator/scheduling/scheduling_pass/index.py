@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import groupby, takewhile
+from itertools import takewhile
 from math import inf
 
 from orchestrator.scheduling.base.drain import closures, maintained, next_change_s
@@ -18,11 +18,12 @@ from orchestrator.scheduling.base.migration import held_placement_of, is_elastic
 from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.base.start_windows import opening_s
 from orchestrator.scheduling.base.tuning import tuned_for
-from orchestrator.scheduling.options.job_options import JobOptions, attempt_seconds
+from orchestrator.scheduling.options.job_options import attempt_seconds
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
 from orchestrator.scheduling.queue.demand import devices_wanted
 from orchestrator.scheduling.queue.fair_share import Place, fair_tree, nobodys, used_s
-from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merged
+from orchestrator.scheduling.queue.policy import QueuePolicy
+from orchestrator.scheduling.queue.wait_queue import Waiting, WaitQueue, merged
 from orchestrator.scheduling.scheduling_pass.option_cache import OptionCache
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import Window
@@ -34,8 +35,10 @@ from orchestrator.specs.state import Reservation, State
 class SchedulerIndex:
     """Indices of one state. Whoever changes the state tells the desk."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, policy_of: Callable[[SchedulerIndex], QueuePolicy]) -> None:
         self.state = state  # whose indices these are
+        self._policy_of = policy_of
+        self.policy = policy_of(self)
         self.pools = [AvailabilityProfile(group) for group in groups_of(state.nodes)]
         self.devices = sum(pool.group.devices for pool in self.pools)
         self.options = OptionCache(self.pools, state.observations)
@@ -50,10 +53,10 @@ class SchedulerIndex:
         self.is_stale = False  # devices, nodes or knowledge changed since the last decision
         self._followers: dict[str, set[str]] = {}  # jobs that wait for the end of one, by its id
         self._pool_of = {name: pool for pool in self.pools for name in pool.names}
-        self._policy = state.policy
+        self._policy_spec = state.policy
         self.tuning = tuned_for(state.policy.objective)
         # by priority and, where it counts, user
-        self._lines: dict[tuple[int, str], WaitQueue] = {}
+        self.lines: dict[tuple[int, str], WaitQueue] = {}
         self._ends: list[tuple[float, str]] = []  # at which running jobs are expected to end, soonest first
         self._asleep: list[tuple[float, str]] = []
         self._openings: list[tuple[float, str]] = []  # of the hours within which jobs may start
@@ -117,8 +120,8 @@ class SchedulerIndex:
         groups = groups_of(state.nodes)
         if [(group.hardware, _names(group)) for group in groups] != [
             (pool.group.hardware, pool.names) for pool in self.pools
-        ] or self._policy != state.policy:
-            index = SchedulerIndex(state)
+        ] or self._policy_spec != state.policy:
+            index = SchedulerIndex(state, self._policy_of)
             index.arrived = [index.waiting[one.job.id] for one in self.waiting.values()]
             index.is_stale = True
             return index
@@ -222,50 +225,12 @@ class SchedulerIndex:
     @property
     def users(self) -> set[str]:
         """Whose jobs wait for devices; nobody's where nothing is shared."""
-        return {user for _, user in self._lines}
-
-    def in_order(self) -> Iterator[tuple[Waiting, float]]:
-        """Who waits for devices, first things first, and by when it should be done (infinity: at some time).
-
-        Who is promised a speed; then by priority, then whose turn it is. Of those first all past their aging limits,
-        first come first; then all whose deadlines press and could be met if they started now, the earliest first; then
-        the others, who is due first, but of the largest the larger first. Whoever could meet its deadline comes with it
-        first, and once more without.
-        """
-        yield from ((waiting, inf) for waiting in self.promised_first())
-        at_s = self.state.at_s
-        place = self._places()
-        turns = sorted((-priority, place(user), user) for priority, user in self._lines)
-        for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
-            keys = [(-priority, user) for _, _, user in equals]
-            for _, _, job_id in merged([line.due(at_s) for line in self._lines_of(keys)]):
-                yield from self._in_time_first(job_id)
-            for by_s, _, job_id in merged([line.by_deadline(at_s) for line in self._lines_of(keys)]):
-                waiting = self.waiting[job_id]
-                if waiting.presses_s <= at_s < waiting.aging_limit_s and self._could_end_by(waiting, by_s):
-                    yield waiting, by_s
-            for _, _, job_id in merged([self._ordered(line) for line in self._lines_of(keys)]):
-                yield from self._in_time_first(job_id)
-
-    def _in_time_first(self, job_id: str) -> Iterator[tuple[Waiting, float]]:
-        waiting = self.waiting[job_id]
-        by_s, at_s = waiting.job.deadline_s, self.state.at_s
-        if by_s is not None and at_s < by_s and not waiting.presses_s <= at_s < waiting.aging_limit_s:
-            if self._could_end_by(waiting, by_s):
-                yield waiting, by_s
-            if job_id not in self.waiting:
-                return
-        yield waiting, inf
-
-    def presses_at_s(self) -> float | None:
-        """When the next of the deadlines of those that wait presses."""
-        times_s = [line.presses_at_s(self.state.at_s) for line in self._lines.values()]
-        return min((time_s for time_s in times_s if time_s is not None), default=None)
+        return {user for _, user in self.lines}
 
     def promised_first(self) -> list[Waiting]:
         """Those that wait with a promised speed, as they came, and who was due before the last of them came."""
-        last_s = max((waiting.aging_limit_s for waiting in self.guaranteed.values()), default=-inf)
-        standings = merged([line.by_due() for line in self._lines.values()]) if self.guaranteed else ()
+        last_s = max((waiting.rank for waiting in self.guaranteed.values()), default=-inf)
+        standings = merged([line.by_rank() for line in self.lines.values()]) if self.guaranteed else ()
         return [self.waiting[job_id] for _, _, job_id in takewhile(lambda one: one[0] <= last_s, standings)]
 
     def wake_at_s(self, at_s: float) -> float | None:
@@ -290,32 +255,13 @@ class SchedulerIndex:
 
     def queue_entry(self, job: Job) -> Waiting:
         """The job as it waits for devices, or would; first of all where devices are kept for it."""
-        aging_limit_s = -inf if held_placement_of(job) else self.aging_limit_s(job)
-        return Waiting(job, aging_limit_s, self.options.size_of(job)[2], self.presses_s(job))
+        rank = -inf if held_placement_of(job) else self.policy.rank(job)
+        return Waiting(job, rank, self.options.size_of(job)[2], self.policy.presses_s(job))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
         """Where it runs; None where one of its nodes is gone."""
         pools = [self._pool_of.get(part.node) for part in attempt.placement]
         return None if None in pools else pools[0]
-
-    def aging_limit_s(self, job: Job) -> float:
-        """Its aging limit: from when on nobody who came later goes before it.
-
-        A job whose deadline presses from the start goes by that first, and ages from its deadline on; one that is
-        promised its speed is due at once.
-        """
-        if job.spec.guarantee is not None:
-            return job.submitted_at_s
-        limit_s = self.tuning.aging_factor * self.options.size_of(job)[0]
-        if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
-            return job.submitted_at_s + limit_s
-        return job.deadline_s + self.tuning.aging_late * limit_s
-
-    def presses_s(self, job: Job) -> float:
-        """From when on its deadline leaves it little slack, so that it goes first; infinity: it has none."""
-        return (
-            inf if job.deadline_s is None else job.deadline_s - (1 + self.tuning.slack) * self.options.size_of(job)[1]
-        )
 
     def end_of(self, job: Job, attempt: Attempt) -> float:
         """When a running attempt is expected to end; infinity where its nodes are gone."""
@@ -341,14 +287,6 @@ class SchedulerIndex:
                     return False
         return not backfill
 
-    def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
-        within_s = by_s - self.state.at_s
-        return any(
-            one.entries[-1].seconds <= within_s
-            for _, one in self.options.options_of(waiting)
-            if isinstance(one, JobOptions)
-        )
-
     def _enter(self, job: Job, *, is_new: bool) -> None:
         known = self.waiting.get(job.id)
         if known is not None and not is_new:
@@ -366,8 +304,8 @@ class SchedulerIndex:
             heappush(self._openings, (opening_s(job.spec, after_s), job.id))
 
     def _line_up(self, waiting: Waiting) -> None:
-        self._lines.setdefault(self._line_of(waiting.job), WaitQueue()).add(waiting)
-        if waiting.job.spec.guarantee is not None:
+        self.lines.setdefault(self._line_of(waiting.job), WaitQueue()).add(waiting)
+        if waiting.job.spec.guarantee is not None and self.policy.promises_speed:
             self.guaranteed[waiting.job.id] = waiting
         self.arrived.append(waiting)
 
@@ -376,33 +314,28 @@ class SchedulerIndex:
         self.guaranteed.pop(job_id, None)
         if self._stands(waiting):
             key = self._line_of(waiting.job)
-            self._lines[key].remove(waiting)
-            if not self._lines[key]:
-                del self._lines[key]
+            self.lines[key].remove(waiting)
+            if not self.lines[key]:
+                del self.lines[key]
 
     def _stands(self, waiting: Waiting) -> bool:
-        line = self._lines.get(self._line_of(waiting.job))
+        line = self.lines.get(self._line_of(waiting.job))
         return line is not None and waiting in line
 
-    def _lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
+    def lines_of(self, keys: Sequence[tuple[int, str]]) -> list[WaitQueue]:
         """Those of them that are still there: who starts leaves."""
-        return [self._lines[key] for key in keys if key in self._lines]
-
-    def _ordered(self, line: WaitQueue) -> Sequence[SortKey]:
-        """Where the cluster is shared it counts whose turn it is, not who could end together."""
-        at_s = self.state.at_s
-        return line.in_order(at_s) if self._policy.is_shared else line.largest_first(at_s, self.devices, self.tuning)
+        return [self.lines[key] for key in keys if key in self.lines]
 
     def _line_of(self, job: Job) -> tuple[int, str]:
-        return job.spec.priority, job.user if self._policy.is_shared else ""
+        return job.spec.priority, job.user if self._policy_spec.is_shared else ""
 
-    def _places(self) -> Callable[[str], Place]:
+    def places(self) -> Callable[[str], Place]:
         """Whose turn it is."""
-        if not self._policy.is_shared:
+        if not self._policy_spec.is_shared:
             return nobodys
         now = (self.state.at_s, self.state.usage)  # who starts now has used nothing, and who ends is in the usage
         if now != self._tree[0]:
-            self._tree = (now, fair_tree(self._policy, used_s(self.state, self.running.values())).place)
+            self._tree = (now, fair_tree(self._policy_spec, used_s(self.state, self.running.values())).place)
         return self._tree[1]
 
     def _occupy(self, job: Job, attempt: Attempt) -> None:

@@ -15,26 +15,17 @@ from typing import NamedTuple
 from orchestrator.scheduling.base.migration import can_move
 from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
 from orchestrator.scheduling.placement.availability import AvailabilityProfile
+from orchestrator.scheduling.queue.policy import Move
 from orchestrator.scheduling.queue.wait_queue import Waiting
 from orchestrator.scheduling.scheduling_pass.decide import price_of_idle
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.attempt import Attempt, Placement
+from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation
 from orchestrator.specs.units import format_seconds
 
 TRIED_MAX = 3  # who ends last, gains most, or has most time, of those that could be moved
 LATE_MAX = 10  # who waits and would miss its deadline, the earliest first, that others may be stopped for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """Stop this job, and tell why; `claims` are the devices that are kept for it."""
-
-    job: Job
-    from_s: float  # when it has run for long enough
-    why: str
-    held_placement: Placement = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ def _in_time(index: SchedulerIndex, one: Moving, waiting: Waiting, by_s: float, 
         return None
     if one.slack_s < inf and one.job.deadline_s is not None and one.job.deadline_s <= by_s:
         return None
-    if classes[0] == classes[1] and index.aging_limit_s(one.job) <= at_s and one.job.order < waiting.job.order:
+    if classes[0] == classes[1] and index.policy.rank(one.job) <= at_s and one.job.order < waiting.job.order:
         return None
     room, from_s = one.devices + one.pool.idle, max(at_s, one.from_s)
     able = [
@@ -165,12 +156,12 @@ def _ahead_of(
     """
     if one.slack_s < inf:
         return []
-    room, place = one.devices + one.pool.idle, _place(one.job, index.aging_limit_s(one.job), index.state.at_s)
+    room, place = one.devices + one.pool.idle, _place(one.job, index.policy.rank(one.job), index.state.at_s)
     shorter_s = -inf if index.state.policy.is_shared else index.tuning.shorter * one.left_s
     found = []
     for waiting, promised in waits:
         priority = waiting.job.spec.priority
-        if _place(waiting.job, waiting.aging_limit_s, index.state.at_s) >= place:
+        if _place(waiting.job, waiting.rank, index.state.at_s) >= place:
             continue
         if priority > one.job.spec.priority or promised.end_s - promised.start_s < shorter_s:
             wide = sum(len(part.devices) for part in promised.placement)
@@ -213,13 +204,17 @@ def _could_start(one: Moving, entry: SizeOption, at_s: float) -> bool:
     return one.pool.place_again(one.attempt.placement, entry.shape, end_s, entry.least_bytes) is not None
 
 
-def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float) -> Iterator[Moving]:
-    """Of these running jobs the ones that could be stopped, each with what that takes."""
+def movable(index: SchedulerIndex, job_ids: Iterable[str], at_s: float, rest: float | None = None) -> Iterator[Moving]:
+    """Of these running jobs the ones that could be stopped, each with what that takes.
+
+    Each has to train for `rest` launches first; None: for as many as the tuning says.
+    """
+    rest = index.tuning.rest if rest is None else rest
     for job_id in job_ids:
         job = index.running[job_id]
         attempt = job.last
         pool = index.pool_of(attempt) if attempt is not None and can_move(job) and not attempt.probe else None
         if attempt is not None and pool is not None and index.ends_s[job_id] < inf:
-            from_s = attempt.launched_at_s + (1 + index.tuning.rest) * pool.launch_cost_s
+            from_s = attempt.launched_at_s + (1 + rest) * pool.launch_cost_s
             slack_s = inf if job.deadline_s is None else job.deadline_s - index.ends_s[job_id]
             yield Moving(job, attempt, pool, index.ends_s[job_id] - at_s, from_s, inf if slack_s < 0 else slack_s)

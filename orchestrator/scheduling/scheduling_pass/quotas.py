@@ -77,7 +77,7 @@ class QuotaPass:
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._unheard() if self._without else ():
-            if waiting.aging_limit_s <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
+            if waiting.rank <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._unheard():
@@ -88,7 +88,7 @@ class QuotaPass:
             yield waiting, by_s, None
 
     def _unheard(self) -> Iterator[tuple[Waiting, float]]:
-        return ((waiting, by_s) for waiting, by_s in self._desk.in_order() if waiting.job.id not in self._heard)
+        return ((waiting, by_s) for waiting, by_s in self._desk.policy.in_order() if waiting.job.id not in self._heard)
 
     def decided(self, waiting: Waiting, outcome: StartDecision | Wait | Infeasible) -> None:
         """The job has its answer."""

@@ -1,0 +1,135 @@
+"""adaptive: the default. Short jobs first until a job is due; reservations for all; widths by price.
+
+Numbers and their sources are in base/tuning.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import inf
+
+from orchestrator.scheduling.base.migration import is_elastic
+from orchestrator.scheduling.options.job_options import JobOptions, SizeOption
+from orchestrator.scheduling.queue.policy import Preemption
+from orchestrator.scheduling.queue.wait_queue import SortKey, Waiting, WaitQueue, merged
+from orchestrator.scheduling.scheduling_pass.guarantees import room_for_promises
+from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
+from orchestrator.scheduling.scheduling_pass.preemption import preempt_for_deadline, preempt_for_waiting, scale_up
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import Reservation, State
+
+RESERVATIONS_MAX = 100  # as Slurm's bf_max_job_test: beyond, a reservation would not outlast today's short jobs
+
+
+class AdaptivePolicy:
+    """Lengths, deadlines, shares of teams and launch costs decide; see base/tuning.py for what was measured."""
+
+    reservations_max = RESERVATIONS_MAX
+    promises_speed = True
+
+    def __init__(self, index: SchedulerIndex) -> None:
+        self._index = index
+
+    def rank(self, job: Job) -> float:
+        """The job's aging limit: from then on no job that was submitted later goes before it.
+
+        A job whose deadline presses from the start goes by that first, and ages from its deadline on. A job with a
+        guarantee is due at once.
+        """
+        if job.spec.guarantee is not None:
+            return job.submitted_at_s
+        limit_s = self._index.tuning.aging_factor * self._index.options.size_of(job)[0]
+        if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
+            return job.submitted_at_s + limit_s
+        return job.deadline_s + self._index.tuning.aging_late * limit_s
+
+    def presses_s(self, job: Job) -> float:
+        """From when on its deadline leaves it little slack; infinity: it has none."""
+        if job.deadline_s is None:
+            return inf
+        return job.deadline_s - (1 + self._index.tuning.slack) * self._index.options.size_of(job)[1]
+
+    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+        """Jobs with a guarantee; then by priority, then by the fair tree, then by age, deadline and length.
+
+        Of equal jobs those past their aging limits come first, in the order of submission. Then come those whose
+        deadlines press and can be met from now on, the earliest first. Then come the others by their aging limits, but
+        the largest of the largest first. A job that can meet its deadline comes with that first, and again without it.
+        """
+        index = self._index
+        yield from ((waiting, inf) for waiting in index.promised_first())
+        at_s = index.state.at_s
+        place = index.places()
+        turns = sorted((-priority, place(user), user) for priority, user in index.lines)
+        for (priority, _), equals in groupby(turns, key=lambda turn: turn[:2]):
+            keys = [(-priority, user) for _, _, user in equals]
+            for _, _, job_id in merged([line.due(at_s) for line in index.lines_of(keys)]):
+                yield from self._in_time_first(job_id)
+            for by_s, _, job_id in merged([line.by_deadline(at_s) for line in index.lines_of(keys)]):
+                waiting = index.waiting[job_id]
+                if waiting.presses_s <= at_s < waiting.rank and self._could_end_by(waiting, by_s):
+                    yield waiting, by_s
+            for _, _, job_id in merged([self._ordered(line) for line in index.lines_of(keys)]):
+                yield from self._in_time_first(job_id)
+
+    def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
+        """Always: reservations keep later jobs from delaying it."""
+        return True
+
+    def leaves_headroom(self, waiting: Waiting, at_s: float) -> bool:
+        """A job that is not due, not put first and cannot be moved leaves devices to shorter ones.
+
+        Where teams share the cluster, their shares count instead.
+        """
+        goes_first = (
+            min(waiting.rank, waiting.presses_s) <= at_s
+            or waiting.job.spec.priority > 0
+            or self._index.state.policy.is_shared
+        )
+        return not (goes_first or is_elastic(waiting.job))
+
+    def widths(self, options: Sequence[SizeOption]) -> Sequence[SizeOption]:
+        """All of them: the price of a device-second chooses."""
+        return options
+
+    def preempt(
+        self, state: State, waits: Sequence[tuple[Waiting, Reservation]], late: Sequence[tuple[Waiting, float]]
+    ) -> Preemption:
+        """Stop jobs for a guarantee, or one for a deadline, for a gain of others, or to go on with idle devices."""
+        index, at_s = self._index, state.at_s
+        if (for_promise := room_for_promises(state, index)) is not None:
+            return for_promise
+        move = preempt_for_deadline(index, late, at_s) or preempt_for_waiting(index, waits, at_s)
+        move = move or (scale_up(index, at_s) if index.idle else None)
+        return Preemption() if move is None else Preemption([move])
+
+    def reevaluate_at_s(self) -> float | None:
+        """When the next deadline of a waiting job presses."""
+        times_s = [line.presses_at_s(self._index.state.at_s) for line in self._index.lines.values()]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def _in_time_first(self, job_id: str) -> Iterator[tuple[Waiting, float]]:
+        waiting = self._index.waiting[job_id]
+        by_s, at_s = waiting.job.deadline_s, self._index.state.at_s
+        if by_s is not None and at_s < by_s and not waiting.presses_s <= at_s < waiting.rank:
+            if self._could_end_by(waiting, by_s):
+                yield waiting, by_s
+            if job_id not in self._index.waiting:
+                return
+        yield waiting, inf
+
+    def _could_end_by(self, waiting: Waiting, by_s: float) -> bool:
+        within_s = by_s - self._index.state.at_s
+        return any(
+            one.entries[-1].seconds <= within_s
+            for _, one in self._index.options.options_of(waiting)
+            if isinstance(one, JobOptions)
+        )
+
+    def _ordered(self, line: WaitQueue) -> Sequence[SortKey]:
+        """The order within a line; where teams share the cluster, their shares count and not who could end together."""
+        state = self._index.state
+        if state.policy.is_shared:
+            return line.in_order(state.at_s)
+        return line.largest_first(state.at_s, self._index.devices, self._index.tuning)

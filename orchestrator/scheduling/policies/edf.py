@@ -1,0 +1,16 @@
+"""edf: earliest deadline first (Liu and Layland 1973, JACM 20:46) with EASY backfill."""
+
+from __future__ import annotations
+
+from math import inf
+
+from orchestrator.scheduling.policies.easy import EasyPolicy
+from orchestrator.specs.job_record import Job
+
+
+class EdfPolicy(EasyPolicy):
+    """By deadline, jobs without one last; nothing is stopped for a deadline."""
+
+    def rank(self, job: Job) -> float:
+        """The deadline; infinity where the job has none."""
+        return inf if job.deadline_s is None else job.deadline_s

@@ -1,0 +1,102 @@
+"""Laws of each queue policy alone; the laws in the other files hold for all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from orchestrator.scheduling.options.job_options import JobOptions
+from orchestrator.scheduling.policies.registry import index_of
+from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
+from orchestrator.specs.actions import Launch, Stop
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.policy import Order
+from orchestrator.specs.state import State
+from tests.scheduling import laws_of_moves, laws_of_turns
+from tests.scheduling.transition import Law, Transition, of
+
+Key = Callable[[Job, float], float]
+
+
+def in_order_of(key: Key) -> Law:
+    """No job starts past one that is first by `key`, then by submission, and that waits for nothing but devices."""
+
+    def law(t: Transition) -> Iterator[str]:
+        launches = [launch.job for launch in of(Launch, t.actions)]
+        places = [_place(key, job, t.after) for job in launches]
+        if places != sorted(places):
+            yield f"jobs start out of order: {[job.id for job in launches]}"
+        for job in launches:
+            for other in _eligible(t.after):
+                if _place(key, other, t.after) < _place(key, job, t.after):
+                    yield f"{job.id} starts past {other.id}, which is first"
+
+    return law
+
+
+def only_the_first_is_promised(key: Key) -> Law:
+    """At most one reservation: that of the first job that waits for devices which are there."""
+
+    def law(t: Transition) -> Iterator[str]:
+        if len(t.after.reservations) > 1:
+            yield f"{len(t.after.reservations)} jobs have reservations"
+        launched = {launch.job.id for launch in of(Launch, t.actions)}
+        for one in t.after.reservations if launched else ():
+            head = t.after.jobs[one.job_id]
+            for other in _eligible(t.after):
+                if _could_run(t.after, other) and _place(key, other, t.after) < _place(key, head, t.after):
+                    yield f"{one.job_id} has a reservation and {other.id}, which is first, has none"
+
+    return law
+
+
+def nothing_is_preempted(t: Transition) -> Iterator[str]:
+    """Only a cancellation or a maintenance stops a job."""
+    for stop in of(Stop, t.actions):
+        job = t.after.jobs[stop.job_id]
+        if not job.cancelling and "maintenance" not in job.attempts[-1].moved_for:
+            yield f"{stop.job_id} is stopped: {job.attempts[-1].moved_for}"
+
+
+def submission(_job: Job, _at_s: float) -> float:
+    return 0.0
+
+
+def deadline(job: Job, _at_s: float) -> float:
+    return float("inf") if job.deadline_s is None else job.deadline_s
+
+
+def _place(key: Key, job: Job, state: State) -> tuple[float, int]:
+    return key(job, state.at_s), job.order
+
+
+def _eligible(state: State) -> list[Job]:
+    """Queued jobs that wait for devices only: no dependency, back-off, closed window or full array holds them."""
+    index, at_s = index_of(state), state.at_s
+    promised = Counter(state.jobs[one.job_id].array for one in state.reservations)
+    return [
+        waiting.job
+        for waiting in index.waiting.values()
+        if waiting.job.status is JobStatus.QUEUED
+        and waiting.job.not_before_s <= at_s
+        and (waiting.job.spec.start_window is None or waiting.job.spec.start_window.span(at_s)[0] <= at_s)
+        and array_limit_reason(index, waiting.job, promised) is None
+    ]
+
+
+def _could_run(state: State, job: Job) -> bool:
+    """Whether nodes are there, and open for ever, that could hold the job as wide as it asks to be."""
+    index = index_of(state)
+    return any(
+        pool.could_hold(menu.entries[-1].shape, menu.entries[-1].least_bytes)
+        for pool, menu in index.options.options_of(index.queue_entry(job))
+        if isinstance(menu, JobOptions) and not index.closed
+    )
+
+
+LAWS: Mapping[Order, tuple[Law, ...]] = {
+    Order.ADAPTIVE: (*laws_of_moves.ADAPTIVE_LAWS, *laws_of_turns.ADAPTIVE_LAWS),
+    Order.FIFO: (nothing_is_preempted, in_order_of(submission)),
+    Order.EASY: (nothing_is_preempted, only_the_first_is_promised(submission)),
+    Order.EDF: (nothing_is_preempted, only_the_first_is_promised(deadline)),
+}
