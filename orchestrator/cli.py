@@ -23,6 +23,7 @@ from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_o
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.policy import Order
 
 if TYPE_CHECKING:
     from orchestrator.service.server.endpoint import Endpoint
@@ -448,6 +449,13 @@ def simulate(
         Aim | None,
         typer.Option("--objective", help="Objective of the queue, or both compared; without it, the cluster file's."),
     ] = None,
+    policy: Annotated[
+        list[Order] | None,
+        typer.Option(
+            "--policy",
+            help="Order of the queue, several of them compared; all but adaptive leave teams and objective aside.",
+        ),
+    ] = None,
     gantt: Annotated[
         Path | None, typer.Option("--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes.")
     ] = None,
@@ -485,13 +493,21 @@ def simulate(
         hardware = hardware.model_copy(update={"launch_cost": launch_cost})
     told = misjudged(played, noise, seed)
     trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
-    if objective is Aim.BOTH:
+    orders = list(dict.fromkeys(policy or ()))
+    if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
+        raise SpecError("only the order adaptive has an objective", path="--objective", allowed="--policy adaptive")
+    if objective is Aim.BOTH or len(orders) > 1:
         if gantt is not None:
-            raise SpecError("a chart shows one objective", path="--gantt", allowed="--objective completion or makespan")
-        runs = {each: play(told, hardware.aiming(each), seed=seed, trouble=trouble) for each in Objective}
-        reports = {each.value: one.report for each, one in runs.items()}
-        tell(reports, as_json, compared_table(runs))
+            raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
+        compared = {order.value: hardware.ordered(order) for order in orders}
+        if objective is Aim.BOTH:
+            compared = {each.value: hardware.aiming(each) for each in Objective}
+        runs = {name: play(told, one, seed=seed, trouble=trouble) for name, one in compared.items()}
+        reports = {name: one.report for name, one in runs.items()}
+        tell(reports, as_json, compared_table("OBJECTIVE" if objective else "POLICY", runs))
         return
+    if orders:
+        hardware = hardware.ordered(orders[0])
     if objective is not None:
         hardware = hardware.aiming(Objective(objective.value))
     run = play(told, hardware, seed=seed, trouble=trouble)

@@ -12,7 +12,7 @@ from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
 from orchestrator.specs.plan import Precision
-from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
+from orchestrator.specs.policy import UNSHARED, Objective, Order, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is
@@ -261,6 +261,12 @@ class ClusterSpec(SpecModel):
     def aiming(self, objective: Objective) -> ClusterSpec:
         """The cluster with a queue that aims at this."""
         return self.model_copy(update={"policy": self.policy.model_copy(update={"objective": objective})})
+
+    def ordered(self, order: Order) -> ClusterSpec:
+        """The cluster with this order of the queue; teams and objective go with an order that does not read them."""
+        is_read = order is Order.ADAPTIVE
+        policy = self.policy.model_copy(update={"order": order}) if is_read else PolicySpec(order=order)
+        return self.model_copy(update={"policy": policy})
 
     def maintenance_of(self, node: str) -> tuple[Window, ...]:
         """When nothing runs on this node, in seconds since 1970."""

@@ -287,10 +287,35 @@ def test_the_command_plays_the_objective_of_the_file_or_another_or_both(
     assert any(row.split() == ["jobs", "finished", *["6", "of", "6"] * 2] for row in rows)
 
 
+def test_the_command_plays_another_policy_and_compares_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six jobs of 200 s on one device or 120 s on two: FIFO takes both for each."""
+    assert simulated_by_command(tmp_path, "--json", "--policy", "adaptive", "--policy", "fifo") == 0
+    reports = json.loads(capsys.readouterr().out)
+    assert [(name, one["policy"], one["objective"]) for name, one in reports.items()] == [
+        ("adaptive", "adaptive", "makespan"),
+        ("fifo", "fifo", "completion"),
+    ]
+    assert reports["fifo"]["makespan_s"] == 6 * (120.0 + 30.0) > reports["adaptive"]["makespan_s"]
+    assert simulated_by_command(tmp_path, "--json", "--policy", "fifo") == 0
+    assert json.loads(capsys.readouterr().out) == reports["fifo"]
+    assert simulated_by_command(tmp_path, "--policy", "edf", "--policy", "easy") == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["POLICY", "edf", "easy"]
+
+
+@pytest.mark.parametrize("arguments", [("--policy", "lifo"), ("--policy", "fifo", "--objective", "both")])
+def test_an_unknown_policy_and_an_objective_that_a_policy_does_not_read_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert simulated_by_command(tmp_path, *arguments) == 2
+    assert "adaptive" in capsys.readouterr().err
+
+
 def test_a_chart_of_both_objectives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = tmp_path / "gantt.png"
     assert simulated_by_command(tmp_path, "--objective", "both", "--gantt", str(chart)) == 2
-    assert "a chart shows one objective" in capsys.readouterr().err
+    assert "a chart shows one run" in capsys.readouterr().err
     assert not chart.exists()
 
 

@@ -94,6 +94,7 @@ class Report(TypedDict):
 
     trace: str
     cluster: str
+    policy: str
     objective: str
     devices: int
     seed: int
@@ -308,6 +309,7 @@ def report_on(trace: Trace, cluster: ClusterSpec, seed: int, outcomes: Sequence[
     return Report(
         trace=trace.name,
         cluster=cluster.name,
+        policy=cluster.policy.order.value,
         objective=cluster.policy.objective.value,
         devices=devices,
         seed=seed,

@@ -13,7 +13,6 @@ from rich.text import Text
 from orchestrator.service.commands.replay import Decision, ExpectedJob
 from orchestrator.service.commands.simulate import Simulated, quantile
 from orchestrator.service.terminal.tables import coloured, local_minute
-from orchestrator.specs.policy import Objective
 from orchestrator.specs.units import format_seconds
 
 
@@ -61,13 +60,13 @@ def _rows(run: Simulated) -> list[tuple[str, str]]:
     return rows
 
 
-def compared_table(runs: Mapping[Objective, Simulated]) -> Table:
-    """Runs of the same jobs under several objectives, one column each."""
+def compared_table(what: str, runs: Mapping[str, Simulated]) -> Table:
+    """Runs of the same jobs, one column each, by name; `what` says what the names are."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("OBJECTIVE")
+    table.add_column(what)
     columns = [_rows(run) for run in runs.values()]
-    for objective in runs:
-        table.add_column(objective, overflow="fold")
+    for name in runs:
+        table.add_column(name, overflow="fold")
     for rows in zip(*columns, strict=True):
         table.add_row(rows[0][0], *(value for _, value in rows))
     return table
