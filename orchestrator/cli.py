@@ -201,11 +201,11 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit jobs to the queue, all or none. Exits with 1 where a guarantee is refused."""
-    from orchestrator.service.server.intake import read_jobs, read_overrides
+    from orchestrator.service.server.intake import read_overrides
+    from orchestrator.service.server.sending import read_for
     from orchestrator.service.terminal.tables import promise_words
 
-    overrides = read_overrides(settings or [])
-    specs = [spec for file in files for spec in read_jobs(file, overrides, home)]
+    specs = read_for(service_of(home), files, read_overrides(settings or []), home)
     client = client_of(home)
     ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
     tell({"ids": ids, "late": late, "promises": promises}, as_json, "\n".join(ids))
@@ -219,10 +219,11 @@ def submit(
 @app.command()
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     """Submit a job, follow it to its end and exit with its result. Starts the service where it is down."""
-    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.server.intake import read_overrides
+    from orchestrator.service.server.sending import read_for
     from orchestrator.service.terminal.follow import run_to_end
 
-    spec = read_job(file, read_overrides(settings or []), home)
+    (spec,) = read_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
     raise typer.Exit(run_to_end(spec, None, service_of(home), as_json))
 
 
@@ -239,10 +240,11 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Inject a failure into the first attempt of a job, and follow its recovery."""
-    from orchestrator.service.server.intake import read_job, read_overrides
+    from orchestrator.service.server.intake import read_overrides
+    from orchestrator.service.server.sending import read_for
     from orchestrator.service.terminal.follow import run_to_end
 
-    spec = read_job(file, read_overrides(settings or []), home)
+    (spec,) = read_for(service_of(home), [file], read_overrides(settings or []), home, only_one=True)
     if rank >= spec.gpus.max:
         allowed = f"0 to {spec.gpus.max - 1}: the job takes {spec.gpus.max} gpus at most"
         raise SpecError("the job never has this rank", source="--rank", got=rank, allowed=allowed)
@@ -320,6 +322,24 @@ def logs(
 
 
 @app.command()
+def get(
+    job_id: JobId,
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FOLDER", help="New folder; without it, one of the job's name.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Fetch the output folder of a job, whole or not at all."""
+    folder = (to or Path(job_id)).expanduser()
+    size_bytes, left_out = client_of(home).fetch_output(job_id, folder)
+    words = f"{size_bytes} bytes are in {folder}."
+    if left_out:
+        words += f" Links that leave the folder were left out: {left_out}."
+    tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, words)
+
+
+@app.command()
 def cancel(
     job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.")],
     whole_arrays: Annotated[bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")] = False,
@@ -371,7 +391,7 @@ def plan(
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.terminal.tables import forecast_panel
 
-    spec = read_job(file, read_overrides(settings or []), home, to_run=False)
+    spec = read_job(file, read_overrides(settings or []), home, to_run=False, elsewhere=SERVER.get() is not None)
     nodes, observations = hardware_of(service_of(home), cluster)
     gc.disable()  # one answer and an end: looking for garbage took a tenth of 70B's 0.4 s; 55 MiB are used either way
     answer = forecast(spec, nodes, observations)
@@ -393,7 +413,7 @@ def estimate(
     from orchestrator.service.server.intake import read_job, read_overrides
     from orchestrator.service.terminal.tables import candidate_panel
 
-    spec = read_job(file, (), home, to_run=False)
+    spec = read_job(file, (), home, to_run=False, elsewhere=SERVER.get() is not None)
     given = read_overrides(settings or [])
     nodes, observations = hardware_of(service_of(home), cluster)
     answer = forecast_of(spec, given, nodes, observations)

@@ -3,6 +3,7 @@
 jobs/<job id>/epoch                       number of the newest attempt: older ones may write nothing any more
 jobs/<job id>/checkpoints/step-<n>/       canonical checkpoints, renamed into place when complete
 jobs/<job id>/output/                     a script's output folder, kept over attempts; at the end, a fine-tuned model
+jobs/<job id>/workdir/                    a script's working directory, copied from an upload
 jobs/<job id>/data/                       a fine-tuning's tokens, written once
 jobs/<job id>/attempts/<n>/run.json       TrainingRun, for our engines
 jobs/<job id>/attempts/<n>/guard.json     GuardSettings, for every guarded rank
@@ -17,6 +18,7 @@ jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one th
 jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
 jobs/<job id>/attempts/<n>/unwatched                 a line for each process that used PyTorch unguarded, and why
 jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}
+uploads/<sha256>/files/                   what a job of another machine brought: read, never written
 """
 
 from __future__ import annotations
@@ -52,9 +54,26 @@ class JobFolder:
         self.epoch = self.path / "epoch"
         self.checkpoints = self.path / "checkpoints"
         self.output = self.path / "output"
+        self.workdir = self.path / "workdir"
 
     def attempt(self, number: int) -> AttemptFolder:
         return AttemptFolder(self.path / "attempts" / str(number))
+
+
+def uploads_folder(home: str | Path) -> Path:
+    """Where files from other machines lie."""
+    return Path(home) / "uploads"
+
+
+def uploaded(home: str | Path, path: str) -> tuple[Path, Path] | None:
+    """The root of the upload that `path` lies in, and the path below it; None for other paths."""
+    uploads = uploads_folder(home)
+    if not path.startswith(f"{uploads}/"):
+        return None
+    parts = Path(path).relative_to(uploads).parts
+    if len(parts) < 2 or parts[1] != "files" or ".." in parts:
+        return None
+    return uploads / parts[0] / "files", Path(*parts[2:])
 
 
 class AttemptFolder:

@@ -35,7 +35,7 @@ gpus: 1
 global_batch_size: 8
 model:
   decoder: {vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
-data: {text: [/corpus.txt], sequence_length: 32}
+data: {text: [/proc/version], sequence_length: 32}
 """
 
 
@@ -107,6 +107,9 @@ ROUTES = [
     ("GET", "/jobs/lm-1/explanation"),
     ("POST", "/jobs/cancel"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
+    ("GET", "/jobs/lm-1/output"),
+    ("POST", "/uploads/missing"),
+    ("PUT", "/uploads/0"),
     ("GET", "/cluster"),
     ("GET", "/teams"),
     ("POST", "/observations"),
@@ -143,7 +146,10 @@ def test_requests_without_the_token_are_refused(world: World) -> None:
 
 def test_every_route_asks_for_the_token(world: World) -> None:
     known = {route.path for route in world.client.app.routes}  # type: ignore[attr-defined]
-    filled = {path.format(job_id="lm-1", number=1, node="n", name="ada") for path in known} - {"/healthz", "/readyz"}
+    filled = {path.format(job_id="lm-1", number=1, node="n", name="ada", digest=0) for path in known} - {
+        "/healthz",
+        "/readyz",
+    }
     assert filled == {path for _, path in ROUTES if path not in ("/openapi.json", "/nothing")}
 
 

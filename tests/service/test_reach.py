@@ -97,6 +97,36 @@ def test_a_job_submitted_from_elsewhere_runs_and_belongs_to_the_user_of_the_toke
     assert ("ada", "POST /jobs/batch") in actions
 
 
+PROJECT = """\
+name: packed
+command: python train.py --out .
+global_batch_size: 1
+probe: never
+workdir: project
+success: {artifacts: [out/model.txt]}
+"""
+TRAIN = "import helper, pathlib; pathlib.Path('out').mkdir(); pathlib.Path('out/model.txt').write_text(helper.WORDS)"
+
+
+def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(reached: Reached) -> None:
+    project = reached.there.folder / "project"
+    project.mkdir()
+    (project / "train.py").write_text(TRAIN)
+    (project / "helper.py").write_text("WORDS = 'weights'")
+    file = reached.there.folder / "packed.yaml"
+    file.write_text(PROJECT)
+    (job_id,) = reached.there.orc("submit", str(file))["ids"]
+    assert _ended(reached, job_id)["status"] == "succeeded"
+    to = reached.there.folder / "got"
+    assert reached.there.orc("get", job_id, "--to", str(to)) == {"folder": str(to), "bytes": 7, "left_out": 0}
+    assert {path.name for path in to.rglob("*") if path.is_file() and "__pycache__" not in path.parts} == {"model.txt"}
+    assert "exists already" in reached.there.orc("get", job_id, "--to", str(to), code=2)
+    assert not (project / "out").exists()
+    uploads = list((reached.here.folder / "home" / "uploads").iterdir())
+    assert {"train.py", "helper.py"} in [{path.name for path in (one / "files").iterdir()} for one in uploads]
+    assert not [path for one in uploads for path in one.rglob("logins.json")], "a token was uploaded"
+
+
 def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reached: Reached) -> None:
     kept = reached.there.folder / "orc" / "logins.json"
     assert kept.stat().st_mode & 0o077 == 0

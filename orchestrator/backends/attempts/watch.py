@@ -29,6 +29,7 @@ from orchestrator.backends.attempts.ports import LauncherGroup, Launchers
 from orchestrator.backends.attempts.progress import Progress
 from orchestrator.backends.attempts.script_output import output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
+from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
 from orchestrator.specs.job_record import Job
@@ -80,7 +81,8 @@ class AttemptWatch:
     """Follows one attempt in its own thread."""
 
     def __init__(self, job: Job, attempt: Attempt, world: World) -> None:
-        self._job, self._attempt, self._world = job, attempt, world
+        self._asked, self._job = job, with_own_workdir(job, world.home)
+        self._attempt, self._world = attempt, world
         self._jobs = JobFolder(world.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
         self._started = started_ranks(job.spec, attempt.placement)
@@ -168,6 +170,7 @@ class AttemptWatch:
         output = self._folder.output if self._attempt.probe else self._jobs.output
         for folder in (self._folder.path, output, self._jobs.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
+        copy_upload(self._asked, self._world.home)
         write_durably(self._jobs.epoch, str(self._attempt.number))
         self._free_before_bytes = self._world.nodes.free_before(self._devices)
         placed = self._world.launchers.place(self._attempt, self._jobs, live)

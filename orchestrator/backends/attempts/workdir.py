@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,9 @@ from typing import Any
 import yaml
 
 from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.replace import replace
+from orchestrator.specs.run import JobFolder, uploaded
 
 NO_SECTION = "knob key {key!r}: there is nothing to set inside a value of the config file"
 
@@ -83,3 +88,23 @@ def link_all_but(source: Path, file: str, at: Path) -> Path:
                 link.symlink_to(entry)
         source, at = source / folder, at / folder
     return at
+
+
+def with_own_workdir(job: Job, home: Path) -> Job:
+    """The job with its own copy of an uploaded working directory; other jobs as they are."""
+    found = uploaded(home, job.spec.workdir or "")
+    if found is None:
+        return job
+    own = JobFolder(home, job.id).workdir / found[1]
+    return replace(job, spec=job.spec.model_copy(update={"workdir": str(own)}))
+
+
+def copy_upload(job: Job, home: Path) -> None:
+    """Make the job's own copy of an uploaded working directory; one that exists stays. Raises OSError."""
+    found, at = uploaded(home, job.spec.workdir or ""), JobFolder(home, job.id).workdir
+    if found is None or at.exists():
+        return
+    temporary = at.with_name(f".{at.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(found[0], temporary, symlinks=True)
+    temporary.rename(at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -11,8 +12,9 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
@@ -21,6 +23,10 @@ from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate, limiter, refusal
+from orchestrator.service.server.intake import check_files
+from orchestrator.service.transfer.outputs import output_of
+from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
+from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
     JobView,
     explanation_view,
@@ -36,6 +42,7 @@ from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.job.paths import paths_of, with_paths
 from orchestrator.specs.job.spec import JobSpec, UserName
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data
@@ -45,6 +52,7 @@ from orchestrator.specs.run import AttemptFolder, JobFolder
 LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 WAIT_S_MAX = 10.0  # of a long poll
+RECEIVE_S = 900.0  # for an upload to arrive
 NEVER_SEEN = -1  # a version that no state has
 
 ROLES = {  # needed by each route; one that is missing here needs an admin
@@ -53,11 +61,14 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/jobs/{job_id}"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
     ("GET", "/cluster"): Role.VIEWER,
     ("GET", "/teams"): Role.VIEWER,
     ("POST", "/jobs"): Role.MEMBER,
     ("POST", "/jobs/batch"): Role.MEMBER,
     ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
+    ("POST", "/uploads/missing"): Role.MEMBER,
+    ("PUT", "/uploads/{digest}"): Role.MEMBER,
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
     ("POST", "/observations"): Role.OPERATOR,
 }
@@ -109,6 +120,13 @@ class BatchRequest(BaseModel):
     jobs: list[SubmitRequest] = Field(min_length=1)
 
 
+class DigestsRequest(BaseModel):
+    """SHA-256 of archives that a client may have to upload."""
+
+    model_config = ConfigDict(extra="forbid")
+    digests: list[str] = Field(max_length=1000)
+
+
 class ObserveRequest(BaseModel):
     """Outcomes as `views.observations_view` writes them."""
 
@@ -154,12 +172,15 @@ def create_app(service: Service) -> FastAPI:
         accounts=service.accounts,
         hosts=service.hosts,
         roles=ROLES,
+        body_bytes_max={"uploads": UPLOAD_BYTES_MAX},
         wrong=limiter(),
     )
     app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
-    _add_job_routes(app, service)
+    uploads = Uploads(service.home, lambda: _used_uploads(service, uploads))
+    _add_job_routes(app, service, uploads)
+    _add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
     _add_account_routes(app, service.accounts)
     return app
@@ -168,18 +189,18 @@ def create_app(service: Service) -> FastAPI:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-def _add_job_routes(app: FastAPI, service: Service) -> None:
+def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     controller = service.controller
 
     @app.post("/jobs")
     def submit(request: SubmitRequest, sender: Sender) -> dict[str, Any]:
-        job_id = controller.submit(*_asked(request, "the submitted job", sender))
+        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads))
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch")
     def submit_batch(request: BatchRequest, sender: Sender) -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
-        asked = [_asked(one, f"submitted job {number}", sender) for number, one in enumerate(request.jobs, 1)]
+        asked = [_asked(one, f"submitted job {number}", sender, uploads) for number, one in enumerate(request.jobs, 1)]
         ids = controller.submit_all(asked)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
@@ -209,7 +230,7 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
     @app.post("/jobs/cancel")
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
         for job_id in request.jobs:
-            _refuse_other_teams(_job(service, job_id), sender, controller.state.policy)
+            _refuse_other_teams(_job(service, job_id), sender, controller.state.policy, "cancel")
         return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
 
     @app.get("/jobs/{job_id}/attempts/{number}/logs")
@@ -228,6 +249,40 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         text = _read_from(JobFolder(service.home, job_id).attempt(number).log(rank), offset)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
+
+
+def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    @app.post("/uploads/missing")
+    def missing(request: DigestsRequest) -> dict[str, Any]:
+        return {"missing": uploads.missing(request.digests)}
+
+    @app.put("/uploads/{digest}")
+    async def upload(digest: str, request: Request) -> dict[str, Any]:
+        with uploads.receiving() as file, file.open("wb") as opened:
+            try:
+                async with asyncio.timeout(RECEIVE_S):
+                    async for chunk in request.stream():
+                        await run_in_threadpool(opened.write, chunk)
+            except TimeoutError:
+                raise ServiceError(f"the upload took longer than {RECEIVE_S:.0f} s: submit again") from None
+            opened.flush()
+            await run_in_threadpool(uploads.store, digest, file)
+        return {}
+
+    @app.get("/jobs/{job_id}/output")
+    def output(job_id: str, sender: Sender) -> Response:
+        """The job's output folder as an archive; what came by upload and was not changed is left out."""
+        job = _job(service, job_id)
+        _refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
+        listing = output_of(service.home, job)
+        headers = {"X-Output-Bytes": str(listing.total_bytes), "X-Output-Left-Out": str(len(listing.left_out))}
+        return StreamingResponse(listing.stream(), media_type="application/octet-stream", headers=headers)
+
+
+def _used_uploads(service: Service, uploads: Uploads) -> set[str]:
+    """Digests of the uploads that live jobs name."""
+    live = (job.spec for job in service.controller.state.jobs.values() if not job.status.ended)
+    return {digest for spec in live for _, path in paths_of(spec) if (digest := uploads.digest_in(path))}
 
 
 def _add_service_routes(app: FastAPI, service: Service) -> None:
@@ -332,8 +387,8 @@ def _sender(request: Request) -> Principal:
 Sender = Annotated[Principal, Depends(_sender)]
 
 
-def _asked(request: SubmitRequest, source: str, sender: Principal) -> tuple[JobSpec, Fault | None]:
-    """The job, whose user is who sent it. The home folder's own token may name any user."""
+def _asked(request: SubmitRequest, source: str, sender: Principal, uploads: Uploads) -> tuple[JobSpec, Fault | None]:
+    """The job, whose user is who sent it, and whose files are here. The home folder's own token may name any user."""
     asked = request.fault
     fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
     spec = job_from_data(request.spec, source)
@@ -343,15 +398,17 @@ def _asked(request: SubmitRequest, source: str, sender: Principal) -> tuple[JobS
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
         raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
+    spec = with_paths(spec, uploads.resolved)
+    check_files(spec, source)
     return spec.model_copy(update={"user": sender.name}), fault
 
 
-def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec) -> None:
+def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
     if sender.role.may(Role.OPERATOR) or job.user == sender.name:
         return
     if policy.is_shared and job.user and policy.team_of(job.user) == policy.team_of(sender.name):
         return
-    raise _Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may cancel jobs of its own team only")
+    raise _Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")
 
 
 class _Forbidden(ServiceError):

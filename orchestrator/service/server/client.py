@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shutil
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +15,7 @@ from urllib.parse import quote
 import httpx
 
 from orchestrator.service.server.logins import Login
+from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -23,6 +25,8 @@ OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
 ENDED_SHOWN = 100
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
+UPLOAD_TIMEOUT_S = 600.0
+OUTPUT_ENTRIES_MAX = 1_000_000
 
 
 class Client:
@@ -100,6 +104,50 @@ class Client:
         answer = self._json("GET", f"/jobs/{job_id}{query}")
         return answer["job"], answer["version"]
 
+    def missing_uploads(self, digests: Sequence[str]) -> list[str]:
+        """The uploads that the service lacks; it keeps the others for at least an hour."""
+        return self._json("POST", "/uploads/missing", {"digests": list(digests)})["missing"]
+
+    def upload(self, digest: str, archive: Iterable[bytes], size_bytes: int) -> None:
+        """Send a compressed archive of files, by the SHA-256 of what it unpacks to."""
+        try:
+            answer = self._http.put(
+                f"/uploads/{digest}",
+                content=archive,
+                headers={"Content-Length": str(size_bytes)},
+                timeout=UPLOAD_TIMEOUT_S,
+            )
+        except httpx.HTTPError as error:
+            raise ServiceError(f"the upload was cut off ({error}): submit again") from None
+        _refuse_failed(answer)
+
+    def fetch_output(self, job_id: str, to: Path) -> tuple[int, int]:
+        """Fetch a job's output into a new folder, whole or not at all; returns its bytes, and how much was left out.
+
+        What is left out are links that leave the folder. Raises ServiceError where it is cut off, or too large.
+        """
+        if to.is_dir() and not any(to.iterdir()):
+            to.rmdir()
+        if os.path.lexists(to):
+            raise SpecError("exists already", source=str(to), hint="name another folder with `--to`")
+        try:
+            with self._http.stream("GET", f"/jobs/{quote(job_id, safe='')}/output") as answer:
+                if not answer.is_success:
+                    answer.read()
+                    _refuse_failed(answer)
+                size_bytes, left_out = (int(answer.headers[f"x-output-{name}"]) for name in ("bytes", "left-out"))
+                to.parent.mkdir(parents=True, exist_ok=True)
+                free_bytes = shutil.disk_usage(to.parent).free
+                if size_bytes > free_bytes:
+                    raise ServiceError(f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free")
+                limits = Limits(entries=OUTPUT_ENTRIES_MAX, total_bytes=size_bytes)
+                unpack(_Reader(answer.iter_bytes()).read, to, limits)
+        except httpx.HTTPError as error:
+            raise ServiceError(f"the output was cut off ({error}): fetch it again") from None
+        except OSError as error:
+            raise ServiceError(f"{to} cannot be written: {error.strerror or error}") from None
+        return size_bytes, left_out
+
     def explanation(self, job_id: str) -> ExplanationView:
         """A job's predictions and measurements, and the corrections learned from them."""
         return self._json("GET", f"/jobs/{job_id}/explanation")
@@ -154,12 +202,32 @@ class Client:
             answer = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise ServiceError(f"the service does not answer ({error}). `orc up` starts it again") from None
-        if answer.is_success:
-            return answer
-        said = _error_of(answer)
-        if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
-            raise SpecError(said)
-        raise ServiceError(said)
+        _refuse_failed(answer)
+        return answer
+
+
+class _Reader:
+    """Reads a stream of chunks as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, b""
+
+    def read(self, limit: int) -> bytes:
+        """At most `limit` bytes; none at the end."""
+        if not self._rest:
+            self._rest = next(self._chunks, b"")
+        read, self._rest = self._rest[:limit], self._rest[limit:]
+        return read
+
+
+def _refuse_failed(answer: httpx.Response) -> None:
+    """Raises SpecError or ServiceError where the service refused."""
+    if answer.is_success:
+        return
+    said = _error_of(answer)
+    if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+        raise SpecError(said)
+    raise ServiceError(said)
 
 
 def service_file(home: Path) -> dict[str, Any]:

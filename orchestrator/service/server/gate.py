@@ -44,6 +44,7 @@ class Gate:
     accounts: Accounts
     hosts: frozenset[str]
     roles: Mapping[tuple[str, str], Role]
+    body_bytes_max: Mapping[str, int]  # by the first word of the path; BODY_BYTES_MAX for the others
     wrong: MovingWindowRateLimiter
 
     async def __call__(self, request: Request, handler: Handler) -> Response:
@@ -70,8 +71,9 @@ class Gate:
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
             return refusal(411, "a body needs its length")
-        if int(length) > BODY_BYTES_MAX:
-            return refusal(413, f"the body is longer than {BODY_BYTES_MAX} bytes")
+        limit = self.body_bytes_max.get(request.url.path.split("/")[1], BODY_BYTES_MAX)
+        if int(length) > limit:
+            return refusal(413, f"the body is longer than {limit} bytes")
         needed = self._needed(request)
         if not principal.role.may(needed):
             answer: Response = refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}")

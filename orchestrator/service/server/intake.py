@@ -19,13 +19,14 @@ from orchestrator.specs.clock import known_zone
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import ModelSpec
+from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
 
-KINDS_OF_FILES = ("text", "chat", "tokens")
 OWN_PYTHON = ("python", "python3")
 CONFIG = "config.json"
+NO_CONFIG = f"no {CONFIG} can be read"
 DEFAULT_HOME = "~/.orc"
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
@@ -47,37 +48,76 @@ nodes:
 LEARNED = {"traced": "what is traced", "measured": "what is measured", "relative_to": "what outcomes are relative to"}
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadJob:
+    """A job as its file says it, for a service of another machine."""
+
+    spec: JobSpec
+    here: frozenset[str]  # keys whose paths are of this machine; the others are of the service's
+
+
 def read_job(
-    path: Path, overrides: Sequence[Override] = (), home: Path | None = None, *, to_run: bool = True
+    path: Path,
+    overrides: Sequence[Override] = (),
+    home: Path | None = None,
+    *,
+    to_run: bool = True,
+    elsewhere: bool = False,
 ) -> JobSpec:
     """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
     A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
-    Only a job `to_run` needs its script: other people's projects can be planned without it.
+    Only a job `to_run` needs its script: other people's projects can be planned without it. `elsewhere`: absolute paths
+    in the file are those of another machine.
     """
-    return _read(parse_job(_read_text(path), str(path), overrides), path, home, to_run=to_run)
+    return _read(parse_job(_read_text(path), str(path), overrides), path, home, to_run=to_run, elsewhere=elsewhere).spec
 
 
 def read_jobs(path: Path, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
     """The jobs in a file: one, or those of its array. As `read_job` otherwise."""
-    return [_read(spec, path, home, to_run=True) for spec in parse_jobs(_read_text(path), str(path), overrides)]
+    specs = parse_jobs(_read_text(path), str(path), overrides)
+    return [_read(spec, path, home, to_run=True, elsewhere=False).spec for spec in specs]
 
 
-def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool) -> JobSpec:
+def read_for_elsewhere(
+    path: Path, overrides: Sequence[Override] = (), home: Path | None = None, *, only_one: bool = False
+) -> list[ReadJob]:
+    """The jobs in a file for a service of another machine, whose paths are the absolute ones in the file.
+
+    `only_one`: an array is an error.
+    """
+    text = _read_text(path)
+    specs = [parse_job(text, str(path), overrides)] if only_one else parse_jobs(text, str(path), overrides)
+    return [_read(spec, path, home, to_run=True, elsewhere=True) for spec in specs]
+
+
+def check_files(spec: JobSpec, source: str) -> None:
+    """Raises SpecError where a file or folder that the job names does not exist on this machine."""
+    problems = [*_missing_files(spec, source), *_missing_script(spec, source, with_programs=False)]
+    if problems:
+        raise together(problems, source)
+
+
+def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool, elsewhere: bool) -> ReadJob:
     source = str(path)
     for name, what in LEARNED.items():
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint="set `profile`")
     resolved = _absolute(spec, path.resolve().parent)
-    problems = [*_missing_files(resolved, source), *_knobs_said_twice(resolved, source)]
-    if to_run:
-        problems += _missing_script(resolved, source)
+    there = {key for key, _ in paths_of(resolved)} & {key for key, said in paths_of(spec) if said.startswith("/")}
+    if not elsewhere:
+        there.clear()
+    problems = [one for one in _missing_files(resolved, source) if one.path not in there or one.what == NO_CONFIG]
+    problems += _knobs_said_twice(resolved, source)
+    if to_run and "workdir" not in there:
+        problems += _missing_script(resolved, source, with_programs=not elsewhere)
     if problems:
         raise together(problems, source)
-    if resolved.known_model is None or is_known(resolved):
-        return resolved
-    home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
-    return resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
+    here = frozenset(key for key, _ in paths_of(resolved) if key not in there)
+    if resolved.known_model is not None and not is_known(resolved):
+        home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
+        resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
+    return ReadJob(spec=resolved, here=here)
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:
@@ -143,7 +183,8 @@ def _absolute_model(model: ModelSpec, folder: Path) -> ModelSpec:
         return dataclasses.replace(model, factory=f"{_at(folder, file)}:{function}") if colon else model
     if isinstance(model.hf, str):
         hf = str(_folder_or_name(folder, model.hf))
-        config = _folder_config(hf) if Path(hf).is_absolute() else model.config or _hub_config(hf)
+        known = _folder_config(hf) if Path(hf).is_absolute() else {}
+        config = known or model.config or ({} if Path(hf).is_absolute() else _hub_config(hf))
         return dataclasses.replace(model, hf=hf, config=config)
     return model
 
@@ -200,7 +241,7 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
     hf = folders[f"{key}.hf"]
     if model is not None and isinstance(hf, str) and Path(hf).is_dir() and not model.config:
         hint = "use a folder as `save_pretrained` writes it"
-        yield SpecError(f"no {CONFIG} can be read", source=source, path=f"{key}.hf", got=hf, hint=hint)
+        yield SpecError(NO_CONFIG, source=source, path=f"{key}.hf", got=hf, hint=hint)
     if model is not None and model.factory is not None:
         file, _, function = model.factory.rpartition(":")
         if not file or not function.isidentifier():
@@ -210,7 +251,7 @@ def _missing_files(spec: JobSpec, source: str) -> Iterator[SpecError]:
             yield SpecError("the file does not exist", source=source, path=f"{key}.factory", got=file)
 
 
-def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:
+def _missing_script(spec: JobSpec, source: str, *, with_programs: bool) -> Iterator[SpecError]:
     if spec.workdir is not None and not Path(spec.workdir).is_dir():
         yield SpecError("the folder does not exist", source=source, path="workdir", got=spec.workdir)
     elif spec.command is not None and spec.workdir is not None:
@@ -219,7 +260,8 @@ def _missing_script(spec: JobSpec, source: str) -> Iterator[SpecError]:
             yield SpecError(
                 "the file does not exist", source=source, path="config.file", got=spec.config.file, hint=hint
             )
-        yield from _missing_programs(spec, source)
+        if with_programs:
+            yield from _missing_programs(spec, source)
         script = _script_of(spec.command)
         if script is not None and not (Path(spec.workdir) / script).is_file():
             hint = f"paths in `command` are relative to `workdir`, here {spec.workdir}"

@@ -1,0 +1,339 @@
+"""A folder as a stream of bytes: one line of JSON that lists its entries, then the content of its files, in order.
+
+tar has hard links, devices, owners, sparse files and headers of any length. Nothing here needs them, so that nobody has
+to guard against them: what arrives is files, folders, and links that stay inside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from orchestrator.specs.errors import SpecError
+
+CHUNK_BYTES = 2**20
+MANIFEST_BYTES_MAX = 2**24
+PATH_BYTES_MAX, NAME_BYTES_MAX = 4096, 255  # PATH_MAX and NAME_MAX of Linux
+UPLOADED_AT_S = 946_684_800  # modification time of each unpacked file: 2000-01-01, so that a later write shows
+FILE_MODE, PROGRAM_MODE, FOLDER_MODE = 0o644, 0o755, 0o755
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # of a pipe that took the file's place, nothing is awaited
+
+Skipped = Callable[[str], bool]  # of a path relative to the root; a folder's ends with /
+
+
+class Kind(StrEnum):
+    """What an entry is."""
+
+    FILE = "file"
+    PROGRAM = "program"  # an executable file
+    FOLDER = "folder"
+    LINK = "link"  # symbolic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One file, folder or link; its path is relative to the root."""
+
+    path: str
+    kind: Kind
+    size: int = 0  # bytes of a file
+    target: str = ""  # of a link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may arrive."""
+
+    entries: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What of a folder is sent."""
+
+    root: Path
+    entries: Sequence[Entry]
+    left_out: Sequence[str] = ()  # links that leave the folder, pipes, sockets, devices
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the files' content."""
+        return sum(entry.size for entry in self.entries)
+
+    def manifest(self) -> bytes:
+        """The line that is sent first."""
+        rows = [[entry.path, entry.kind, entry.size, entry.target] for entry in self.entries]
+        return json.dumps(rows, separators=(",", ":")).encode() + b"\n"
+
+    def stream(self) -> Iterator[bytes]:
+        """The archive. Raises OSError where a file has become shorter or is no file any more."""
+        yield self.manifest()
+        with closing(_Folder(self.root)) as root:
+            for entry in self.entries:
+                if entry.size:
+                    yield from root.content(entry)
+
+    def digest(self) -> str:
+        """SHA-256 of the archive, in hexadecimal digits."""
+        digest = hashlib.sha256()
+        for chunk in self.stream():
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def listed(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Listing:
+    """What of a folder, or of a single file, is sent, in the order of the paths. No link is followed.
+
+    Raises SpecError where it is more than the limits allow or a name is no text, OSError where it cannot be read.
+    """
+    if root.is_file():
+        found = [Entry(path=root.name, kind=_kind_of_file(root.stat()), size=root.stat().st_size)]
+        _check_size(root, found, limits)
+        return Listing(root=root.parent, entries=found)
+    entries, left_out = list[Entry](), list[str]()
+    sent_bytes = 0
+    for folder, folders, files, at in os.fwalk(root, onerror=_raise):
+        relative = os.path.relpath(folder, root)
+        prefix = "" if relative == "." else f"{relative}/"
+        links = [name for name in folders if stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode)]
+        folders[:] = sorted(name for name in folders if name not in links and not skipped(f"{prefix}{name}/"))
+        entries += (Entry(path=f"{prefix}{name}", kind=Kind.FOLDER) for name in folders)
+        for name in sorted([*files, *links]):
+            path = f"{prefix}{name}"
+            if skipped(path):
+                continue
+            entry = _entry(path, name, at)
+            if entry is None:
+                left_out.append(path)
+                continue
+            entries.append(entry)
+            sent_bytes += entry.size
+        if len(entries) > limits.entries or sent_bytes > limits.total_bytes:
+            _check_size(root, entries, limits)
+    for entry in entries:
+        _check(entry)
+    return Listing(root=root, entries=sorted(entries, key=lambda entry: entry.path), left_out=left_out)
+
+
+def unpack(read: Callable[[int], bytes], at: Path, limits: Limits) -> str:
+    """Write what an archive holds to the new folder `at`, whole or not at all; returns the archive's SHA-256.
+
+    `read(n)` returns at most n bytes, and none at the end. Links are made last, so that nothing is written through
+    one. Raises SpecError for what is no archive, leaves the folder, or is more than the limits allow; OSError where the
+    disk refuses it.
+    """
+    source = _Source(read)
+    entries = _entries(source.line(), limits)
+    at.parent.mkdir(parents=True, exist_ok=True)
+    temporary = at.with_name(f".{at.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    try:
+        temporary.mkdir()
+        _write(source, entries, temporary)
+        temporary.rename(at)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SpecError(f"an entry stands in the way of another: {error.filename}", source="archive") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return source.digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ sending
+
+
+class _Folder:
+    """Opens files below a folder; no link is followed, whatever is exchanged meanwhile."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = os.open(root, OPEN_FOLDER)
+
+    def close(self) -> None:
+        os.close(self._root)
+
+    def content(self, entry: Entry) -> Iterator[bytes]:
+        """As many bytes as were listed, also of a file that has grown. Raises OSError where there are fewer."""
+        *folders, name = entry.path.split("/")
+        at = os.dup(self._root)
+        try:
+            for folder in folders:
+                above, at = at, os.open(folder, OPEN_FOLDER, dir_fd=at)
+                os.close(above)
+            descriptor = os.open(name, OPEN_FILE, dir_fd=at)
+        finally:
+            os.close(at)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(f"{entry.path} is no file any more")
+            left = entry.size
+            while left:
+                chunk = file.read(min(CHUNK_BYTES, left))
+                if not chunk:
+                    raise OSError(f"{entry.path} has become shorter while it was read")
+                left -= len(chunk)
+                yield chunk
+
+
+def _entry(path: str, name: str, at: int) -> Entry | None:
+    """The entry of what is no folder; None for what is not sent."""
+    found = os.stat(name, dir_fd=at, follow_symlinks=False)
+    if stat.S_ISREG(found.st_mode):
+        return Entry(path=path, kind=_kind_of_file(found), size=found.st_size)
+    if not stat.S_ISLNK(found.st_mode):
+        return None
+    target = os.readlink(name, dir_fd=at)
+    return Entry(path=path, kind=Kind.LINK, target=target) if _stays_inside(path, target) else None
+
+
+def _kind_of_file(found: os.stat_result) -> Kind:
+    return Kind.PROGRAM if found.st_mode & stat.S_IXUSR else Kind.FILE
+
+
+def _check_size(root: Path, entries: Sequence[Entry], limits: Limits) -> None:
+    """Raises SpecError where it is more than the limits allow: what takes most, and how to leave it out."""
+    total = sum(entry.size for entry in entries)
+    if len(entries) <= limits.entries and total <= limits.total_bytes:
+        return
+    counts: dict[str, list[int]] = {}
+    for entry in entries:
+        top = counts.setdefault(entry.path.partition("/")[0], [0, 0])
+        top[0] += entry.size
+        top[1] += 1
+    by = 0 if total > limits.total_bytes else 1
+    largest = sorted(counts, key=lambda name: -counts[name][by])[:3]
+    raise SpecError(
+        "too much to upload",
+        source=str(root),
+        got=f"at least {total / 2**20:.0f} MiB in {len(entries)} entries; most of it in {', '.join(largest)}",
+        allowed=f"{limits.total_bytes / 2**20:.0f} MiB in {limits.entries} entries",
+        hint="name what is not needed in `.orcignore` (as in .gitignore), or put data on the service's machine and "
+        "name its absolute path",
+    )
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+# ---------------------------------------------------------------------------------------------------------- receiving
+
+
+class _Source:
+    """Reads an archive and counts its digest."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._read = read
+        self._rest = b""
+        self.digest = hashlib.sha256()
+
+    def line(self) -> bytes:
+        """The manifest."""
+        while b"\n" not in self._rest:
+            chunk = self._read(CHUNK_BYTES)
+            if not chunk or len(self._rest) > MANIFEST_BYTES_MAX:
+                raise _bad("it has no manifest")
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\n")
+        self.digest.update(line + b"\n")
+        return line
+
+    def chunk(self, limit: int) -> bytes:
+        """At most `limit` bytes; none at the end."""
+        if self._rest:
+            chunk, self._rest = self._rest[:limit], self._rest[limit:]
+        else:
+            chunk = self._read(limit)
+        self.digest.update(chunk)
+        return chunk
+
+
+def _entries(line: bytes, limits: Limits) -> list[Entry]:
+    try:
+        rows = json.loads(line)
+        entries = [Entry(path=path, kind=Kind(kind), size=size, target=target) for path, kind, size, target in rows]
+    except (ValueError, TypeError, RecursionError):
+        raise _bad("its manifest cannot be read") from None
+    if len(entries) > limits.entries:
+        raise _bad(f"it has {len(entries)} entries; {limits.entries} are allowed")
+    for entry in entries:
+        _check(entry)
+    if len({entry.path for entry in entries}) < len(entries):
+        raise _bad("it names a path twice")
+    if sum(entry.size for entry in entries) > limits.total_bytes:
+        raise _bad(f"it unpacks to more than {limits.total_bytes} bytes")
+    return entries
+
+
+def _check(entry: Entry) -> None:
+    """Raises SpecError for a path that is none below the root, and for a link that leaves it."""
+    try:
+        names = [name.encode() for name in entry.path.split("/")]
+        entry.target.encode()
+    except (UnicodeEncodeError, AttributeError):
+        raise _bad(f"a name is not UTF-8 text: {entry.path!r}") from None
+    if any(name in (b"", b".", b"..") or len(name) > NAME_BYTES_MAX or b"\0" in name for name in names):
+        raise _bad(f"it names a path outside its folder, or none: {entry.path[:NAME_BYTES_MAX]!r}")
+    if len(entry.path.encode()) > PATH_BYTES_MAX:
+        raise _bad(f"a path is longer than {PATH_BYTES_MAX} bytes")
+    is_file = entry.kind in (Kind.FILE, Kind.PROGRAM)
+    if type(entry.size) is not int or entry.size < 0 or (entry.size and not is_file):
+        raise _bad(f"no size: {entry.size!r}")
+    if entry.kind is Kind.LINK and not _stays_inside(entry.path, entry.target):
+        raise _bad(f"a link leaves its folder: {entry.path!r}")
+
+
+def _stays_inside(path: str, target: str) -> bool:
+    """Whether a link at `path` leads to a place below the root, as far as its words tell."""
+    if not target or target.startswith("/") or "\0" in target or len(target.encode(errors="replace")) > PATH_BYTES_MAX:
+        return False
+    reached = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return reached != ".." and not reached.startswith("../")
+
+
+def _write(source: _Source, entries: Sequence[Entry], root: Path) -> None:
+    links = []
+    for entry in entries:
+        at = root / entry.path
+        if entry.kind is Kind.LINK:
+            links.append((at, entry.target))
+            continue
+        folder = at if entry.kind is Kind.FOLDER else at.parent
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        if entry.kind is not Kind.FOLDER:
+            _write_file(source, entry, at)
+    if source.chunk(1):
+        raise _bad("it goes on behind its last file")
+    for at, target in links:
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.symlink_to(target)
+    inside = f"{os.path.realpath(root)}/"
+    for at, _ in links:  # links that lead through links
+        if not f"{os.path.realpath(at)}/".startswith(inside):
+            raise _bad(f"a link leaves its folder: {at.relative_to(root)}")
+
+
+def _write_file(source: _Source, entry: Entry, at: Path) -> None:
+    mode = PROGRAM_MODE if entry.kind is Kind.PROGRAM else FILE_MODE
+    descriptor = os.open(at, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        left = entry.size
+        while left:
+            chunk = source.chunk(min(CHUNK_BYTES, left))
+            if not chunk:
+                raise _bad(f"it ends within {entry.path}")
+            file.write(chunk)
+            left -= len(chunk)
+    with suppress(OSError):  # a disk without times
+        os.utime(at, (UPLOADED_AT_S, UPLOADED_AT_S))
+
+
+def _bad(what: str) -> SpecError:
+    return SpecError(what, source="archive")

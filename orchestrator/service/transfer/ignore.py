@@ -1,0 +1,27 @@
+"""What of a folder is not uploaded: `.orcignore`, in the syntax of .gitignore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.service.transfer.archive import Skipped
+from orchestrator.specs.errors import SpecError
+
+FILE = ".orcignore"
+DEFAULTS = (".git/", "__pycache__/", ".venv/")  # a line such as !.git/ takes one back
+
+
+def skipped_in(folder: Path) -> Skipped:
+    """Which paths below the folder are left out. Raises SpecError for a file that cannot be read."""
+    from pathspec import GitIgnoreSpec  # late: only a submission to another machine needs it
+
+    try:
+        lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        lines = []
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cannot be read: {error}", source=str(folder / FILE)) from None
+    try:
+        return GitIgnoreSpec.from_lines([*DEFAULTS, *lines]).match_file
+    except ValueError as error:
+        raise SpecError(f"not a pattern of .gitignore: {error}", source=str(folder / FILE)) from None

@@ -1,0 +1,153 @@
+"""Uploads in the home folder: `uploads/<sha256>/files`, each unpacked once, kept while a live job names it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from orchestrator.service.transfer.archive import Limits, unpack
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.run import uploaded, uploads_folder
+
+LIMITS = Limits(entries=20_000, total_bytes=2**29)  # of one upload
+BODY_BYTES_MAX = LIMITS.total_bytes + 2**25  # of the compressed archive: noise does not shrink
+TOTAL_BYTES_MAX = 50 * 2**30  # of all uploads
+KEPT_S = 7 * 86400.0  # after the last use by a job or a question
+GRACE_S = 3600.0  # between a question, or an upload, and the job that names it
+AT_ONCE_MAX = 8  # uploads that arrive
+DIGEST = re.compile(r"[0-9a-f]{64}")
+PREFIX = "upload:"  # of a path in a job that came from another machine: upload:<sha256>/<path>
+
+
+class Uploads:
+    """The uploads of one home; every method may be called from any thread."""
+
+    def __init__(self, home: Path, used: Callable[[], Collection[str]], clock: Callable[[], float] = time.time) -> None:
+        """`used` returns the digests that live jobs name."""
+        self._home, self._folder = home, uploads_folder(home)
+        self._used, self._clock = used, clock
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
+
+    def missing(self, digests: Sequence[str]) -> list[str]:
+        """Those that are not here; the others are kept for a while."""
+        with self._lock:
+            return [digest for digest in digests if not self._touched(digest)]
+
+    @contextmanager
+    def receiving(self) -> Iterator[Path]:
+        """A file for an archive that arrives. Raises ServiceError where too many arrive at once."""
+        if not self._slots.acquire(blocking=False):
+            raise ServiceError(f"{AT_ONCE_MAX} uploads arrive already: try again")
+        file = self._folder / f".{os.urandom(8).hex()}.gz"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            yield file
+        finally:
+            file.unlink(missing_ok=True)
+            self._slots.release()
+
+    def store(self, digest: str, file: Path) -> None:
+        """Unpack a compressed archive. Raises SpecError for a bad one, ServiceError where there is no room."""
+        _check_digest(digest)
+        at = self._folder / f".{digest}.{os.urandom(4).hex()}"
+        try:
+            with gzip.open(file) as archive:
+                found = unpack(archive.read, at / "files", LIMITS)
+            if found != digest:
+                hint = "files changed while they were sent: submit again"
+                raise SpecError("the upload is not what its name says", got=found, allowed=digest, hint=hint)
+            size_bytes = sum(path.lstat().st_size for path in at.rglob("*") if not path.is_dir())
+            (at / "size").write_text(str(size_bytes))
+            with self._lock:
+                if not self._touched(digest):
+                    self._make_room(size_bytes)
+                    at.rename(self._folder / digest)
+                    self._touched(digest)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise SpecError(f"the upload is no gzip stream: {error}") from None
+        except OSError as error:
+            raise ServiceError(f"the upload cannot be stored: {error.strerror or error}") from None
+        finally:
+            shutil.rmtree(at, ignore_errors=True)
+
+    def resolved(self, key: str, path: str) -> str:
+        """The absolute path of `upload:<sha256>/<path>`; other paths as they are.
+
+        Raises SpecError where there is no such upload, or where the path leaves it.
+        """
+        if not path.startswith(PREFIX):
+            return path
+        digest, _, inner = path.removeprefix(PREFIX).partition("/")
+        _check_digest(digest)
+        if ".." in inner.split("/") or inner.startswith("/"):
+            raise SpecError("the path leaves its upload", path=key, got=path)
+        with self._lock:
+            if not self._touched(digest):
+                raise SpecError("there is no such upload", path=key, got=digest, hint="submit again: it is sent anew")
+        return str(self._folder / digest / "files" / inner) if inner else str(self._folder / digest / "files")
+
+    def digest_in(self, path: str) -> str | None:
+        """The upload that an absolute path lies in."""
+        found = uploaded(self._home, path)
+        return None if found is None else found[0].parent.name
+
+    def _touched(self, digest: str) -> bool:
+        _check_digest(digest)
+        try:
+            os.utime(self._folder / digest, (now_s := self._clock(), now_s))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Remove uploads that no live job names: long unused ones, and the oldest while there is no room."""
+        used, now_s, kept = set(self._used()), self._clock(), list[tuple[float, int, Path]]()
+        for path in self._folder.iterdir():
+            last_s = path.lstat().st_mtime
+            if path.name.startswith("."):
+                if last_s < now_s - GRACE_S:  # of a service that was killed
+                    _remove(path)
+            elif path.name not in used and last_s < now_s - KEPT_S:
+                _remove(path)
+            else:
+                kept.append((last_s, _size_bytes(path), path))
+        total_bytes = sum(size_bytes for _, size_bytes, _ in kept) + needed_bytes
+        for last_s, size_bytes, path in sorted(kept):
+            if total_bytes <= TOTAL_BYTES_MAX:
+                return
+            if path.name not in used and last_s < now_s - GRACE_S:
+                _remove(path)
+                total_bytes -= size_bytes
+        if total_bytes > TOTAL_BYTES_MAX:
+            raise ServiceError(
+                f"uploads that jobs use take {TOTAL_BYTES_MAX / 2**30:.0f} GiB: wait until some of them have ended, "
+                "or put data on the service's machine and name its absolute path"
+            )
+
+
+def _check_digest(digest: str) -> None:
+    if not DIGEST.fullmatch(digest):
+        raise SpecError("not a SHA-256", got=digest, allowed="64 hexadecimal digits")
+
+
+def _size_bytes(upload: Path) -> int:
+    try:
+        return int((upload / "size").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""The paths that a job names, each with its key: `workdir`, `data.text[0]`, `model.factory` ..."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from orchestrator.specs.job.model import ModelSpec
+from orchestrator.specs.job.spec import JobSpec
+
+KINDS_OF_FILES = ("text", "chat", "tokens")
+
+Change = Callable[[str, str], str]  # (key, path) -> another path
+
+
+def with_paths(spec: JobSpec, change: Change) -> JobSpec:
+    """The job with other paths.
+
+    What may be a name or a word instead, such as `model.hf`, counts as a path where it looks like one.
+    """
+    files: dict[str, Any] = {
+        kind: tuple(change(f"data.{kind}[{index}]", file) for index, file in enumerate(getattr(spec.data, kind)))
+        for kind in KINDS_OF_FILES
+    }
+    data = dataclasses.replace(spec.data, tokenizer=_changed(change, "data.tokenizer", spec.data.tokenizer), **files)
+    changed: dict[str, object] = {"data": data}
+    if spec.workdir is not None:
+        changed["workdir"] = change("workdir", spec.workdir)
+    if spec.resume.before is not None:
+        before = [_changed(change, f"resume.before[{index}]", word) for index, word in enumerate(spec.resume.before)]
+        changed["resume"] = spec.resume.model_copy(update={"before": tuple(before)})
+    for key in ("model", "trains"):
+        model = getattr(spec, key)
+        if model is not None:
+            changed[key] = _with_model_paths(model, key, change)
+    return spec.model_copy(update=changed)
+
+
+def paths_of(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """The key and the path of each path that the job names."""
+    found: list[tuple[str, str]] = []
+
+    def note(key: str, path: str) -> str:
+        found.append((key, path))
+        return path
+
+    with_paths(spec, note)
+    yield from found
+
+
+def _with_model_paths(model: ModelSpec, key: str, change: Change) -> ModelSpec:
+    if model.factory is not None:
+        file, colon, function = model.factory.rpartition(":")
+        return dataclasses.replace(model, factory=f"{change(f'{key}.factory', file)}:{function}") if colon else model
+    if isinstance(model.hf, str):
+        return dataclasses.replace(model, hf=_changed(change, f"{key}.hf", model.hf))
+    return model
+
+
+def _changed(change: Change, key: str, said: str | None) -> str | None:
+    return change(key, said) if said is not None and said.startswith(("/", "upload:")) else said
