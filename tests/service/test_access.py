@@ -30,7 +30,9 @@ def world(tmp_path: Path) -> Iterator[World]:
 def routes(world: World) -> list[tuple[str, str]]:
     """Every method and path of the application but the open ones."""
     of_app = (route for route in world.app.routes if isinstance(route, APIRoute))
-    return [(method, route.path) for route in of_app for method in route.methods if route.path not in OPEN]
+    return [("GET", "/openapi.json")] + [
+        (method, route.path) for route in of_app for method in route.methods if route.path not in OPEN
+    ]
 
 
 def test_every_role_is_admitted_where_it_is_named_or_above_and_nowhere_else(world: World) -> None:

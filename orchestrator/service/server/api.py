@@ -7,18 +7,44 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import Path as PathField
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.service.server.answers import (
+    REFUSALS,
+    AuditAnswer,
+    BatchAnswer,
+    CancelledAnswer,
+    ClusterAnswer,
+    EmptyAnswer,
+    ErrorAnswer,
+    JobAnswer,
+    JobsAnswer,
+    KeptAnswer,
+    MissingAnswer,
+    NewTokenAnswer,
+    ShutdownAnswer,
+    StatusAnswer,
+    SubmittedAnswer,
+    TeamsAnswer,
+    TokensAnswer,
+    UsersAnswer,
+    WhoAnswer,
+    answers,
+    answers_bytes,
+)
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
@@ -28,6 +54,7 @@ from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
+    ExplanationView,
     JobView,
     explanation_view,
     in_order,
@@ -53,9 +80,12 @@ LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
+LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
+NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 NEVER_SEEN = -1  # a version that no state has
 
 ROLES = {  # needed by each route; one that is missing here needs an admin
+    ("GET", "/openapi.json"): Role.VIEWER,
     ("GET", "/whoami"): Role.VIEWER,
     ("GET", "/jobs"): Role.VIEWER,
     ("GET", "/jobs/{job_id}"): Role.VIEWER,
@@ -71,6 +101,15 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("PUT", "/uploads/{digest}"): Role.MEMBER,
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
     ("POST", "/observations"): Role.OPERATOR,
+}
+
+
+BYTES_SENT = {
+    "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
+READY: dict[str, Any] = {
+    "response_model": None,
+    "responses": {200: {"model": StatusAnswer}, 503: {"model": ErrorAnswer, "description": "It may not decide yet."}},
 }
 
 
@@ -152,8 +191,8 @@ class TokenRequest(BaseModel):
     """A token for a user."""
 
     model_config = ConfigDict(extra="forbid")
-    user: str
-    lifetime_s: float | None = Field(default=None, gt=0)
+    user: UserName
+    lifetime_s: float | None = Field(default=None, gt=0, le=LIFETIME_S_MAX, allow_inf_nan=False)
 
 
 class ShutdownRequest(BaseModel):
@@ -165,7 +204,7 @@ class ShutdownRequest(BaseModel):
 
 def create_app(service: Service) -> FastAPI:
     """The application; wrong token 401, wrong Host or role 403, unknown object 404, bad input 422, refusal 409."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="orc", version=version("orchestrator"), docs_url=None, redoc_url=None, responses=REFUSALS)
     gate = Gate(
         owner_token=service.token,
         owner=user_name(),
@@ -178,6 +217,7 @@ def create_app(service: Service) -> FastAPI:
     app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
+    app.exception_handler(HTTPException)(_unrouted)
     uploads = Uploads(service.home, lambda: _used_uploads(service, uploads))
     _add_job_routes(app, service, uploads)
     _add_file_routes(app, service, uploads)
@@ -192,12 +232,12 @@ def create_app(service: Service) -> FastAPI:
 def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     controller = service.controller
 
-    @app.post("/jobs")
+    @app.post("/jobs", **answers(SubmittedAnswer))
     def submit(request: SubmitRequest, sender: Sender) -> dict[str, Any]:
         job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads))
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
-    @app.post("/jobs/batch")
+    @app.post("/jobs/batch", **answers(BatchAnswer))
     def submit_batch(request: BatchRequest, sender: Sender) -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
         asked = [_asked(one, f"submitted job {number}", sender, uploads) for number, one in enumerate(request.jobs, 1)]
@@ -205,7 +245,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
 
-    @app.get("/jobs")
+    @app.get("/jobs", **answers(JobsAnswer))
     def jobs(
         ended: Annotated[int, Query(ge=0, le=ENDED_MAX)] = ENDED_SHOWN, before: str | None = None
     ) -> dict[str, Any]:
@@ -214,7 +254,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         policy = controller.state.policy
         return {"jobs": [_view(service.home, job, policy) for job in in_order(known.values())]}
 
-    @app.get("/jobs/{job_id}")
+    @app.get("/jobs/{job_id}", **answers(JobAnswer))
     def job(
         job_id: str, seen: int | None = None, wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0
     ) -> dict[str, Any]:
@@ -223,22 +263,22 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         found = _job(service, job_id)
         return {"job": _view(service.home, found, controller.state.policy), "version": version}
 
-    @app.get("/jobs/{job_id}/explanation")
+    @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
     def explanation(job_id: str) -> dict[str, Any]:
         return dict(explanation_view(controller.state, _job(service, job_id)))
 
-    @app.post("/jobs/cancel")
+    @app.post("/jobs/cancel", **answers(CancelledAnswer))
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
         for job_id in request.jobs:
             _refuse_other_teams(_job(service, job_id), sender, controller.state.policy, "cancel")
         return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
 
-    @app.get("/jobs/{job_id}/attempts/{number}/logs")
+    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
     def log(
         job_id: str,
         number: int,
         rank: Annotated[int, Query(ge=0)] = 0,
-        offset: Annotated[int, Query(ge=0)] = 0,
+        offset: Annotated[int, Query(ge=0, le=NUMBER_MAX)] = 0,
     ) -> Response:
         attempts = _job(service, job_id).attempts
         if not 1 <= number <= len(attempts):
@@ -252,11 +292,11 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
 
 def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/uploads/missing")
+    @app.post("/uploads/missing", **answers(MissingAnswer))
     def missing(request: DigestsRequest) -> dict[str, Any]:
         return {"missing": uploads.missing(request.digests)}
 
-    @app.put("/uploads/{digest}")
+    @app.put("/uploads/{digest}", **answers(EmptyAnswer), openapi_extra=BYTES_SENT)
     async def upload(digest: str, request: Request) -> dict[str, Any]:
         with uploads.receiving() as file, file.open("wb") as opened:
             try:
@@ -269,7 +309,7 @@ def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
             await run_in_threadpool(uploads.store, digest, file)
         return {}
 
-    @app.get("/jobs/{job_id}/output")
+    @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
         """The job's output folder as an archive; what came by upload and was not changed is left out."""
         job = _job(service, job_id)
@@ -288,11 +328,11 @@ def _used_uploads(service: Service, uploads: Uploads) -> set[str]:
 def _add_service_routes(app: FastAPI, service: Service) -> None:
     controller = service.controller
 
-    @app.get("/healthz")
+    @app.get("/healthz", **answers(StatusAnswer))
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz")
+    @app.get("/readyz", **READY)
     def readyz() -> Response:
         """200 once the service may decide: it owns its journal and has seen nodes."""
         try:
@@ -301,11 +341,11 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             return refusal(503, str(error))
         return JSONResponse({"status": "ready"}) if controller.state.nodes else refusal(503, "no node was seen yet")
 
-    @app.get("/whoami")
+    @app.get("/whoami", **answers(WhoAnswer))
     def whoami(sender: Sender) -> dict[str, str]:
         return {"user": sender.name, "role": sender.role}
 
-    @app.get("/cluster")
+    @app.get("/cluster", **answers(ClusterAnswer))
     def cluster() -> dict[str, Any]:
         state = controller.state
         held = holders(state)
@@ -317,20 +357,20 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             "observations": observations_view(state.observations),
         }
 
-    @app.post("/nodes/{node}/drain")
+    @app.post("/nodes/{node}/drain", **answers(EmptyAnswer))
     def drain(node: str, request: DrainRequest) -> dict[str, Any]:
         controller.drain(node, undo=request.undo)
         return {}
 
-    @app.get("/teams")
+    @app.get("/teams", **answers(TeamsAnswer))
     def teams() -> dict[str, Any]:
         return {"teams": teams_view(controller.state, time.time())}
 
-    @app.post("/observations")
+    @app.post("/observations", **answers(KeptAnswer))
     def observe(request: ObserveRequest) -> dict[str, Any]:
         return {"kept": controller.observe(observations_from_view(request.observations))}
 
-    @app.post("/shutdown")
+    @app.post("/shutdown", **answers(ShutdownAnswer))
     def shutdown(request: ShutdownRequest) -> dict[str, Any]:
         running = [job.id for job in controller.state.jobs.values() if job.status is JobStatus.RUNNING]
         if running and not request.force:
@@ -345,37 +385,40 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
 def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:
     """Users, tokens, audit log: for admins alone, since `ROLES` does not name them."""
 
-    @app.get("/users")
+    @app.get("/users", **answers(UsersAnswer))
     def users() -> dict[str, Any]:
         return {"users": [asdict(user) for user in accounts.users()]}
 
-    @app.put("/users/{name}")
+    @app.put("/users/{name}", **answers(EmptyAnswer))
     def set_user(name: UserName, request: UserRequest) -> dict[str, Any]:
         accounts.set_user(name, request.role)
         return {}
 
-    @app.delete("/users/{name}")
+    @app.delete("/users/{name}", **answers(EmptyAnswer))
     def remove_user(name: str) -> dict[str, Any]:
         accounts.remove_user(name)
         return {}
 
-    @app.get("/tokens")
+    @app.get("/tokens", **answers(TokensAnswer))
     def tokens() -> dict[str, Any]:
         return {"tokens": [asdict(token) for token in accounts.tokens()]}
 
-    @app.post("/tokens")
+    @app.post("/tokens", **answers(NewTokenAnswer))
     def create_token(request: TokenRequest) -> dict[str, Any]:
         """The one answer that has the token itself."""
         secret, token = accounts.create_token(request.user, request.lifetime_s)
         return {"secret": secret, "token": asdict(token)}
 
-    @app.delete("/tokens/{number}")
-    def revoke_token(number: int) -> dict[str, Any]:
+    @app.delete("/tokens/{number}", **answers(EmptyAnswer))
+    def revoke_token(number: Annotated[int, PathField(ge=0, le=NUMBER_MAX)]) -> dict[str, Any]:
         accounts.revoke_token(number)
         return {}
 
-    @app.get("/audit")
-    def audit(limit: Annotated[int, Query(ge=1, le=1000)] = 100, before: int | None = None) -> dict[str, Any]:
+    @app.get("/audit", **answers(AuditAnswer))
+    def audit(
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        before: Annotated[int | None, Query(ge=0, le=NUMBER_MAX)] = None,
+    ) -> dict[str, Any]:
         return {"rows": [{"number": number, **asdict(row)} for number, row in accounts.audit(limit, before)]}
 
 
@@ -465,6 +508,13 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
     if isinstance(error, _Forbidden):
         return refusal(403, str(error))
     return refusal(422 if isinstance(error, SpecError) else 409, str(error))
+
+
+async def _unrouted(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException), error
+    answer = refusal(error.status_code, error.detail)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _malformed(_: Request, error: Exception) -> JSONResponse:

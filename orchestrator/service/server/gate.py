@@ -113,7 +113,7 @@ def limiter() -> MovingWindowRateLimiter:
 
 def refusal(status: int, message: str) -> JSONResponse:
     """An error as every route answers it."""
-    return JSONResponse({"error": message}, status_code=status)
+    return JSONResponse({"error": message.encode(errors="replace").decode()}, status_code=status)
 
 
 def _host_of(request: Request) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from math import isfinite
-from typing import Any, TypedDict
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.explain import by_moment

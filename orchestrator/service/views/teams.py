@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict
 
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from orchestrator.scheduling.queue.fair_share import fair_tree, used_s
 from orchestrator.scheduling.scheduling_pass.quotas import held_by_teams

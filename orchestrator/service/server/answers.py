@@ -1,0 +1,194 @@
+"""What each route answers, for /openapi.json alone: answers are built by views, and not validated again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Response
+from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
+
+from orchestrator.service.views.records import JobView, NodeView, PromiseView
+from orchestrator.service.views.teams import TeamView
+
+
+class ErrorAnswer(TypedDict):
+    """Why a request was refused: one message for people."""
+
+    error: str
+
+
+class EmptyAnswer(TypedDict):
+    """Nothing to say."""
+
+
+class StatusAnswer(TypedDict):
+    """The state of the service, for probes."""
+
+    status: str
+
+
+class WhoAnswer(TypedDict):
+    """Who the service takes the sender for."""
+
+    user: str
+    role: str
+
+
+class SubmittedAnswer(TypedDict):
+    """A submitted job."""
+
+    id: str
+    late: dict[str, str]  # by id: why the deadline is expected to be missed
+
+
+class BatchAnswer(TypedDict):
+    """Jobs that were submitted together, in their order."""
+
+    ids: list[str]
+    late: dict[str, str]
+    promises: dict[str, PromiseView]
+
+
+class JobsAnswer(TypedDict):
+    """Live and ended jobs."""
+
+    jobs: list[JobView]
+
+
+class JobAnswer(TypedDict):
+    """One job, and the version of the state that it was read from."""
+
+    job: JobView
+    version: int
+
+
+class CancelledAnswer(TypedDict):
+    """Ids of jobs that are being cancelled."""
+
+    cancelled: list[str]
+
+
+class MissingAnswer(TypedDict):
+    """SHA-256 of archives that the service lacks."""
+
+    missing: list[str]
+
+
+class ClusterAnswer(TypedDict):
+    """The live cluster."""
+
+    name: str
+    trackers: dict[str, str]
+    nodes: list[NodeView]
+    drained: list[str]
+    observations: list[dict[str, Any]]
+
+
+class TeamsAnswer(TypedDict):
+    """Teams of a shared cluster."""
+
+    teams: list[TeamView]
+
+
+class KeptAnswer(TypedDict):
+    """How many observations were new."""
+
+    kept: int
+
+
+class ShutdownAnswer(TypedDict):
+    """Ids of jobs that ran when the service was told to end."""
+
+    running: list[str]
+
+
+class UserAnswer(TypedDict):
+    """One user."""
+
+    name: str
+    role: str
+    created_at_s: float
+
+
+class UsersAnswer(TypedDict):
+    """Every user."""
+
+    users: list[UserAnswer]
+
+
+class TokenAnswer(TypedDict):
+    """What is known of a token."""
+
+    id: int
+    user: str
+    shown: str
+    created_at_s: float
+    expires_at_s: float | None
+    revoked_at_s: float | None
+    used_at_s: float | None
+
+
+class TokensAnswer(TypedDict):
+    """Every token."""
+
+    tokens: list[TokenAnswer]
+
+
+class NewTokenAnswer(TypedDict):
+    """A token, and its secret, which no other answer has."""
+
+    secret: str
+    token: TokenAnswer
+
+
+class AuditRowAnswer(TypedDict):
+    """One row of the audit log."""
+
+    number: int
+    at_s: float
+    user: str
+    role: str
+    request_id: str
+    action: str
+    status: int
+
+
+class AuditAnswer(TypedDict):
+    """Rows of the audit log, newest first."""
+
+    rows: list[AuditRowAnswer]
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+REFUSALS: Responses = {
+    status: {"model": ErrorAnswer, "description": description}
+    for status, description in {
+        400: "The body is no JSON.",
+        401: "There is no token, or a wrong one.",
+        403: "The Host is not allowed, or the role or the team of the sender.",
+        404: "There is no such thing.",
+        405: "The route has no such method.",
+        409: "The service refuses it in its present state.",
+        411: "The body has no length.",
+        413: "The body is too long.",
+        422: "The input is wrong.",
+        429: "Too many requests.",
+    }.items()
+}
+
+
+def answers(model: type) -> dict[str, Any]:
+    """Arguments of a route that answers 200 with this model, described and not validated."""
+    return {"response_model": None, "responses": {200: {"model": model}}}
+
+
+def answers_bytes(*headers: str) -> dict[str, Any]:
+    """Arguments of a route that answers 200 with bytes and these headers, each a whole number."""
+    described = {name: {"schema": {"type": "integer"}, "required": True} for name in headers}
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {
+        "response_model": None,
+        "response_class": Response,
+        "responses": {200: {"content": content, "headers": described}},
+    }
