@@ -98,9 +98,9 @@ class Client:
         """Every live job and the `ended` most recently ended ones, in queue order."""
         return self._json("GET", f"/jobs?ended={ended}")["jobs"]
 
-    def job(self, job_id: str, seen: int | None = None) -> tuple[JobView, int]:
-        """A job and its version; with `seen`, waits up to LONG_POLL_S for another version."""
-        query = "" if seen is None else f"?seen={seen}&wait_s={LONG_POLL_S}"
+    def job(self, job_id: str, seen: int | None = None, wait_s: float = LONG_POLL_S) -> tuple[JobView, int]:
+        """A job and its version; with `seen`, waits up to `wait_s` for another version."""
+        query = "" if seen is None else f"?seen={seen}&wait_s={wait_s}"
         answer = self._json("GET", f"/jobs/{job_id}{query}")
         return answer["job"], answer["version"]
 

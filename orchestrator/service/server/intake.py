@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,11 @@ class ReadJob:
     here: frozenset[str]  # keys whose paths are of this machine; the others are of the service's
 
 
+JobSource = Path | Mapping[str, Any]  # a job file, or what one says, whose paths start at the current folder
+
+
 def read_job(
-    path: Path,
+    file: JobSource,
     overrides: Sequence[Override] = (),
     home: Path | None = None,
     *,
@@ -70,25 +73,37 @@ def read_job(
     Only a job `to_run` needs its script: other people's projects can be planned without it. `elsewhere`: absolute paths
     in the file are those of another machine.
     """
-    return _read(parse_job(_read_text(path), str(path), overrides), path, home, to_run=to_run, elsewhere=elsewhere).spec
+    text, source, folder = _said(file)
+    return _read(parse_job(text, source, overrides), source, folder, home, to_run=to_run, elsewhere=elsewhere).spec
 
 
-def read_jobs(path: Path, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
+def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
     """The jobs in a file: one, or those of its array. As `read_job` otherwise."""
-    specs = parse_jobs(_read_text(path), str(path), overrides)
-    return [_read(spec, path, home, to_run=True, elsewhere=False).spec for spec in specs]
+    text, source, folder = _said(file)
+    specs = parse_jobs(text, source, overrides)
+    return [_read(spec, source, folder, home, to_run=True, elsewhere=False).spec for spec in specs]
 
 
 def read_for_elsewhere(
-    path: Path, overrides: Sequence[Override] = (), home: Path | None = None, *, only_one: bool = False
+    file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None, *, only_one: bool = False
 ) -> list[ReadJob]:
     """The jobs in a file for a service of another machine, whose paths are the absolute ones in the file.
 
     `only_one`: an array is an error.
     """
-    text = _read_text(path)
-    specs = [parse_job(text, str(path), overrides)] if only_one else parse_jobs(text, str(path), overrides)
-    return [_read(spec, path, home, to_run=True, elsewhere=True) for spec in specs]
+    text, source, folder = _said(file)
+    specs = [parse_job(text, source, overrides)] if only_one else parse_jobs(text, source, overrides)
+    return [_read(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
+
+
+def _said(file: JobSource) -> tuple[str, str, Path]:
+    """Text, name and folder of a job file."""
+    if isinstance(file, Path):
+        return _read_text(file), str(file), file.resolve().parent
+    try:
+        return json.dumps(dict(file)), "the job", Path.cwd()  # JSON is YAML
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"not what a job file can say: {error}", source="the job") from None
 
 
 def check_files(spec: JobSpec, source: str) -> None:
@@ -98,12 +113,11 @@ def check_files(spec: JobSpec, source: str) -> None:
         raise together(problems, source)
 
 
-def _read(spec: JobSpec, path: Path, home: Path | None, *, to_run: bool, elsewhere: bool) -> ReadJob:
-    source = str(path)
+def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run: bool, elsewhere: bool) -> ReadJob:
     for name, what in LEARNED.items():
         if getattr(spec, name):
             raise SpecError(f"{what} is no setting", source=source, path=name, hint="set `profile`")
-    resolved = _absolute(spec, path.resolve().parent)
+    resolved = _absolute(spec, folder)
     there = {key for key, _ in paths_of(resolved)} & {key for key, said in paths_of(spec) if said.startswith("/")}
     if not elsewhere:
         there.clear()

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from orchestrator.service.server.client import Client
-from orchestrator.service.server.intake import ReadJob, read_for_elsewhere, read_job, read_jobs
+from orchestrator.service.server.intake import JobSource, ReadJob, read_for_elsewhere, read_job, read_jobs
 from orchestrator.service.server.logins import Login, logins_file
 from orchestrator.service.transfer.archive import Listing, listed
 from orchestrator.service.transfer.ignore import skipped_in
@@ -25,7 +25,7 @@ IN_MEMORY_BYTES = 2**24
 
 def read_for(
     service: Path | Login,
-    files: Sequence[Path],
+    files: Sequence[JobSource],
     overrides: Sequence[Override] = (),
     home: Path | None = None,
     *,

@@ -1,0 +1,293 @@
+"""Jobs from Python, in the shape of submitit: a Client submits, a Job is waited for.
+
+    with Client() as client:
+        job = client.submit("job.yaml", priority="high")
+        print(job.result()["attempts"][-1]["peak_bytes"])
+
+AsyncClient and AsyncJob are the same with `await`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from orchestrator.service.server.client import LONG_POLL_S
+from orchestrator.service.server.client import Client as Connection
+from orchestrator.service.server.intake import JobSource
+from orchestrator.service.server.logins import DEFAULT_HOME, Login, login_of
+from orchestrator.service.server.sending import read_for
+from orchestrator.service.terminal.follow import ENDS, log_lines
+from orchestrator.service.views.records import JobView
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import Override
+
+__all__ = ["AsyncClient", "AsyncJob", "Client", "Job", "JobFailed"]
+
+Said = str | Path | Mapping[str, Any]  # a job file's path, or what one says
+
+
+class JobFailed(OrchestratorError):
+    """A job that ended without success: `job` is its record."""
+
+    def __init__(self, job: JobView) -> None:
+        self.job = job
+        excerpt = next((one["failure"]["excerpt"] for one in reversed(job["attempts"]) if one["failure"]), "")
+        super().__init__(f"{job['id']} {job['status']}: {job['reason']}\n{excerpt}".rstrip())
+
+
+class Client:
+    """A service: of a URL after `orc login`, of a home folder, or, of None, that of ORC_SERVER or of ORC_HOME.
+
+    It may be used from several threads, except that a batch is one thread's. Raises ServiceError where the service does
+    not answer.
+    """
+
+    def __init__(self, service: str | Path | None = None) -> None:
+        self._service = _service(service)
+        self._connection = Connection(self._service)
+        self._batch: list[tuple[JobSpec, Job]] | None = None
+
+    def submit(self, job: Said, **overrides: Any) -> Job:
+        """Submit one job: a job file, or a mapping that says what one does.
+
+        `overrides` replace keys, nested ones by their dotted path. Raises SpecError for bad input; nothing is then
+        submitted. The files of a mapping start at the current folder.
+        """
+        (spec,) = self._read(job, overrides, only_one=True)
+        return self._submitted([spec])[0]
+
+    def map_array(self, job: Said, **values: Sequence[Any]) -> list[Job]:
+        """Submit one job for each row of values, which replace `{placeholders}`: an array. As `submit` otherwise."""
+        lengths = {name: len(column) for name, column in values.items()}
+        if not values or len(set(lengths.values())) != 1 or 0 in lengths.values():
+            raise SpecError("as many values for each name, at least one", source="map_array", got=lengths)
+        rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        return self._submitted(self._read(job, {"array": rows}, only_one=False))
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Submit what is submitted within, all or none, at its end; after an exception, none."""
+        if self._batch is not None:
+            raise ServiceError("a batch is open already: end it first")
+        collected: list[tuple[JobSpec, Job]] = []
+        self._batch = collected
+        try:
+            yield
+        finally:
+            self._batch = None
+        if collected:
+            for (_, job), job_id in zip(collected, self._send([spec for spec, _ in collected]), strict=True):
+                job._id = job_id
+
+    def job(self, job_id: str) -> Job:
+        """A job that was submitted before. Raises ServiceError where there is none."""
+        self._connection.job(job_id)
+        return Job(self._connection, job_id)
+
+    def close(self) -> None:
+        """Close the connection; jobs go on."""
+        self._connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _read(self, job: Said, overrides: Mapping[str, Any], *, only_one: bool) -> list[JobSpec]:
+        file: JobSource = Path(job).expanduser() if isinstance(job, str) else job
+        home = self._service if isinstance(self._service, Path) else None
+        return read_for(self._service, [file], _overrides(overrides), home, only_one=only_one)
+
+    def _submitted(self, specs: Sequence[JobSpec]) -> list[Job]:
+        if self._batch is not None:
+            jobs = [Job(self._connection, None) for _ in specs]
+            self._batch += zip(specs, jobs, strict=True)
+            return jobs
+        return [Job(self._connection, job_id) for job_id in self._send(specs)]
+
+    def _send(self, specs: Sequence[JobSpec]) -> list[str]:
+        return self._connection.submit_all([spec.model_dump(mode="json") for spec in specs])[0]
+
+
+class Job:
+    """A submitted job. Raises ServiceError where the service does not answer."""
+
+    def __init__(self, connection: Connection, job_id: str | None) -> None:
+        self._connection, self._id = connection, job_id
+
+    @property
+    def id(self) -> str:
+        """The job's id, as `orc queue` shows it. Raises ServiceError within its batch."""
+        if self._id is None:
+            raise ServiceError("the job has no id before its batch ends")
+        return self._id
+
+    def info(self) -> JobView:
+        """The job's record: status, reason, attempts with plan, prediction and measurement."""
+        return self._connection.job(self.id)[0]
+
+    def status(self) -> str:
+        """`queued`, `running`, `succeeded`, `failed`, `refused` or `cancelled`, as `orc queue` shows it."""
+        return self.info()["status"]
+
+    def done(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.status() in ENDS
+
+    def wait(self, timeout: float | None = None) -> JobView:
+        """The record of the ended job. Raises TimeoutError after `timeout` seconds."""
+        until_s = float("inf") if timeout is None else time.monotonic() + timeout
+        job, seen = self._connection.job(self.id)
+        while job["status"] not in ENDS:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{self.id} is {job['status']} after {timeout} s")
+            job, seen = self._connection.job(self.id, seen, min(LONG_POLL_S, left_s))
+        return job
+
+    def result(self, timeout: float | None = None) -> JobView:
+        """The record of the succeeded job. Raises JobFailed for another end, TimeoutError as `wait` does."""
+        return _succeeded(self.wait(timeout))
+
+    def cancel(self) -> None:
+        """Ask for its end. Raises ServiceError where it has ended."""
+        self._connection.cancel([self.id], whole_arrays=False)
+
+    def logs(self, attempt: int | None = None, rank: int = 0) -> str:
+        """The log of a rank so far: of one attempt, counted from 1, or of the last one."""
+        return "".join(text for _, text in log_lines(self._connection, self.id, attempt, rank, to_the_end=False))
+
+    def follow(self, rank: int = 0) -> Iterator[str]:
+        """The log of a rank in pieces, over all attempts that come, until the job ends."""
+        for _, text in log_lines(self._connection, self.id, None, rank, to_the_end=True):
+            yield text
+
+    def fetch(self, to: str | Path) -> Path:
+        """Fetch its output into a new folder, whole or not at all; returns that folder."""
+        folder = Path(to).expanduser()
+        self._connection.fetch_output(self.id, folder)
+        return folder
+
+
+class AsyncClient:
+    """`Client` with coroutines; each request runs in a thread."""
+
+    def __init__(self, service: str | Path | None = None) -> None:
+        self._client = Client(service)
+
+    async def submit(self, job: Said, **overrides: Any) -> AsyncJob:
+        """As `Client.submit`."""
+        return AsyncJob(await asyncio.to_thread(self._client.submit, job, **overrides))
+
+    async def map_array(self, job: Said, **values: Sequence[Any]) -> list[AsyncJob]:
+        """As `Client.map_array`."""
+        return [AsyncJob(one) for one in await asyncio.to_thread(self._client.map_array, job, **values)]
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[None]:
+        """As `Client.batch`."""
+        batch = self._client.batch()
+        batch.__enter__()
+        try:
+            yield
+        except BaseException as error:
+            batch.__exit__(type(error), error, error.__traceback__)
+            raise
+        await asyncio.to_thread(batch.__exit__, None, None, None)
+
+    async def job(self, job_id: str) -> AsyncJob:
+        """As `Client.job`."""
+        return AsyncJob(await asyncio.to_thread(self._client.job, job_id))
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        await asyncio.to_thread(self._client.close)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncJob:
+    """`Job` with coroutines."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def id(self) -> str:
+        """As `Job.id`."""
+        return self._job.id
+
+    async def info(self) -> JobView:
+        """As `Job.info`."""
+        return await asyncio.to_thread(self._job.info)
+
+    async def status(self) -> str:
+        """As `Job.status`."""
+        return await asyncio.to_thread(self._job.status)
+
+    async def done(self) -> bool:
+        """As `Job.done`."""
+        return await asyncio.to_thread(self._job.done)
+
+    async def wait(self, timeout: float | None = None) -> JobView:
+        """As `Job.wait`. A cancelled task stops waiting; the job goes on."""
+        until_s = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:  # in pieces, so that no thread outlives a cancelled task for long
+            left_s = until_s - time.monotonic()
+            try:
+                return await asyncio.to_thread(self._job.wait, max(0.0, min(LONG_POLL_S, left_s)))
+            except TimeoutError:
+                if left_s <= LONG_POLL_S:
+                    raise
+
+    async def result(self, timeout: float | None = None) -> JobView:
+        """As `Job.result`."""
+        return _succeeded(await self.wait(timeout))
+
+    async def cancel(self) -> None:
+        """As `Job.cancel`."""
+        await asyncio.to_thread(self._job.cancel)
+
+    async def logs(self, attempt: int | None = None, rank: int = 0) -> str:
+        """As `Job.logs`."""
+        return await asyncio.to_thread(self._job.logs, attempt, rank)
+
+    async def fetch(self, to: str | Path) -> Path:
+        """As `Job.fetch`."""
+        return await asyncio.to_thread(self._job.fetch, to)
+
+
+def _service(service: str | Path | None) -> Path | Login:
+    """A home folder, or the login of a URL."""
+    said = service or os.environ.get("ORC_SERVER") or os.environ.get("ORC_HOME") or DEFAULT_HOME
+    return login_of(said) if isinstance(said, str) and "://" in said else Path(said).expanduser()
+
+
+def _overrides(overrides: Mapping[str, Any]) -> tuple[Override, ...]:
+    """As `--set` takes them. JSON is YAML."""
+    try:
+        return tuple((key, json.dumps(value)) for key, value in overrides.items())
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"not what a job file can say: {error}", source="overrides") from None
+
+
+def _succeeded(job: JobView) -> JobView:
+    if job["status"] != "succeeded":
+        raise JobFailed(job)
+    return job
