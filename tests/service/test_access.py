@@ -138,6 +138,20 @@ def test_wrong_tokens_are_refused_faster_than_they_can_be_guessed_and_hinder_nob
     assert world.client.get("/jobs").status_code == 200
 
 
+def test_a_user_who_changes_too_much_is_refused_and_hinders_nobody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "CHANGES", type(gate.CHANGES)(3))
+    ada, bob = world.by(Role.MEMBER), world.by(Role.MEMBER, "bob")
+    statuses = [ada.post("/jobs", json={"spec": _spec()}).status_code for _ in range(5)]
+    assert statuses == [200] * 3 + [429] * 2
+    assert len(world.controller.state.jobs) == 3
+    assert ada.get("/jobs").status_code == 200
+    assert bob.post("/jobs", json={"spec": _spec()}).status_code == 200
+    owner = [world.client.post("/jobs", json={"spec": _spec()}).status_code for _ in range(5)]
+    assert owner == [200] * 5
+
+
 def _user(accounts: Accounts) -> str:
     accounts.set_user("ada", Role.MEMBER)
     return "ada"

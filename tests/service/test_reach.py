@@ -127,6 +127,27 @@ def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(re
     assert not [path for one in uploads for path in one.rglob("logins.json")], "a token was uploaded"
 
 
+MODEL = """\
+name: own
+global_batch_size: 8
+model: {hf: {model_type: llama, vocab_size: 300, hidden_size: 8, intermediate_size: 16, num_hidden_layers: 1,
+             num_attention_heads: 2}}
+data: {chat: [/srv/only/there.jsonl], tokenizer: /srv/only/tokenizer}
+"""
+
+
+def test_a_path_of_the_service_need_not_exist_elsewhere_and_is_looked_for_there(reached: Reached) -> None:
+    file = reached.there.folder / "there.yaml"
+    file.write_text(MODEL)
+    planned = reached.there.orc("plan", str(file))
+    assert planned["chosen"] is not None
+    said = reached.there.orc("submit", str(file), code=2)
+    assert "data.chat[0]: the file does not exist" in said
+    assert "data.tokenizer: the folder does not exist" in said
+    elsewhere = Machine(folder=reached.there.folder)
+    assert "the file does not exist" in elsewhere.orc("plan", str(file), code=2)
+
+
 def test_a_login_is_readable_by_its_user_alone_and_holds_for_its_url_alone(reached: Reached) -> None:
     kept = reached.there.folder / "orc" / "logins.json"
     assert kept.stat().st_mode & 0o077 == 0

@@ -212,7 +212,7 @@ def create_app(service: Service) -> FastAPI:
         hosts=service.hosts,
         roles=ROLES,
         body_bytes_max={"uploads": UPLOAD_BYTES_MAX},
-        wrong=limiter(),
+        rates=limiter(),
     )
     app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)

@@ -25,6 +25,7 @@ from orchestrator.specs.errors import ServiceError
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
+CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -45,7 +46,7 @@ class Gate:
     hosts: frozenset[str]
     roles: Mapping[tuple[str, str], Role]
     body_bytes_max: Mapping[str, int]  # by the first word of the path; BODY_BYTES_MAX for the others
-    wrong: MovingWindowRateLimiter
+    rates: MovingWindowRateLimiter
 
     async def __call__(self, request: Request, handler: Handler) -> Response:
         """The answer of the route, or why the request is refused: 401, 403, 411, 413, 429."""
@@ -64,7 +65,7 @@ class Gate:
         principal = await run_in_threadpool(self._principal, request)
         if principal is None:
             address = request.client.host if request.client else ""
-            if not self.wrong.hit(WRONG_TOKENS, address):
+            if not self.rates.hit(WRONG_TOKENS, "wrong", address):
                 return refusal(429, "too many wrong tokens from this address: wait a minute")
             return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
         request.state.principal = principal
@@ -74,12 +75,15 @@ class Gate:
         limit = self.body_bytes_max.get(request.url.path.split("/")[1], BODY_BYTES_MAX)
         if int(length) > limit:
             return refusal(413, f"the body is longer than {limit} bytes")
+        is_change = request.method != "GET"
+        if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
+            return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
         needed = self._needed(request)
         if not principal.role.may(needed):
             answer: Response = refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}")
         else:
             answer = await handler(request)
-        if request.method != "GET":
+        if is_change:
             await run_in_threadpool(self._record, request, principal, answer.status_code)
         return answer
 
@@ -107,7 +111,7 @@ class Gate:
 
 
 def limiter() -> MovingWindowRateLimiter:
-    """Counts wrong tokens by address, in memory."""
+    """Counts wrong tokens by address and changes by user, in memory."""
     return MovingWindowRateLimiter(MemoryStorage())
 
 
