@@ -147,7 +147,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_archive_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    with pytest.raises(SpecError, match="archive: "):
+    said = "archive: no size" if name in ("negative", "a fraction", "truth") else "archive: "
+    with pytest.raises(SpecError, match=said):
         unpack(reader(BAD[name]), tmp_path / "in" / "copy", LIMITS)
     assert tree(tmp_path) == {"in": None}
 
