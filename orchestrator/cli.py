@@ -134,19 +134,24 @@ def up(
     allowed_hosts: Annotated[
         list[str] | None, typer.Option("--allowed-host", metavar="NAME", help="Host name that clients use; repeatable.")
     ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Be the service, and log here: for containers and systemd.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on two virtual devices of this machine."""
     from orchestrator.service.server.client import service_file
     from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint
     from orchestrator.service.server.intake import read_cluster
-    from orchestrator.service.server.lifecycle import start
+    from orchestrator.service.server.lifecycle import become, start
 
     home = home.expanduser()
     read_cluster(cluster)
     if listen is None and (tls_cert or tls_key or allowed_hosts):
         raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
     endpoint = endpoint_of(home, listen, tls_cert, tls_key, tuple(allowed_hosts or ())) if listen else None
+    if foreground:
+        become(home, cluster, ray, endpoint)
     started = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
         answer = {"started": started, **service_file(home), **client.cluster()}

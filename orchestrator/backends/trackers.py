@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
-from orchestrator.backends.mlflow.tracker import HomeMlflow
+from orchestrator.backends.mlflow.tracker import tracker_of
 from orchestrator.backends.ports import Tracker
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.state import State
 
 # Each is made for a home and for what gives its controller's newest state.
 TRACKERS: Mapping[str, Callable[[Path, Callable[[], State]], Tracker]] = {
-    "mlflow": HomeMlflow,
+    "mlflow": tracker_of,
     "jsonl": JsonLinesTracker,
 }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from orchestrator.specs.errors import ServiceError
 from tests.backends.ray_jobs import until
 
 GONE_S = 60.0
+NO_RAY = "127.0.0.1:1"
 PASSWORD = "s3cret-w0rd"
 NOWHERE = f"postgresql+psycopg://orc:{PASSWORD}@127.0.0.1:1/orc"
 
@@ -73,3 +77,29 @@ def test_a_service_that_cannot_read_its_journal_leaves_neither_ray_nor_mlflow_ru
     begun = [process for _, process, _ in ray["processes"]] if ray else []
     until(lambda: not any(map(process_is_alive, [*begun, *MlflowServer(tmp_path).processes()])), "all of it", GONE_S)
     assert embedded_ray.find(tmp_path) is None
+
+
+def test_up_in_the_foreground_is_the_service_itself_and_starts_no_mlflow_where_one_was_named(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
+    process = subprocess.Popen(
+        command, env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}, stderr=subprocess.PIPE, text=True
+    )
+    _, said = process.communicate(timeout=GONE_S)
+    assert process.returncode == 1
+    assert f"no Ray answers at {NO_RAY}" in said
+    assert not (home / "service.log").exists()
+    assert MlflowServer(home).processes() == ()
+    assert not (home / "mlflow").exists()
+    lock = home / "journal.sqlite.lock"
+    assert lock.read_text() == f"{process.pid}\n"  # no child served: the process that we started did
+
+
+def test_up_in_the_foreground_leaves_the_note_of_the_service_that_acts(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    note = '{"pid": 1, "port": 1}'
+    (home / "service.json").write_text(note)
+    command = [sys.executable, "-m", "orchestrator.cli", "up", "--foreground", "--home", str(home), "--ray", NO_RAY]
+    subprocess.run(command, env={**os.environ, "ORC_MLFLOW": "http://127.0.0.1:1"}, timeout=GONE_S, check=False)
+    assert (home / "service.json").read_text() == note

@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
+from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.endpoint import FILE as ENDPOINT_FILE
 from orchestrator.service.server.endpoint import Endpoint, endpoint_text
@@ -27,25 +29,51 @@ TAIL_LINES = 15
 def start(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None) -> bool:
     """Bring the service up and wait until it answers; False where it was up already. Raises ServiceError.
 
-    `cluster`, `ray_address`, `endpoint` and the variable ORC_JOURNAL (the address of a PostgreSQL journal) are kept
-    in the home folder, so that a restart that names none of them finds the same world.
+    `cluster`, `ray_address`, `endpoint` and the variables ORC_JOURNAL (the address of a PostgreSQL journal) and
+    ORC_MLFLOW (of an MLflow server that is not ours) are kept in the home folder, so that a restart that names none of
+    them finds the same world.
     """
     prepare(home)
     with _only_one(home):
-        listen = None if endpoint is None else endpoint_text(endpoint)
-        named = {"ray_address": ray_address, "journal_url": os.environ.get("ORC_JOURNAL"), ENDPOINT_FILE: listen}
-        wanted = {name: text for name, text in named.items() if text is not None}
-        if cluster is not None:  # a new cluster without an address means the embedded Ray
-            wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
-        up = is_up(home)
-        if up or (home / "ray.json").exists():
-            _refuse_another_world(home, wanted)
-        if up:
+        if not _keep_world(home, cluster, ray_address, endpoint):
             return False
-        for name, text in wanted.items():
-            _write_private(home / name, text)
         (home / "service.json").unlink(missing_ok=True)
         _await_answer(home, _spawn(home))
+    return True
+
+
+def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> NoReturn:
+    """The same with this process as the service: for a supervisor, such as a container. Raises ServiceError.
+
+    `service.json` stays until the service serves: a standby that shares the home must not hide the one that acts.
+    """
+    prepare(home)
+    with _only_one(home):
+        if not _keep_world(home, cluster, ray_address, endpoint):
+            raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
+    command = _daemon(home)
+    os.execv(command[0], command)
+
+
+def _keep_world(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> bool:
+    """Note in the home what the service shall find; False where it is up already, with the same."""
+    listen = None if endpoint is None else endpoint_text(endpoint)
+    named = {
+        "ray_address": ray_address,
+        "journal_url": os.environ.get("ORC_JOURNAL"),
+        MLFLOW_FILE: os.environ.get("ORC_MLFLOW"),
+        ENDPOINT_FILE: listen,
+    }
+    wanted = {name: text for name, text in named.items() if text is not None}
+    if cluster is not None:  # a new cluster without an address means the embedded Ray
+        wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+    up = is_up(home)
+    if up or (home / "ray.json").exists():
+        _refuse_another_world(home, wanted)
+    if up:
+        return False
+    for name, text in wanted.items():
+        _write_private(home / name, text)
     return True
 
 
@@ -151,12 +179,16 @@ def _spawn(home: Path) -> subprocess.Popen[bytes]:
     descriptor = os.open(home / "service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.service.server.daemon", "--home", str(home)],
+            _daemon(home),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,  # it outlives the terminal
         )
+
+
+def _daemon(home: Path) -> list[str]:
+    return [sys.executable, "-m", "orchestrator.service.server.daemon", "--home", str(home)]
 
 
 def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
