@@ -17,7 +17,7 @@ import typer.main
 import yaml
 from packaging.requirements import Requirement
 
-from orchestrator.backends.ray.cluster import RAY_ENV
+from orchestrator.backends.ray.embedded import RAY_ENV
 from orchestrator.cli import app
 from orchestrator.service.server.endpoint import parse_listen
 from orchestrator.service.server.gate import OPEN
