@@ -9,6 +9,7 @@ from typing import Any
 from tests.k8s.manifests import Manifest, generated_ray_start
 
 GCS_PORT = 6379
+AGENT_PORT, HEALTH_PATH = 52365, "/api/healthz"  # of Ray 2.53 and later; the agent is part of ray[default]
 
 
 def objects_of(cluster: Manifest) -> list[Manifest]:
@@ -131,8 +132,7 @@ def _wait_for_head(container: Manifest, address: str) -> Manifest:
 
 
 def _set_probes(container: Manifest) -> None:
-    check = "wget --tries 1 -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success"
-    probe = {"exec": {"command": ["bash", "-c", check]}, "periodSeconds": 5, "failureThreshold": 120}
+    probe = {"httpGet": {"path": HEALTH_PATH, "port": AGENT_PORT}, "periodSeconds": 5, "failureThreshold": 120}
     container.setdefault("livenessProbe", {**probe, "initialDelaySeconds": 30})
     container.setdefault("readinessProbe", {**probe, "initialDelaySeconds": 10})
 
