@@ -551,3 +551,35 @@ def test_the_image_copies_what_is_there() -> None:
     lines = [line.split() for line in (K8S / "image/Dockerfile").read_text().splitlines() if line.startswith("COPY")]
     for _, *sources, _ in lines:
         assert all((ROOT / source).exists() for source in sources)
+
+
+# ------------------------------------------------------------------------------------------------------------- guide
+
+
+def test_the_guide_names_every_overlay_and_makes_every_secret_with_its_keys() -> None:
+    guide = (ROOT / "docs/guides/kubernetes.md").read_text()
+    assert set(re.findall(r"^\| `([a-z-]+)` \| ", guide, re.M)) >= set(OVERLAYS)
+    for name, keys in SECRETS.items():
+        (made,) = re.findall(rf"create secret (\S+) {name} ((?:.*\\\n)*.*)", guide)
+        kind, said = made
+        given = {"tls.crt", "tls.key"} if kind == "tls" else set(re.findall(r"--from-literal=(\w+)=", said))
+        assert given == keys
+
+
+def test_every_command_of_orc_in_the_guide_is_one_that_orc_takes() -> None:
+    guide = (ROOT / "docs/guides/kubernetes.md").read_text()
+    lines = re.findall(r"^(?:kubectl .* -- )?(orc .*?)(?:  +#.*)?$", guide, re.M)
+    assert len(lines) >= 6
+    for line in lines:
+        assert takes(line.split()), line
+
+
+def takes(words: list[str]) -> bool:
+    """Whether `orc` understands a command line, down to the command in its group."""
+    command: Any = typer.main.get_command(app)
+    context, name, rest = None, words[0], words[1:]
+    while hasattr(command, "commands"):
+        context = command.make_context(name, list(rest), parent=context)
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+    command.make_context(name, list(rest), parent=context)
+    return True
