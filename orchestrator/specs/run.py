@@ -4,6 +4,7 @@ jobs/<job id>/epoch                       number of the newest attempt: older on
 jobs/<job id>/checkpoints/step-<n>/       canonical checkpoints, renamed into place when complete
 jobs/<job id>/output/                     a script's output folder, kept over attempts; at the end, a fine-tuned model
 jobs/<job id>/workdir/                    a script's working directory, copied from an upload
+jobs/<job id>/uploaded.json               the paths in it that were copied
 jobs/<job id>/data/                       a fine-tuning's tokens, written once
 jobs/<job id>/attempts/<n>/run.json       TrainingRun, for our engines
 jobs/<job id>/attempts/<n>/guard.json     GuardSettings, for every guarded rank
@@ -43,6 +44,7 @@ from orchestrator.specs.job.model import (
 from orchestrator.specs.plan import OffloadTarget, Plan, plan_from_json
 
 OOM_EXIT_CODE = 77  # the guard's own: an out-of-memory exception, with a report beside the log
+UPLOADED_AT_S = 946_684_800.0  # modification time of each uploaded file: 2000-01-01, so that a later write shows
 STALE_EXIT_CODE = 78  # the guard's own: a newer attempt of the job exists
 
 
@@ -55,6 +57,7 @@ class JobFolder:
         self.checkpoints = self.path / "checkpoints"
         self.output = self.path / "output"
         self.workdir = self.path / "workdir"
+        self.uploaded = self.path / "uploaded.json"
 
     def attempt(self, number: int) -> AttemptFolder:
         return AttemptFolder(self.path / "attempts" / str(number))

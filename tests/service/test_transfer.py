@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -381,9 +382,15 @@ def test_of_an_uploaded_working_directory_only_what_the_job_wrote_is_fetched(
     own = with_own_workdir(job, world.home).spec.workdir
     assert own == str(folder.workdir)
     (folder.workdir / "src" / "model.pt").write_text("weights")
+    (folder.workdir / "go.sh").write_text("changed")
+    shutil.copy2(folder.workdir / "train.py", folder.workdir / "runs" / "copy.py")  # with the time of the upload
     copy_upload(job, world.home)
     assert (folder.workdir / "src" / "model.pt").exists(), "a restart keeps what the job wrote"
     assert not (world.home / "uploads" / digest / "files" / "src" / "model.pt").exists()
     unpack(reader(ada.get(f"/jobs/{job_id}/output").content), tmp_path / "got", LIMITS)
     written = {path: content for path, content in tree(tmp_path / "got").items() if content is not None}
-    assert written == {"src/model.pt": (b"weights", False), "current": "src/file"}
+    assert written == {
+        "src/model.pt": (b"weights", False),
+        "go.sh": (b"changed", True),
+        "runs/copy.py": (b"print('hi')", False),
+    }

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.specs.errors import OrchestratorError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
@@ -101,9 +102,12 @@ def with_own_workdir(job: Job, home: Path) -> Job:
 
 def copy_upload(job: Job, home: Path) -> None:
     """Make the job's own copy of an uploaded working directory; one that exists stays. Raises OSError."""
-    found, at = uploaded(home, job.spec.workdir or ""), JobFolder(home, job.id).workdir
+    found, folder = uploaded(home, job.spec.workdir or ""), JobFolder(home, job.id)
+    at = folder.workdir
     if found is None or at.exists():
         return
+    paths = [str(path.relative_to(found[0])) for path in found[0].rglob("*") if not path.is_dir()]
+    write_durably(folder.uploaded, json.dumps(paths))
     temporary = at.with_name(f".{at.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(found[0], temporary, symlinks=True)

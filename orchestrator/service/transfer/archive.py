@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -22,7 +22,6 @@ from orchestrator.specs.errors import SpecError
 CHUNK_BYTES = 2**20
 MANIFEST_BYTES_MAX = 2**24
 PATH_BYTES_MAX, NAME_BYTES_MAX = 4096, 255  # PATH_MAX and NAME_MAX of Linux
-UPLOADED_AT_S = 946_684_800  # modification time of each unpacked file: 2000-01-01, so that a later write shows
 FILE_MODE, PROGRAM_MODE, FOLDER_MODE = 0o644, 0o755, 0o755
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # of a pipe that took the file's place, nothing is awaited
@@ -125,12 +124,12 @@ def listed(root: Path, limits: Limits, skipped: Skipped = lambda _: False) -> Li
     return Listing(root=root, entries=sorted(entries, key=lambda entry: entry.path), left_out=left_out)
 
 
-def unpack(read: Callable[[int], bytes], at: Path, limits: Limits) -> str:
+def unpack(read: Callable[[int], bytes], at: Path, limits: Limits, modified_at_s: float | None = None) -> str:
     """Write what an archive holds to the new folder `at`, whole or not at all; returns the archive's SHA-256.
 
-    `read(n)` returns at most n bytes, and none at the end. Links are made last, so that nothing is written through
-    one. Raises SpecError for what is no archive, leaves the folder, or is more than the limits allow; OSError where the
-    disk refuses it.
+    `read(n)` returns at most n bytes, and none at the end. `modified_at_s`: modification time of the files; None: now.
+    Links are made last, so that nothing is written through one. Raises SpecError for what is no archive, leaves the
+    folder, or is more than the limits allow; OSError where the disk refuses it.
     """
     source = _Source(read)
     entries = _entries(source.line(), limits)
@@ -138,7 +137,7 @@ def unpack(read: Callable[[int], bytes], at: Path, limits: Limits) -> str:
     temporary = at.with_name(f".{at.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         temporary.mkdir()
-        _write(source, entries, temporary)
+        _write(source, entries, temporary, modified_at_s)
         temporary.rename(at)
     except (FileExistsError, NotADirectoryError) as error:
         raise SpecError(f"an entry stands in the way of another: {error.filename}", source="archive") from None
@@ -298,7 +297,7 @@ def _stays_inside(path: str, target: str) -> bool:
     return reached != ".." and not reached.startswith("../")
 
 
-def _write(source: _Source, entries: Sequence[Entry], root: Path) -> None:
+def _write(source: _Source, entries: Sequence[Entry], root: Path, modified_at_s: float | None) -> None:
     links = []
     for entry in entries:
         at = root / entry.path
@@ -309,6 +308,8 @@ def _write(source: _Source, entries: Sequence[Entry], root: Path) -> None:
         folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         if entry.kind is not Kind.FOLDER:
             _write_file(source, entry, at)
+            if modified_at_s is not None:
+                os.utime(at, (modified_at_s, modified_at_s))
     if source.chunk(1):
         raise _bad("it goes on behind its last file")
     for at, target in links:
@@ -331,8 +332,6 @@ def _write_file(source: _Source, entry: Entry, at: Path) -> None:
                 raise _bad(f"it ends within {entry.path}")
             file.write(chunk)
             left -= len(chunk)
-    with suppress(OSError):  # a disk without times
-        os.utime(at, (UPLOADED_AT_S, UPLOADED_AT_S))
 
 
 def _bad(what: str) -> SpecError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from orchestrator.service.transfer.archive import UPLOADED_AT_S, Limits, Listing, listed
+from orchestrator.service.transfer.archive import Limits, Listing, listed
 from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.run import JobFolder, uploaded
+from orchestrator.specs.run import UPLOADED_AT_S, JobFolder, uploaded
 
 LIMITS = Limits(entries=1_000_000, total_bytes=2**50)
 
@@ -18,19 +19,21 @@ def output_of(home: Path, job: Job) -> Listing:
     Nothing outside the job's folder is read. Raises ServiceError where there is nothing.
     """
     folder, spec = JobFolder(home, job.id), job.spec
-    root = folder.output
-    if spec.is_script and spec.knobs.output_dir is None:
-        if uploaded(home, spec.workdir or "") is None:
-            raise ServiceError(f"{job.id} has no output folder: it writes to {spec.workdir} on the service's machine")
-        root = folder.workdir
+    in_workdir = spec.is_script and spec.knobs.output_dir is None
+    if in_workdir and uploaded(home, spec.workdir or "") is None:
+        raise ServiceError(f"{job.id} has no output folder: it writes to {spec.workdir} on the service's machine")
     try:
-        return listed(root, LIMITS, lambda path: root == folder.workdir and _came_by_upload(root / path))
+        if not in_workdir:
+            return listed(folder.output, LIMITS)
+        brought = set(json.loads(folder.uploaded.read_text()))
+        return listed(folder.workdir, LIMITS, lambda path: _is_no_output(folder.workdir, path, brought))
     except OSError as error:
         raise ServiceError(f"{job.id} has left no output: {error.strerror or error}") from None
 
 
-def _came_by_upload(path: Path) -> bool:
-    """Whether a file of a working directory is as it was uploaded, or Python's cache."""
-    if path.name == "__pycache__":
-        return True
-    return not path.is_symlink() and path.is_file() and path.stat().st_mtime == UPLOADED_AT_S
+def _is_no_output(workdir: Path, path: str, brought: set[str]) -> bool:
+    """Whether a path of a working directory is as it was uploaded, or Python's cache."""
+    if path.endswith("/"):
+        return path.endswith("__pycache__/")
+    at = workdir / path
+    return path in brought and (at.is_symlink() or at.lstat().st_mtime == UPLOADED_AT_S)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.run import uploaded, uploads_folder
+from orchestrator.specs.run import UPLOADED_AT_S, uploaded, uploads_folder
 
 LIMITS = Limits(entries=20_000, total_bytes=2**29)  # of one upload
 BODY_BYTES_MAX = LIMITS.total_bytes + 2**25  # of the compressed archive: noise does not shrink
@@ -61,7 +61,7 @@ class Uploads:
         at = self._folder / f".{digest}.{os.urandom(4).hex()}"
         try:
             with gzip.open(file) as archive:
-                found = unpack(archive.read, at / "files", LIMITS)
+                found = unpack(archive.read, at / "files", LIMITS, UPLOADED_AT_S)
             if found != digest:
                 hint = "files changed while they were sent: submit again"
                 raise SpecError("the upload is not what its name says", got=found, allowed=digest, hint=hint)
