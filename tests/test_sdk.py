@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import inspect
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import httpx
 import pytest
 
 from orchestrator.sdk import AsyncClient, AsyncJob, Client, Job, JobFailed
@@ -135,6 +137,32 @@ def test_a_wait_ends_in_time_and_a_job_that_did_not_succeed_raises(still: World)
         assert job.wait(timeout=0)["status"] == "cancelled"
         with pytest.raises(ServiceError, match="has ended already"):
             job.cancel()
+
+
+def test_output_is_fetched_whole_and_one_that_is_cut_off_is_an_error(still: World) -> None:
+    with Client(still.home) as client:
+        job = client.submit("job.yaml")
+        with pytest.raises(ServiceError, match="has left no output"):
+            job.fetch("got")
+        output = JobFolder(still.home, job.id).output
+        output.mkdir(parents=True)
+        (output / "model.pt").write_text("weights")
+        assert (job.fetch("got") / "model.pt").read_text() == "weights"
+        with pytest.raises(SpecError, match="exists already"):
+            job.fetch("got")
+        with (output / "model.pt").open("r+b") as file:
+            file.truncate(2**30)  # far more than sockets hold, and no byte on the disk
+            connection = client._connection._http
+            with connection.stream("GET", f"/jobs/{job.id}/output") as answer:
+                chunks = answer.iter_bytes()
+                assert next(chunks)
+                file.truncate(10)
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(chunks)
+            file.truncate(shutil.disk_usage(".").free * 2)
+        with pytest.raises(ServiceError, match="bytes free"):
+            job.fetch("other")
+        assert not Path("other").exists()
 
 
 def test_the_twin_has_every_method_and_does_the_same(world: World) -> None:

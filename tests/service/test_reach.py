@@ -125,6 +125,8 @@ def test_a_job_whose_files_are_elsewhere_runs_there_and_its_output_is_fetched(re
     uploads = list((reached.here.folder / "home" / "uploads").iterdir())
     assert {"train.py", "helper.py"} in [{path.name for path in (one / "files").iterdir()} for one in uploads]
     assert not [path for one in uploads for path in one.rglob("logins.json")], "a token was uploaded"
+    assert reached.there.orc("run", str(file))["status"] == "succeeded"
+    assert len(list((reached.here.folder / "home" / "uploads").iterdir())) == len(uploads), "it was there"
 
 
 MODEL = """\

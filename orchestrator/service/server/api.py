@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
@@ -298,14 +299,16 @@ def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
     @app.put("/uploads/{digest}", **answers(EmptyAnswer), openapi_extra=BYTES_SENT)
     async def upload(digest: str, request: Request) -> dict[str, Any]:
-        with uploads.receiving() as file, file.open("wb") as opened:
+        with uploads.receiving() as file:
             try:
                 async with asyncio.timeout(RECEIVE_S):
-                    async for chunk in request.stream():
-                        await run_in_threadpool(opened.write, chunk)
+                    await _received(request, file)
             except TimeoutError:
                 raise ServiceError(f"the upload took longer than {RECEIVE_S:.0f} s: submit again") from None
-            opened.flush()
+            except ClientDisconnect:
+                raise ServiceError("the upload was cut off") from None
+            except OSError as error:
+                raise ServiceError(f"the upload cannot be stored: {error.strerror}") from None
             await run_in_threadpool(uploads.store, digest, file)
         return {}
 
@@ -315,8 +318,21 @@ def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         job = _job(service, job_id)
         _refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
         listing = output_of(service.home, job)
-        headers = {"X-Output-Bytes": str(listing.total_bytes), "X-Output-Left-Out": str(len(listing.left_out))}
+        headers = {
+            "Content-Length": str(
+                len(listing.manifest()) + listing.total_bytes
+            ),  # so that a client sees what is cut off
+            "X-Output-Bytes": str(listing.total_bytes),
+            "X-Output-Left-Out": str(len(listing.left_out)),
+        }
         return StreamingResponse(listing.stream(), media_type="application/octet-stream", headers=headers)
+
+
+async def _received(request: Request, file: Path) -> None:
+    """Write the body to a file."""
+    with file.open("wb") as opened:
+        async for chunk in request.stream():
+            await run_in_threadpool(opened.write, chunk)
 
 
 def _used_uploads(service: Service, uploads: Uploads) -> set[str]:

@@ -141,7 +141,10 @@ class Client:
                 if size_bytes > free_bytes:
                     raise ServiceError(f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free")
                 limits = Limits(entries=OUTPUT_ENTRIES_MAX, total_bytes=size_bytes)
-                unpack(_Reader(answer.iter_bytes()).read, to, limits)
+                try:
+                    unpack(_Reader(answer.iter_bytes()).read, to, limits)
+                except SpecError as error:
+                    raise ServiceError(f"the output did not arrive whole: {error}") from None
         except httpx.HTTPError as error:
             raise ServiceError(f"the output was cut off ({error}): fetch it again") from None
         except OSError as error:
