@@ -139,7 +139,7 @@ def up(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start the service; without a cluster file on two virtual devices of this machine."""
+    """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
     from orchestrator.service.server.client import service_file
     from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint
     from orchestrator.service.server.intake import read_cluster
@@ -152,18 +152,19 @@ def up(
     endpoint = endpoint_of(home, listen, tls_cert, tls_key, tuple(allowed_hosts or ())) if listen else None
     if foreground:
         become(home, cluster, ray, endpoint)
-    started = start(home, cluster, ray, endpoint)
+    notes = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
-        answer = {"started": started, **service_file(home), **client.cluster()}
+        answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
     if (served := kept_endpoint(home)) is not None:
         answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
-    words = "is up" if started else "was up already"
+    words = "is up" if notes is not None else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
     records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
     tell(
         answer,
         as_json,
-        f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
+        "".join(f"{note}\n" for note in notes or ())
+        + f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
         + (_reachable(served) if served is not None else ""),
     )
 
@@ -497,6 +498,7 @@ def simulate(
     from orchestrator.service.commands.replay import kept_state
     from orchestrator.service.commands.simulate import Trouble, from_queue
     from orchestrator.service.commands.simulate import simulate as play
+    from orchestrator.service.server.cluster_file import kept_cluster
     from orchestrator.service.server.intake import read_cluster
     from orchestrator.service.server.lifecycle import journal_url
     from orchestrator.service.terminal import gantt as drawing
@@ -512,8 +514,7 @@ def simulate(
         played, unknown = from_queue(kept_state(journal_url(home)))
         if unknown:
             console_on(sys.stderr).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
-    kept = home / "cluster.yaml"
-    hardware = read_cluster(cluster or (kept if queue and kept.exists() else None))
+    hardware = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
     if launch_cost is not None:
         hardware = hardware.model_copy(update={"launch_cost": launch_cost})
     told = misjudged(played, noise, seed)

@@ -1,10 +1,15 @@
-"""Memory, use and processes of this machine's NVIDIA devices, through pynvml; a missing driver is data."""
+"""Memory, use, processes and rates of this machine's NVIDIA devices, through pynvml; a missing driver is data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pynvml
+
+# Per lane and direction, as copies reach it: 12, 25 and 55 GB/s of 16 lanes (specs/devices.py), doubled per generation.
+PCIE_LANE_BYTES_S = {1: 0.19e9, 2: 0.38e9, 3: 0.75e9, 4: 1.5625e9, 5: 3.4375e9, 6: 6.875e9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +54,74 @@ def devices() -> NvmlReading:
         return NvmlReading(error=f"NVML does not answer: {error}")
     finally:
         pynvml.nvmlShutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmlRates:
+    """What a device of this machine is made for. A figure is None where the driver does not say it."""
+
+    capability: tuple[int, int] | None  # CUDA compute capability
+    cuda_bytes: int  # of device memory, without what the driver keeps for itself
+    has_mig: bool  # is cut into MIG instances
+    fp32_flops: float | None  # 2 x cores x highest clock
+    memory_bandwidth: float | None  # bytes per second: 2 x highest clock x width of the bus
+    nvlink_bandwidth: float  # bytes per second and direction, of all active links; 0 without one
+    pcie_bandwidth: float | None  # bytes per second and direction, at the highest generation and width
+
+
+def rates(index: int) -> NvmlRates | None:
+    """What the device of this index is made for; None where it cannot be read. Never raises."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return _rates(pynvml.nvmlDeviceGetHandleByIndex(index))
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _rates(handle: object) -> NvmlRates:
+    cores, width = _said(pynvml.nvmlDeviceGetNumGpuCores, handle), _said(pynvml.nvmlDeviceGetMemoryBusWidth, handle)
+    core_mhz = _said(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    memory_mhz = _said(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    lane = PCIE_LANE_BYTES_S.get(_said(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle) or 0)
+    lanes, mode = _said(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle), _said(pynvml.nvmlDeviceGetMigMode, handle)
+    capability = _said(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return NvmlRates(
+        capability=(capability[0], capability[1]) if capability else None,
+        cuda_bytes=_cuda_bytes(handle),
+        has_mig=bool(mode and mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE),
+        fp32_flops=2e6 * cores * core_mhz if cores and core_mhz else None,
+        memory_bandwidth=2e6 * memory_mhz * width / 8 if memory_mhz and width else None,
+        nvlink_bandwidth=_nvlink_bandwidth(handle),
+        pcie_bandwidth=lane * lanes if lane and lanes else None,
+    )
+
+
+def _said(ask: Callable[..., Any], *arguments: object) -> Any:
+    """The driver's answer; None where it has none."""
+    try:
+        return ask(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _cuda_bytes(handle: object) -> int:
+    memory = _said(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)  # older drivers lack it
+    if memory is not None:
+        return int(memory.total - memory.reserved)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+
+
+def _nvlink_bandwidth(handle: object) -> float:
+    links = [_said(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS)]
+    told = _said(pynvml.nvmlDeviceGetFieldValues, handle, [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+    if told is None or told[0].nvmlReturn != pynvml.NVML_SUCCESS:
+        return 0.0
+    return float(1e6 * told[0].value.uiVal * sum(map(bool, links)))
 
 
 def _device(index: int) -> NvmlDevice:

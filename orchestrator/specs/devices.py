@@ -77,3 +77,29 @@ DEVICES: Final[Mapping[str, Words]] = MappingProxyType(
         "mi300x-192gb": _device("191.5GiB", (1307.4, 1307.4, 163.4), "5300GB/s", "448GB/s", _PCIE_5, 304, 758.3),
     }
 )
+
+# Names that NVML gives the cards of the catalogue, without "NVIDIA", "Tesla" and "GeForce". Other cards of a chip, such
+# as A10G, H100 NVL and cards of notebooks, have other rates, and are none of these.
+NVML_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "A100-SXM4-40GB": "a100-40gb",
+        "A100-SXM4-80GB": "a100-80gb",
+        "A100-PCIE-40GB": "a100-pcie-40gb",
+        "A100 80GB PCIe": "a100-pcie-80gb",
+        "A800-SXM4-80GB": "a800-80gb",
+        "H100 80GB HBM3": "h100-80gb",
+        "H100 PCIe": "h100-pcie-80gb",
+        "H200": "h200-141gb",
+        "H20": "h20-96gb",
+        "B200": "b200-180gb",
+        "L40S": "l40s-48gb",
+        "L4": "l4-24gb",
+        "A10": "a10-24gb",
+        "T4": "t4-16gb",
+        "V100-SXM2-16GB": "v100-16gb",
+        "V100-SXM2-32GB": "v100-32gb",
+        "RTX 3090": "rtx3090-24gb",
+        "RTX 4090": "rtx4090-24gb",
+        "RTX 5090": "rtx5090-32gb",
+    }
+)

@@ -1,4 +1,4 @@
-"""Starts, finds and stops the embedded Ray cluster of a home, which has virtual devices.
+"""Starts, finds and stops the embedded Ray cluster of a home.
 
 The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import free_port
 from orchestrator.backends.ray.loopback import LOOPBACK
-from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
 START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a busy one (2026-11, ray 2.60)
@@ -144,7 +144,7 @@ def _start_node(
         f"--node-ip-address={LOOPBACK}",
         f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",
-        "--num-gpus=0",
+        f"--num-gpus={node.devices if node.device.kind is DeviceKind.CUDA else 0}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--resources={json.dumps({f'gpu{index}': 1 for index in range(node.devices)})}",
         f"--labels=orc-node={name}",
@@ -165,8 +165,9 @@ def _start_node(
 
 
 def _own_env(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without variables of another Ray or of our service."""
-    return {name: value for name, value in env.items() if not name.startswith(("RAY_", "ORC_"))}
+    """The environment without variables of another Ray or of our service, and without a choice of devices."""
+    dropped = ("RAY_", "ORC_", "CUDA_VISIBLE_DEVICES")
+    return {name: value for name, value in env.items() if not name.startswith(dropped)}
 
 
 def _await_started(process: subprocess.Popen[bytes], log: Path, name: str) -> None:

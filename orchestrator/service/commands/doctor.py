@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.service.server.client import is_up
-from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.rates import rates_of
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.units import format_bytes
@@ -149,8 +149,7 @@ def _cpu_ranks(home: Path) -> Finding | None:
 
 
 def _cluster(home: Path) -> ClusterSpec:
-    kept = home / "cluster.yaml"
-    return read_cluster(kept if kept.exists() else None)
+    return kept_cluster(home)
 
 
 def _nvme(home: Path) -> Finding | None:

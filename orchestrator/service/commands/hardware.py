@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.logins import DEFAULT_HOME, Login
 from orchestrator.service.server.rates import known
@@ -20,8 +21,7 @@ def hardware_of(service: Path | Login, cluster: Path | None) -> tuple[Sequence[N
     """
     home = service if isinstance(service, Path) else DEFAULT_HOME.expanduser()  # which knows this machine's rates
     if cluster is not None or (isinstance(service, Path) and not _is_up(service)):
-        kept = home / "cluster.yaml"
-        return idle_nodes(known(read_cluster(cluster or (kept if kept.exists() else None)), home)), ()
+        return idle_nodes(known(read_cluster(cluster) if cluster else kept_cluster(home), home)), ()
     from orchestrator.service.server.client import Client
     from orchestrator.service.views.records import node_from_view, observations_from_view
 

@@ -31,9 +31,9 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
-from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.rates import measured
 from orchestrator.specs.cluster import ClusterSpec
@@ -69,7 +69,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     jobs may run there.
     """
     prepare(home)
-    cluster = read_cluster(_if_there(home / "cluster.yaml"))
+    cluster = kept_cluster(home)
     found, is_serving = embedded_ray.find(home), threading.Event()
 
     def must_end() -> bool:

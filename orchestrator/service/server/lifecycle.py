@@ -16,8 +16,12 @@ from typing import NoReturn
 
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
+from orchestrator.service.server.cluster_file import FILE as CLUSTER_FILE
+from orchestrator.service.server.cluster_file import cluster_text
+from orchestrator.service.server.detection import found_here, node_name
 from orchestrator.service.server.endpoint import FILE as ENDPOINT_FILE
 from orchestrator.service.server.endpoint import Endpoint, endpoint_text
+from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import ServiceError
 
 UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
@@ -26,8 +30,13 @@ POLL_S = 0.1
 TAIL_LINES = 15
 
 
-def start(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None) -> bool:
-    """Bring the service up and wait until it answers; False where it was up already. Raises ServiceError.
+def start(
+    home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None = None
+) -> tuple[str, ...] | None:
+    """Bring the service up and wait until it answers; what was found of hardware, in sentences, if it was asked.
+
+    None where it was up already. Raises ServiceError; SpecError where no cluster is named and this machine's devices
+    make none.
 
     `cluster`, `ray_address`, `endpoint` and the variables ORC_JOURNAL (the address of a PostgreSQL journal) and
     ORC_MLFLOW (of an MLflow server that is not ours) are kept in the home folder, so that a restart that names none of
@@ -35,11 +44,12 @@ def start(home: Path, cluster: Path | None, ray_address: str | None, endpoint: E
     """
     prepare(home)
     with _only_one(home):
-        if not _keep_world(home, cluster, ray_address, endpoint):
-            return False
+        notes = _keep_world(home, cluster, ray_address, endpoint)
+        if notes is None:
+            return None
         (home / "service.json").unlink(missing_ok=True)
         _await_answer(home, _spawn(home))
-    return True
+    return notes
 
 
 def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> NoReturn:
@@ -49,14 +59,19 @@ def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: 
     """
     prepare(home)
     with _only_one(home):
-        if not _keep_world(home, cluster, ray_address, endpoint):
+        if _keep_world(home, cluster, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
     command = _daemon(home)
     os.execv(command[0], command)
 
 
-def _keep_world(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> bool:
-    """Note in the home what the service shall find; False where it is up already, with the same."""
+def _keep_world(
+    home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None
+) -> tuple[str, ...] | None:
+    """Note in the home what the service shall find; what was found of hardware, in sentences, if it was asked.
+
+    None where the service is up already, with the same.
+    """
     listen = None if endpoint is None else endpoint_text(endpoint)
     named = {
         "ray_address": ray_address,
@@ -66,15 +81,21 @@ def _keep_world(home: Path, cluster: Path | None, ray_address: str | None, endpo
     }
     wanted = {name: text for name, text in named.items() if text is not None}
     if cluster is not None:  # a new cluster without an address means the embedded Ray
-        wanted |= {"cluster.yaml": cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
+        wanted |= {CLUSTER_FILE: cluster.read_text(encoding="utf-8"), "ray_address": ray_address or ""}
     up = is_up(home)
     if up or (home / "ray.json").exists():
         _refuse_another_world(home, wanted)
     if up:
-        return False
+        return None
+    notes: tuple[str, ...] = ()
+    if cluster is None and ray_address is None and not _has_world(home):
+        found = found_here(node_name())
+        notes = found.notes
+        if found.node.device.kind is DeviceKind.CUDA:
+            wanted[CLUSTER_FILE] = cluster_text(found.cluster, notes)
     for name, text in wanted.items():
         _write_private(home / name, text)
-    return True
+    return notes
 
 
 def stop(home: Path, force: bool) -> None:
@@ -151,6 +172,11 @@ def journal_url(home: Path) -> str:
     """The journal's address: that of ORC_JOURNAL when the service was started, else a file in the home folder."""
     kept = home / "journal_url"
     return kept.read_text().strip() if kept.exists() else f"sqlite:///{home / 'journal.sqlite'}"
+
+
+def _has_world(home: Path) -> bool:
+    """Whether the home says already where its jobs run: a cluster file, a Ray of its own, or another one's address."""
+    return any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address"))
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -2,7 +2,8 @@
  *
  * FAKE_NVML_STATE names a file that is read at each call. First line "ok" or the nvmlReturn_t that nvmlInit answers;
  * then one line per device: total_mib used_mib lost(0|1) pid:used_mib,pid:used_mib (or "-") and, where it is not 0,
- * how busy it is in percent.
+ * how busy it is in percent; then what differs from a bare card: name=A_B reserved=MIB mig=1 cores=N sm=MHZ mem=MHZ
+ * bus=BITS capability=MAJOR.MINOR links=N:MBPS pcie=GENERATION:LANES.
  * Numbers are those of nvml.h: 0 success, 1 uninitialised, 2 invalid argument, 7 insufficient size, 15 GPU is lost.
  */
 #include <stdio.h>
@@ -15,14 +16,45 @@ static const unsigned long long MIB = 1ull << 20;
 typedef struct { unsigned long long total, free, used; } Memory;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
 typedef struct { unsigned gpu, memory; } Utilization;
-typedef struct { Memory memory; int lost; unsigned busy, processes; Process process[PROCESSES_MAX]; } Device;
+typedef struct { unsigned version; unsigned long long total, reserved, free, used; } Memory2;
+typedef struct {
+    unsigned field, scope;
+    long long at, latency;
+    unsigned type, answer;
+    union { unsigned number; unsigned long long wide; } value;
+} Field;
+typedef struct {
+    Memory memory;
+    int lost;
+    unsigned busy, processes;
+    Process process[PROCESSES_MAX];
+    char name[64];
+    unsigned reserved, mig, cores, sm, mem, bus, major, minor, links, mbps, generation, lanes;
+} Device;
 
 static Device devices[DEVICES_MAX];
 static unsigned count;
 static int init_answer, initialised;
 
+static void describe(Device *device, char *words) {
+    char *rest = NULL;
+    for (char *word = strtok_r(words, " \n", &rest); word; word = strtok_r(NULL, " \n", &rest)) {
+        if (sscanf(word, "name=%63s", device->name) == 1)
+            for (char *at = device->name; *at; at++) *at = *at == '_' ? ' ' : *at;
+        sscanf(word, "reserved=%u", &device->reserved);
+        sscanf(word, "mig=%u", &device->mig);
+        sscanf(word, "cores=%u", &device->cores);
+        sscanf(word, "sm=%u", &device->sm);
+        sscanf(word, "mem=%u", &device->mem);
+        sscanf(word, "bus=%u", &device->bus);
+        sscanf(word, "capability=%u.%u", &device->major, &device->minor);
+        sscanf(word, "links=%u:%u", &device->links, &device->mbps);
+        sscanf(word, "pcie=%u:%u", &device->generation, &device->lanes);
+    }
+}
+
 static void load(void) {
-    char first[32], line[512], listed[256];
+    char first[32], line[512], listed[256], words[512];
     unsigned long long total, used;
     unsigned busy;
     int lost;
@@ -37,6 +69,9 @@ static void load(void) {
         if (sscanf(line, "%llu %llu %d %255s %u", &total, &used, &lost, listed, &busy) < 4) break;
         Device *device = &devices[count++];
         *device = (Device){.memory = {total * MIB, (total - used) * MIB, used * MIB}, .lost = lost, .busy = busy};
+        strcpy(device->name, "Fake H200");
+        strcpy(words, line);
+        describe(device, words);
         for (char *part = strtok(listed, ","); part && device->processes < PROCESSES_MAX; part = strtok(NULL, ",")) {
             Process *process = &device->process[device->processes];
             if (sscanf(part, "%u:%llu", &process->pid, &process->used) == 2) {
@@ -76,7 +111,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
 int nvmlDeviceGetName(void *handle, char *name, unsigned length) {
     Device *device;
     int answer = find(handle, &device);
-    if (answer == 0) snprintf(name, length, "Fake H200");
+    if (answer == 0) snprintf(name, length, "%s", device->name);
     return answer;
 }
 
@@ -102,5 +137,72 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *size, Proces
     *size = device->processes;
     if (room < device->processes || (device->processes && !processes)) return 7;
     for (unsigned i = 0; i < device->processes; i++) processes[i] = device->process[i];
+    return 0;
+}
+
+int nvmlDeviceGetMemoryInfo_v2(void *handle, Memory2 *memory) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    unsigned long long reserved = device->reserved * MIB;
+    *memory = (Memory2){memory->version, device->memory.total, reserved, device->memory.free, device->memory.used};
+    return 0;
+}
+
+/* What a bare card does not know is 3: not supported. */
+#define NUMBER(function, field)                                             \
+    int function(void *handle, unsigned *found) {                           \
+        Device *device;                                                     \
+        int answer = find(handle, &device);                                 \
+        if (answer) return answer;                                          \
+        *found = device->field;                                             \
+        return device->field ? 0 : 3;                                       \
+    }
+NUMBER(nvmlDeviceGetNumGpuCores, cores)
+NUMBER(nvmlDeviceGetMemoryBusWidth, bus)
+NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, generation)
+NUMBER(nvmlDeviceGetMaxPcieLinkWidth, lanes)
+
+int nvmlDeviceGetMaxClockInfo(void *handle, unsigned kind, unsigned *mhz) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    *mhz = kind == 2 ? device->mem : device->sm;
+    return *mhz ? 0 : 3;
+}
+
+int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *next) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    *now = *next = device->mig;
+    return 0;
+}
+
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    *major = device->major;
+    *minor = device->minor;
+    return device->major ? 0 : 3;
+}
+
+int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *active) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    *active = link < device->links;
+    return device->links ? 0 : 3;
+}
+
+int nvmlDeviceGetFieldValues(void *handle, int count, Field *fields) {
+    Device *device;
+    int answer = find(handle, &device);
+    if (answer) return answer;
+    for (int i = 0; i < count; i++) { /* 90: NVLink's common speed in MB/s */
+        fields[i].answer = fields[i].field == 90 && device->links ? 0 : 3;
+        fields[i].value.number = device->mbps;
+    }
     return 0;
 }
