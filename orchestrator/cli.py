@@ -19,6 +19,7 @@ import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal import access
+from orchestrator.service.terminal.machines import clusters
 from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
@@ -49,7 +50,7 @@ Settings = Annotated[
 ]
 
 
-ON_THIS_MACHINE = ("up", "down", "doctor", "replay")  # commands about the home folder itself
+ON_THIS_MACHINE = ("up", "down", "doctor", "replay", "cluster")  # commands about the home folder itself
 
 
 class SchemaName(StrEnum):
@@ -620,6 +621,7 @@ def _reachable(endpoint: Endpoint) -> str:
     )
 
 
+app.add_typer(clusters, name="cluster")
 app.command()(access.login)
 app.command()(access.logout)
 app.command()(access.whoami)

@@ -181,7 +181,16 @@ def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
     job = tmp_path / "job.yaml"
     job.write_text(JOB.format(python=sys.executable))
     try:
+        shown = subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", "cluster", "show", "--home", str(tmp_path / "home")],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         up = here.orc("up")
+        assert (tmp_path / "home" / "cluster.yaml").read_text() == shown, (
+            "`orc cluster show > my.yaml` is what `up` takes"
+        )
         (node,) = up["nodes"]
         assert (up["name"], node["name"]) == (f"found-on-{node_name().lower()}", node_name())
         assert (node["device"]["name"], len(node["free_bytes"])) == ("h100-80gb", 2)
@@ -189,6 +198,7 @@ def test_up_without_a_file_runs_jobs_on_the_cards_that_were_found(
         (job_id,) = here.orc("submit", str(job))["ids"]
         until(lambda: here.orc("show", job_id)["status"] == "succeeded", "the job", 120.0)
         assert here.orc("up")["started"] is False
+        assert here.orc("cluster", "show")["cluster"]["name"] == up["name"]
         assert (tmp_path / "home" / "cluster.yaml").stat().st_mode & 0o077 == 0
     finally:
         here.orc("down", "--force")

@@ -17,11 +17,11 @@ from typing import NoReturn
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.cluster_file import FILE as CLUSTER_FILE
-from orchestrator.service.server.cluster_file import cluster_text
+from orchestrator.service.server.cluster_file import cluster_text, kept_cluster
 from orchestrator.service.server.detection import found_here, node_name
 from orchestrator.service.server.endpoint import FILE as ENDPOINT_FILE
 from orchestrator.service.server.endpoint import Endpoint, endpoint_text
-from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.cluster import ClusterSpec, DeviceKind
 from orchestrator.specs.errors import ServiceError
 
 UP_TIMEOUT_S = 180.0  # an embedded Ray takes 4 s on an idle machine and 26 s under load
@@ -88,11 +88,10 @@ def _keep_world(
     if up:
         return None
     notes: tuple[str, ...] = ()
-    if cluster is None and ray_address is None and not _has_world(home):
-        found = found_here(node_name())
-        notes = found.notes
-        if found.node.device.kind is DeviceKind.CUDA:
-            wanted[CLUSTER_FILE] = cluster_text(found.cluster, notes)
+    if cluster is None and ray_address is None:
+        found, notes = world_of(home)
+        if notes and found.nodes[0].device.kind is DeviceKind.CUDA:
+            wanted[CLUSTER_FILE] = cluster_text(found, notes)
     for name, text in wanted.items():
         _write_private(home / name, text)
     return notes
@@ -174,9 +173,12 @@ def journal_url(home: Path) -> str:
     return kept.read_text().strip() if kept.exists() else f"sqlite:///{home / 'journal.sqlite'}"
 
 
-def _has_world(home: Path) -> bool:
-    """Whether the home says already where its jobs run: a cluster file, a Ray of its own, or another one's address."""
-    return any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address"))
+def world_of(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
+    """The cluster that a home has, with no notes; else what is found on this machine, with notes. Raises SpecError."""
+    if any((home / name).exists() for name in (CLUSTER_FILE, "ray.json", "ray_address")):
+        return kept_cluster(home), ()
+    found = found_here(node_name())
+    return (found.cluster if found.node.device.kind is DeviceKind.CUDA else kept_cluster(home)), found.notes
 
 
 def _write_private(path: Path, text: str) -> None:
