@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
-from orchestrator.service.terminal import access
-from orchestrator.service.terminal.machines import clusters
+from orchestrator.service.terminal import access, machines
 from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
@@ -50,7 +49,8 @@ Settings = Annotated[
 ]
 
 
-ON_THIS_MACHINE = ("up", "down", "doctor", "replay", "cluster")  # commands about the home folder itself
+# commands about the home folder itself
+ON_THIS_MACHINE = ("up", "down", "doctor", "replay", "cluster", "join", "leave")
 
 
 class SchemaName(StrEnum):
@@ -144,6 +144,7 @@ def up(
     from orchestrator.service.server.client import service_file
     from orchestrator.service.server.endpoint import endpoint_of, kept_endpoint
     from orchestrator.service.server.intake import read_cluster
+    from orchestrator.service.server.join_token import make_join_token
     from orchestrator.service.server.lifecycle import become, start
 
     home = home.expanduser()
@@ -156,8 +157,11 @@ def up(
     notes = start(home, cluster, ray, endpoint)
     with closing(client_of(home)) as client:
         answer = {"started": notes is not None, "notes": notes or (), **service_file(home), **client.cluster()}
+    token = None
     if (served := kept_endpoint(home)) is not None:
         answer["listen"] = {"host": served.host, "port": served.port, "fingerprint": served.fingerprint()}
+        token = make_join_token(home, served)
+        answer["join"] = {"service": f"{served.address}:{served.port}", "token": token}
     words = "is up" if notes is not None else "was up already"
     nodes = sum(len(node["free_bytes"]) for node in answer["nodes"])
     records = ", ".join(f"{name} at {address}" for name, address in answer["trackers"].items())
@@ -166,7 +170,7 @@ def up(
         as_json,
         "".join(f"{note}\n" for note in notes or ())
         + f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
-        + (_reachable(served) if served is not None else ""),
+        + (_reachable(served, token) if served is not None and token is not None else ""),
     )
 
 
@@ -613,15 +617,20 @@ def schema(name: Annotated[SchemaName, typer.Argument(help="Kind of file.")] = S
     print(json.dumps(job_json_schema() if name is SchemaName.JOB else cluster_json_schema(), indent=2))
 
 
-def _reachable(endpoint: Endpoint) -> str:
-    """How other machines reach the service, in words."""
+def _reachable(endpoint: Endpoint, token: str) -> str:
+    """How other machines reach the service, and join it, in words."""
     return (
         f"\nOther machines: https://HOST:{endpoint.port} (bound to {endpoint.host}). There, with a token of "
         f"`orc token create USER`:\n  orc login https://HOST:{endpoint.port} --fingerprint {endpoint.fingerprint()}"
+        f"\nA machine that shares the home folder adds its devices by `orc join {endpoint.address}:{endpoint.port}`. "
+        f"The home has the token for it:\n  {token}"
     )
 
 
-app.add_typer(clusters, name="cluster")
+app.command()(machines.join)
+app.command()(machines.leave)
+app.add_typer(machines.clusters, name="cluster")
+access.tokens.command("join")(machines.join_token)
 app.command()(access.login)
 app.command()(access.logout)
 app.command()(access.whoami)

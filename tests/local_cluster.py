@@ -20,6 +20,9 @@ class LocalNodes:
     """Every node of the cluster lives, on the loopback; its devices are not read."""
 
     def __init__(self, cluster: ClusterSpec) -> None:
+        self.set_cluster(cluster)
+
+    def set_cluster(self, cluster: ClusterSpec) -> None:
         self.nodes = {
             name: LiveNode(
                 id=name,

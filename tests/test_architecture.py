@@ -38,6 +38,7 @@ BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: 
     "orchestrator/backends/ray": {
         "orchestrator/service/server/daemon.py",
         "orchestrator/service/server/lifecycle.py",
+        "orchestrator/service/commands/join.py",
     },
 }
 PURE = ("specs", "memory", "planning", "scheduling")

@@ -29,3 +29,4 @@ class Principal:
     name: str
     role: Role
     is_owner: bool = False  # holds the token of the home folder: may name any user of a job
+    is_joining: bool = False  # holds the token by which machines join: may do that alone

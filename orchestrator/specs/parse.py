@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import SkipJsonSchema
 
-from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.array import expanded
 from orchestrator.specs.job.spec import JobSpec
@@ -70,6 +70,11 @@ def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> li
 def parse_cluster(text: str, source: str) -> ClusterSpec:
     """The cluster that `text` describes. Raises one SpecError that holds every problem found."""
     return _validate(ClusterSpec, read_document(text, source))
+
+
+def node_from_data(data: Mapping[str, Any], source: str) -> NodeSpec:
+    """The node that came as JSON (`NodeSpec.model_dump(mode="json")`). Raises SpecError."""
+    return _validate(NodeSpec, Document(source=source, data=dict(data), lines={}))
 
 
 def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:

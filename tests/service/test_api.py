@@ -123,6 +123,9 @@ ROUTES = [
     ("POST", "/tokens"),
     ("DELETE", "/tokens/1"),
     ("GET", "/audit"),
+    ("GET", "/join"),
+    ("POST", "/nodes"),
+    ("DELETE", "/nodes/n"),
     ("GET", "/openapi.json"),
     ("GET", "/nothing"),
 ]

@@ -18,7 +18,7 @@ from orchestrator.backends.attempts.ports import Launchers, NodeSource
 from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
-from orchestrator.specs.cluster import ClusterSpec, Node, idle_nodes
+from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
 
@@ -53,7 +53,7 @@ class ProcessBackend:
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
-        self._told: tuple[Node, ...] | None = None
+        self._told: tuple[object, ...] | None = None
         self._refresh()
         self._refresher = threading.Thread(target=self._keep_refreshing, name="nodes", daemon=True)
         self._refresher.start()
@@ -91,6 +91,15 @@ class ProcessBackend:
             found.append(self._events.get())
         return found
 
+    def set_cluster(self, cluster: ClusterSpec) -> None:
+        """Take another description of the cluster from the next look at its nodes on; running attempts go on."""
+        self._world.nodes.set_cluster(cluster)
+        self._declared, self._policy = idle_nodes(cluster), cluster.policy
+
+    def addresses(self) -> dict[str, str]:
+        """Address of each node that lived at the last look."""
+        return {name: node.launch.address for name, node in self._world.nodes.live().items()}
+
     def close(self) -> None:
         """Stop watching; running attempts continue."""
         self._world.closing.set()
@@ -109,8 +118,7 @@ class ProcessBackend:
                 log.exception("the cluster does not answer")
 
     def _refresh(self) -> None:
-        nodes = self._world.nodes.refresh()
-        if nodes != self._told:
-            self._told = nodes
-            at_s = self._world.clock()
-            self._events.put(NodesSeen(nodes=nodes, declared=self._declared, policy=self._policy, at_s=at_s))
+        nodes, declared, policy = self._world.nodes.refresh(), self._declared, self._policy
+        if (nodes, declared, policy) != self._told:
+            self._told = (nodes, declared, policy)
+            self._events.put(NodesSeen(nodes=nodes, declared=declared, policy=policy, at_s=self._world.clock()))

@@ -43,6 +43,11 @@ class NodeWatch:
     _use: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     _probed_at_s: dict[str, float] = field(default_factory=dict)
 
+    def set_cluster(self, cluster: ClusterSpec) -> None:
+        """Take another description of the cluster, and let the source take it."""
+        self.source.set_cluster(cluster)
+        self.cluster = cluster
+
     def live(self) -> dict[str, LiveNode]:
         """The nodes that lived at the last refresh, by name."""
         with self._lock:

@@ -10,6 +10,7 @@ from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.nvml import NvmlReading
 from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 
@@ -28,6 +29,9 @@ class NodeSource(Protocol):
 
     def live(self) -> dict[str, LiveNode]:
         """Every node that lives, by name. Raises OSError where the cluster does not answer."""
+
+    def set_cluster(self, cluster: ClusterSpec) -> None:
+        """Know the nodes by this description from now on."""
 
     def read_devices(self, node: LiveNode) -> NvmlReading:
         """What NVML says on `node` now. A node that does not answer is an error in the reading."""

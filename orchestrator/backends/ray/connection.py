@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from orchestrator.backends.ray.address import LOOPBACK, stay_at
 from orchestrator.backends.ray.embedded import accepts, find, token_env
-from orchestrator.backends.ray.loopback import LOOPBACK, stay_on_loopback
 from orchestrator.specs.errors import ServiceError
 
 
@@ -20,10 +20,11 @@ def connect(address: str, home: Path) -> None:
     """
     if not accepts(address, 5.0):
         raise ServiceError(f"no Ray answers at {address}: start it with `orc up`, or check the address")
-    if (find(home) or "") == address:
+    is_ours, host = (find(home) or "") == address, address.rpartition(":")[0]
+    if is_ours:
         _take_token(home)
-    if address.startswith(f"{LOOPBACK}:"):
-        stay_on_loopback()
+    if is_ours or host == LOOPBACK:  # its head is on this machine
+        stay_at(host)
     import ray
 
     try:

@@ -1,6 +1,7 @@
-"""Starts, finds and stops the embedded Ray cluster of a home.
+"""Starts, finds and stops the embedded Ray cluster of a home, and the part of it on a machine that joins.
 
-The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it.
+The embedded cluster outlives the service (training goes on without it), so `home/ray.json` says how to find it. The
+home is shared, and each machine that has joined keeps a record of its own there: `home/machines/<node>.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.backends.attempts.launcher import free_port
-from orchestrator.backends.ray.loopback import LOOPBACK
+from orchestrator.backends.ray.address import LOOPBACK
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, NodeSpec
 from orchestrator.specs.errors import ServiceError
 
@@ -30,6 +31,7 @@ START_TIMEOUT_S = 90.0  # one node: 3 s on an idle 2-core machine, 20 s on a bus
 STOP_TIMEOUT_S = 15.0
 OBJECT_STORE_BYTES = 80 * 2**20  # nothing but small messages goes through it
 STARTED = "Ray runtime started"
+HEAD = "ray.json"  # the record of the machine that the service runs on
 
 RAY_ENV = {
     # A dead node is seen in 2-4 s instead of 15 s, a frozen one in 9 s instead of 65 s (measured, ray 2.60).
@@ -44,30 +46,66 @@ RAY_ENV = {
 }
 
 
-def start(home: Path, cluster: ClusterSpec) -> str:
-    """Start an embedded Ray with a raylet for every node of `cluster`; answers with its address.
+def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:
+    """Start an embedded Ray with a raylet here for every node of `cluster`; answers with its address.
 
-    A cluster that runs under this home is kept, and its lost nodes are started again. Raises
-    ServiceError with the end of Ray's own output.
+    `host` is the address of this machine under which the others reach it. A cluster that runs under this home is
+    kept, and its lost nodes are started again. Raises ServiceError with the end of Ray's own output.
     """
     state = started(home)
     if state is None or find(home) is None:
         stop(home)
-        home.mkdir(parents=True, exist_ok=True)
-        temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # a Unix socket's path ends at 107 characters
-        state = {"address": f"{LOOPBACK}:{free_port()}", "temp_dir": temp_dir, "processes": []}
+        state = _new_state(f"{host}:{free_port()}", host)
+    nodes = [(name, node) for node in cluster.nodes for name in node.names]
+    _start_missing(home, HEAD, state, nodes, has_head=False)
+    return str(state["address"])
+
+
+def join(home: Path, name: str, node: NodeSpec, address: str, host: str) -> None:
+    """Start a raylet on this machine, known as `host`, in the embedded Ray at `address`; one that runs is kept.
+
+    Raises ServiceError with the end of Ray's own output.
+    """
+    record = record_of(name)
+    state = started(home, record)
+    if state is None or state["address"] != address:
+        stop(home, record=record)
+        state = _new_state(address, host)
+    _start_missing(home, record, state, [(name, node)], has_head=True)
+
+
+def record_of(name: str) -> str:
+    """The file in the home about the Ray of a machine that has joined as node `name`."""
+    return f"machines/{name}.json"
+
+
+def is_running(home: Path, name: str) -> bool:
+    """Whether the raylet that `join` started for this node runs on this machine."""
+    state = started(home, record_of(name))
+    return state is not None and any(start_ticks(pid) == ticks for _, pid, ticks in state["processes"])
+
+
+def _new_state(address: str, host: str) -> dict[str, Any]:
+    temp_dir = tempfile.mkdtemp(prefix="orc-", dir="/tmp")  # a Unix socket's path ends at 107 characters
+    return {"address": address, "host": host, "temp_dir": temp_dir, "processes": []}
+
+
+def _start_missing(
+    home: Path, record: str, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, has_head: bool
+) -> None:
+    """Start the nodes that do not live; the first one is the head where there is none."""
+    (home / record).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     living = {name for name, pid, ticks in state["processes"] if start_ticks(pid) == ticks}
-    missing = [(name, node) for node in cluster.nodes for name in node.names if name not in living]
+    missing = [(name, node) for name, node in nodes if name not in living]
     try:
-        if not living:  # the head must run before others can join it
-            _start_nodes(home, state, missing[:1], head=True)
+        if not living and not has_head:  # the head must run before others can join it
+            _start_nodes(home, record, state, missing[:1], head=True)
             missing = missing[1:]
-        _start_nodes(home, state, missing, head=False)
+        _start_nodes(home, record, state, missing, head=False)
     except ServiceError:
         if not living:
-            stop(home)
+            stop(home, record=record)
         raise
-    return str(state["address"])
 
 
 def find(home: Path) -> str | None:
@@ -79,20 +117,20 @@ def find(home: Path) -> str | None:
     return state["address"] if start_ticks(pid) == ticks and accepts(state["address"], 2.0) else None
 
 
-def started(home: Path) -> dict[str, Any] | None:
-    """State of this home's embedded Ray as `start` wrote it; None where there is none."""
+def started(home: Path, record: str = HEAD) -> dict[str, Any] | None:
+    """State of an embedded Ray as `start` or `join` wrote it; None where there is none."""
     try:
-        return json.loads((home / "ray.json").read_text())
+        return json.loads((home / record).read_text())
     except FileNotFoundError:
         return None
 
 
-def stop(home: Path, state: dict[str, Any] | None = None) -> None:
-    """End exactly the processes that `start` began, and what they left behind; nothing running is no error.
+def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) -> None:
+    """End exactly the processes that `start` or `join` began, and what they left; nothing running is no error.
 
-    Those that `state` names as `started` gave it, else those that the home names.
+    Those that `state` names as `started` gave it, else those that the record names.
     """
-    state = state or started(home)
+    state = state or started(home, record)
     if state is None:
         return
     ours = [pid for _, pid, ticks in state["processes"] if start_ticks(pid) == ticks]
@@ -104,8 +142,8 @@ def stop(home: Path, state: dict[str, Any] | None = None) -> None:
     _end_members([pid for _, pid, _ in state["processes"]], state["temp_dir"])
     _await_gone(ours, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
-    if started(home) == state:
-        (home / "ray.json").unlink(missing_ok=True)
+    if started(home, record) == state:
+        (home / record).unlink(missing_ok=True)
 
 
 def token_env(home: Path) -> dict[str, str]:
@@ -118,30 +156,33 @@ def token_env(home: Path) -> dict[str, str]:
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
 
 
-def _start_nodes(home: Path, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool) -> None:
-    """Start `nodes` at the same time, and write each to ray.json at once."""
+def _start_nodes(
+    home: Path, record: str, state: dict[str, Any], nodes: Sequence[tuple[str, NodeSpec]], *, head: bool
+) -> None:
+    """Start `nodes` at the same time, and write each to the record at once."""
     starting = []
     for name, node in nodes:
-        process, log = _start_node(home, Path(state["temp_dir"]), state["address"], name, node, head=head)
+        process, log = _start_node(home, state, name, node, head=head)
         _end_members([pid for other, pid, _ in state["processes"] if other == name], state["temp_dir"])
         state["processes"] = [entry for entry in state["processes"] if entry[0] != name]
         state["processes"].append([name, process.pid, start_ticks(process.pid)])
-        write_durably(home / "ray.json", json.dumps(state))
+        write_durably(home / record, json.dumps(state))
         starting.append((process, log, name))
     for process, log, name in starting:
         _await_started(process, log, name)
 
 
 def _start_node(
-    home: Path, temp_dir: Path, address: str, name: str, node: NodeSpec, *, head: bool
+    home: Path, state: Mapping[str, Any], name: str, node: NodeSpec, *, head: bool
 ) -> tuple[subprocess.Popen[bytes], Path]:
     # Ray picks names of sockets by looking which exist: nodes that start together must not look into one folder.
-    own_dir = Path(tempfile.mkdtemp(prefix="n", dir=temp_dir))
+    own_dir = Path(tempfile.mkdtemp(prefix="n", dir=state["temp_dir"]))
+    address, host = state["address"], state["host"]
     port = address.rpartition(":")[2]
     where = ["--head", f"--port={port}", "--include-dashboard=false"] if head else [f"--address={address}"]
     command = [
-        *(sys.executable, "-m", "orchestrator.backends.ray.loopback", "start", *where, "--block"),
-        f"--node-ip-address={LOOPBACK}",
+        *(sys.executable, "-m", "orchestrator.backends.ray.address", host, "start", *where, "--block"),
+        f"--node-ip-address={host}",
         f"--temp-dir={own_dir}",
         f"--num-cpus={os.cpu_count() or 1}",
         f"--num-gpus={node.devices if node.device.kind is DeviceKind.CUDA else 0}",

@@ -36,6 +36,10 @@ class RayNodes:
     def __init__(self, cluster: ClusterSpec) -> None:
         self._cluster = cluster
 
+    def set_cluster(self, cluster: ClusterSpec) -> None:
+        """Know the nodes by this description from now on."""
+        self._cluster = cluster
+
     def live(self) -> dict[str, LiveNode]:
         """Every node that lives, by name. Raises OSError where Ray does not answer."""
         try:

@@ -84,6 +84,24 @@ class ClusterAnswer(TypedDict):
     observations: list[dict[str, Any]]
 
 
+class MachineAnswer(TypedDict):
+    """What the machines of one cluster have in common."""
+
+    home: str
+    home_mark: str
+    python: str
+    interpreter: str
+    ray: str
+    orchestrator: str
+
+
+class JoinAnswer(TypedDict):
+    """What a machine needs to join: the address of Ray, and what must be the same on it."""
+
+    ray_address: str
+    machine: MachineAnswer
+
+
 class TeamsAnswer(TypedDict):
     """Teams of a shared cluster."""
 

@@ -33,6 +33,7 @@ from orchestrator.service.server.answers import (
     ErrorAnswer,
     JobAnswer,
     JobsAnswer,
+    JoinAnswer,
     KeptAnswer,
     MissingAnswer,
     NewTokenAnswer,
@@ -51,6 +52,8 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate, limiter, refusal
 from orchestrator.service.server.intake import check_files
+from orchestrator.service.server.join_token import secret_of
+from orchestrator.service.server.members import Members, machine
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
@@ -73,7 +76,7 @@ from orchestrator.specs.fault import Fault, FaultKind
 from orchestrator.specs.job.paths import paths_of, with_paths
 from orchestrator.specs.job.spec import JobSpec, UserName
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.parse import job_from_data
+from orchestrator.specs.parse import job_from_data, node_from_data
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
@@ -102,7 +105,19 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("PUT", "/uploads/{digest}"): Role.MEMBER,
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
     ("POST", "/observations"): Role.OPERATOR,
+    ("GET", "/join"): Role.OPERATOR,
+    ("POST", "/nodes"): Role.OPERATOR,
+    ("DELETE", "/nodes/{node}"): Role.OPERATOR,
 }
+JOINING = frozenset(  # for which the token of joining machines is enough
+    {
+        ("GET", "/join"),
+        ("GET", "/cluster"),
+        ("POST", "/nodes"),
+        ("POST", "/nodes/{node}/drain"),
+        ("DELETE", "/nodes/{node}"),
+    }
+)
 
 
 BYTES_SENT = {
@@ -126,6 +141,7 @@ class Service:
     trackers: Mapping[str, str]  # name -> address
     shut_down: Callable[[], None]
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
+    members: Members | None = None  # machines that join; None: the Ray is not the service's own
 
 
 class FaultRequest(BaseModel):
@@ -181,6 +197,14 @@ class DrainRequest(BaseModel):
     undo: bool = False
 
 
+class NodeRequest(BaseModel):
+    """A machine that joins: its node as `NodeSpec.model_dump(mode="json")` writes it, and its address."""
+
+    model_config = ConfigDict(extra="forbid")
+    node: dict[str, Any]
+    address: str
+
+
 class UserRequest(BaseModel):
     """A user that is added, or gets another role."""
 
@@ -214,6 +238,8 @@ def create_app(service: Service) -> FastAPI:
         roles=ROLES,
         body_bytes_max={"uploads": UPLOAD_BYTES_MAX},
         rates=limiter(),
+        joining=JOINING,
+        join_secret=lambda: secret_of(service.home),
     )
     app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)
@@ -223,6 +249,7 @@ def create_app(service: Service) -> FastAPI:
     _add_job_routes(app, service, uploads)
     _add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
+    _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
     return app
 
@@ -396,6 +423,33 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             )
         service.shut_down()
         return {"running": running}
+
+
+def _add_member_routes(app: FastAPI, service: Service) -> None:
+    """Machines that join the service's own Ray, and leave it."""
+
+    @app.get("/join", **answers(JoinAnswer))
+    def join() -> dict[str, Any]:
+        return {"ray_address": _members(service).ray_address(), "machine": asdict(machine(service.home))}
+
+    @app.post("/nodes", **answers(EmptyAnswer))
+    def add_node(request: NodeRequest) -> dict[str, Any]:
+        _members(service).add(node_from_data(request.node, "the machine that joins"), request.address)
+        return {}
+
+    @app.delete("/nodes/{node}", **answers(EmptyAnswer))
+    def remove_node(node: str) -> dict[str, Any]:
+        """Forget a machine that has left; a node of its name is not drained any more."""
+        _members(service).remove(node)
+        if node in service.controller.state.drained:
+            service.controller.drain(node, undo=True)
+        return {}
+
+
+def _members(service: Service) -> Members:
+    if service.members is None:
+        raise ServiceError("the service's Ray is not its own: start Ray on that machine by hand, with `ray start`")
+    return service.members
 
 
 def _add_account_routes(app: FastAPI, accounts: Accounts) -> None:

@@ -37,6 +37,7 @@ class Client:
         if isinstance(service, Login):
             url, token = service.url, service.token
             trusted = ssl.create_default_context(cadata=service.certificate)
+            trusted.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a pinned certificate need not sign itself
         else:
             url, token, trusted = f"http://127.0.0.1:{service_file(service)['port']}", _token(service), None
         self._http = httpx.Client(
@@ -171,6 +172,18 @@ class Client:
     def drain(self, node: str, *, undo: bool) -> None:
         """Drain a node, or undo it; returns once the request is on disk."""
         self._json("POST", f"/nodes/{quote(node, safe='')}/drain", {"undo": undo})
+
+    def join(self) -> dict[str, Any]:
+        """Where a machine joins, and what it must have in common with the service's."""
+        return self._json("GET", "/join")
+
+    def add_node(self, node: dict[str, Any], address: str) -> None:
+        """Tell the service of a machine that joins, or is in already."""
+        self._json("POST", "/nodes", {"node": node, "address": address})
+
+    def remove_node(self, node: str) -> None:
+        """Let the service forget a machine that has left."""
+        self._json("DELETE", f"/nodes/{quote(node, safe='')}")
 
     def log(self, job_id: str, number: int, rank: int, offset: int) -> tuple[bytes, int]:
         """Bytes of a rank's log from `offset`, and the next offset; empty if there are none yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,22 +10,72 @@ from typing import Any
 
 import yaml
 
+from orchestrator.backends.attempts.durable import write_durably
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.specs import units
-from orchestrator.specs.cluster import ClusterSpec, DeviceSpec
+from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
 from orchestrator.specs.devices import DEVICES
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.parse import node_from_data
 
 FILE = "cluster.yaml"
+JOINED = "joined.json"
 LOOK_AT = {  # what no machine says of itself
     "network_bandwidth": "look here: bandwidth between nodes, per node and direction",
     "launch_cost": "look here: from a launch to the first training step",
 }
 
 
-def kept_cluster(home: Path) -> ClusterSpec:
-    """The cluster of this home; the embedded one of two virtual devices where none is kept. Raises SpecError."""
+def own_cluster(home: Path) -> ClusterSpec:
+    """The cluster file of this home; the embedded one of two virtual devices where none is kept. Raises SpecError."""
     kept = home / FILE
     return read_cluster(kept if kept.exists() else None)
+
+
+def kept_cluster(home: Path) -> ClusterSpec:
+    """The cluster of this home, with the machines that have joined. Raises SpecError."""
+    return with_joined(own_cluster(home), joined_nodes(home))
+
+
+def joined_nodes(home: Path) -> tuple[NodeSpec, ...]:
+    """The machines that have joined and not left, as nodes, by name."""
+    kept = home / JOINED
+    said = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    return tuple(node_from_data(said[name], str(kept)) for name in sorted(said))
+
+
+def keep_joined(home: Path, nodes: Sequence[NodeSpec]) -> None:
+    """Remember the machines that have joined."""
+    said = {node.name: node.model_dump(mode="json") for node in nodes}
+    write_durably(home / JOINED, json.dumps(said, indent=1))
+
+
+def with_joined(cluster: ClusterSpec, joined: Sequence[NodeSpec]) -> ClusterSpec:
+    """The cluster and the machines that have joined; of one that it names itself it knows better."""
+    own = {name for node in cluster.nodes for name in node.names}
+    more = tuple(node for node in joined if node.name not in own)
+    return cluster.model_copy(update={"nodes": (*cluster.nodes, *more)})
+
+
+def nodes_here(cluster: ClusterSpec, joined: Sequence[NodeSpec], here: str) -> ClusterSpec:
+    """The part of a cluster file whose Ray runs on this machine, which is called `here`.
+
+    Virtual nodes are here, and so is the node with GPUs that has this machine's name, or that is the only one. The
+    others come by `orc join`. Raises SpecError where none is here.
+    """
+    away = {node.name for node in joined}
+    single = [
+        node.model_copy(update={"name": name, "count": 1})
+        for node in cluster.nodes
+        for name in node.names
+        if name not in away
+    ]
+    real = [node.name for node in single if node.device.kind is DeviceKind.CUDA]
+    local = tuple(node for node in single if node.name not in real or node.name == here or len(real) == 1)
+    if not local:
+        hint = f"give its node the name {here!r}: the others come by `orc join`; or name a Ray of your own with --ray"
+        raise SpecError("no node is this machine", source=FILE, path="nodes", got=", ".join(real), hint=hint)
+    return cluster.model_copy(update={"nodes": local})
 
 
 def cluster_text(cluster: ClusterSpec, notes: Sequence[str] = ()) -> str:

@@ -28,14 +28,17 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
+from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import Service, create_app
-from orchestrator.service.server.cluster_file import kept_cluster
+from orchestrator.service.server.cluster_file import joined_nodes, nodes_here, own_cluster, with_joined
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
-from orchestrator.service.server.rates import measured
+from orchestrator.service.server.members import Members
+from orchestrator.service.server.rates import known, measured
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError
 
@@ -69,7 +72,8 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
     jobs may run there.
     """
     prepare(home)
-    cluster = kept_cluster(home)
+    own = own_cluster(home)
+    cluster = with_joined(own, joined_nodes(home))
     found, is_serving = embedded_ray.find(home), threading.Event()
 
     def must_end() -> bool:
@@ -83,7 +87,8 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
         for name in cluster.trackers:
             trackers[name] = TRACKERS[name](home, lambda: controller.state)
             stack.callback(_end, trackers[name].shut_down, must_end)
-        address = _ray_address(home, cluster)
+        endpoint = kept_endpoint(home)
+        address, is_own = _ray_address(home, own, endpoint)
         if (ours := embedded_ray.started(home)) is not None:  # as recorded now: another home may have replaced it
             stack.callback(_end, partial(embedded_ray.stop, home, ours), must_end)
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
@@ -101,7 +106,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
 
         token = (home / "token").read_text()
         threading.Thread(target=_watch_home, args=(home, token, shut_down, stop), daemon=True).start()
-        endpoint = kept_endpoint(home)
+        members = Members(home, own, address, backend.addresses, lambda now: backend.set_cluster(known(now, home)))
         service = Service(
             controller=controller,
             accounts=Accounts(journal.database.transaction, time.time),
@@ -111,6 +116,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
             hosts=endpoint.names() if endpoint else LOOPBACK,
+            members=members if is_own else None,
         )
         application = create_app(service)
         with served(application) as port, _served_to_others(application, endpoint):
@@ -122,10 +128,17 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
                 (home / "service.json").unlink(missing_ok=True)
 
 
-def _ray_address(home: Path, cluster: ClusterSpec) -> str:
-    """The address of the Ray that `orc up --ray` named, else of the embedded one, which is started if necessary."""
+def _ray_address(home: Path, cluster: ClusterSpec, endpoint: Endpoint | None) -> tuple[str, bool]:
+    """The address of the Ray that `orc up --ray` named, else of the service's own, which is started if necessary.
+
+    Also whether it is the service's own.
+    """
     kept = _if_there(home / "ray_address")
-    return (kept.read_text() if kept else "") or embedded_ray.start(home, cluster)
+    named = kept.read_text() if kept else ""
+    if named:
+        return named, False
+    here = nodes_here(cluster, joined_nodes(home), node_name())
+    return embedded_ray.start(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS), True
 
 
 def _if_there(path: Path) -> Path | None:

@@ -18,6 +18,7 @@ VALID = timedelta(days=365)  # of a certificate that the service makes for itsel
 PEM_MODE, KEY_MODE = 0o644, 0o600
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 ANY = frozenset({"0.0.0.0", "::"})
+DOCUMENTATION = "192.0.2.1"  # RFC 5737: an address of no machine, to which the default route leads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +29,12 @@ class Endpoint:
     port: int
     certificate: str  # path of a PEM file
     key: str  # path of its private key
+    address: str  # of this machine, for the Ray of machines that join; on the loopback none can
     allowed_hosts: tuple[str, ...] = ()  # names that a Host header may give besides this machine's own
 
     def names(self) -> frozenset[str]:
         """Every Host that a request may name: the loopback, this machine, the bound address, and the allowed hosts."""
-        bound = () if self.host in ANY else (self.host,)
+        bound = (self.address,) if self.host in ANY else (self.host, self.address)
         return LOOPBACK | {socket.gethostname().lower(), *bound, *(name.lower() for name in self.allowed_hosts)}
 
     def fingerprint(self) -> str:
@@ -54,6 +56,27 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def own_address(host: str) -> str:
+    """The IPv4 address of this machine under which others reach a service bound to `host`. Raises SpecError."""
+    if host in ANY:
+        try:
+            return address_towards(DOCUMENTATION, 9)
+        except OSError:
+            hint = "this machine has no default route: name its address, such as 10.0.0.1:8443"
+            raise SpecError("which address is it?", source="--listen", got=host, hint=hint) from None
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "127.0.0.1"  # an IPv6 address: Ray stays on the loopback
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address that this machine has for `host`. Sends nothing. Raises OSError where no route leads there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 def endpoint_of(
     home: Path, listen: str, certificate: Path | None, key: Path | None, allowed_hosts: tuple[str, ...]
 ) -> Endpoint:
@@ -62,12 +85,13 @@ def endpoint_of(
     Raises SpecError where a file cannot be read, or where certificate and key do not belong together.
     """
     host, port = parse_listen(listen)
+    address = own_address(host)
     if (certificate is None) != (key is None):
         raise SpecError("a certificate and its key go together", source="--tls-cert", allowed="both, or neither")
     if certificate is None or key is None:
         certificate, key = home / "tls" / "certificate.pem", home / "tls" / "key.pem"
         if not (certificate.exists() and key.exists()):
-            _make_certificate(certificate, key, {host, *allowed_hosts} - ANY)
+            _make_certificate(certificate, key, {host, address, *allowed_hosts} - ANY)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
@@ -78,6 +102,7 @@ def endpoint_of(
         port=port,
         certificate=str(certificate.resolve()),
         key=str(key.resolve()),
+        address=address,
         allowed_hosts=tuple(sorted(allowed_hosts)),
     )
 

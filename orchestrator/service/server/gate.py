@@ -19,6 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import Match
 
 from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 
@@ -45,6 +46,8 @@ class Gate:
     accounts: Accounts
     hosts: frozenset[str]
     roles: Mapping[tuple[str, str], Role]
+    joining: frozenset[tuple[str, str]]  # routes for which the token of joining machines is enough
+    join_secret: Callable[[], str]  # of that token; empty: there is none
     body_bytes_max: Mapping[str, int]  # by the first word of the path; BODY_BYTES_MAX for the others
     rates: MovingWindowRateLimiter
 
@@ -78,9 +81,12 @@ class Gate:
         is_change = request.method != "GET"
         if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
             return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
-        needed = self._needed(request)
-        if not principal.role.may(needed):
-            answer: Response = refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}")
+        asked = self._asked(request)
+        needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405
+        if principal.is_joining and asked not in self.joining:
+            answer: Response = refusal(403, "this token lets machines join, and nothing else")
+        elif not principal.role.may(needed):
+            answer = refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}")
         else:
             answer = await handler(request)
         if is_change:
@@ -91,15 +97,20 @@ class Gate:
         given = request.headers.get("authorization", "")
         if hmac.compare_digest(given.encode(), f"Bearer {self.owner_token}".encode()):
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
+        if given.startswith(f"Bearer {JOIN_PREFIX}"):
+            secret = self.join_secret()
+            fits = bool(secret) and hmac.compare_digest(given.encode(), f"Bearer {secret}".encode())
+            return Principal(name="join", role=Role.OPERATOR, is_joining=True) if fits else None
         return self.accounts.principal(given.removeprefix("Bearer ")) if given.startswith("Bearer ") else None
 
-    def _needed(self, request: Request) -> Role:
+    def _asked(self, request: Request) -> tuple[str, str] | None:
+        """Method and path of the route; None where there is none."""
         application: FastAPI = request.app
         for route in application.routes:
             matched, _ = route.matches(request.scope)
             if matched is Match.FULL:
-                return self.roles.get((request.method, getattr(route, "path", "")), Role.ADMIN)
-        return Role.VIEWER  # no such route: the answer is 404 or 405
+                return request.method, getattr(route, "path", "")
+        return None
 
     def _record(self, request: Request, principal: Principal, status: int) -> None:
         action = f"{request.method} {quote(request.url.path)}"  # quoted: no line of its own in a log

@@ -1,14 +1,18 @@
-"""Commands about the machines of a cluster: what hardware there is."""
+"""Commands about the machines of a cluster: what hardware there is, how one joins and how it leaves."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home
 from orchestrator.service.terminal.output import tell
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.units import parse_seconds
 
 clusters = typer.Typer(no_args_is_help=True, help="Hardware of the service.")
 
@@ -24,3 +28,62 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
         tell({"cluster": cluster.model_dump(mode="json"), "notes": notes}, as_json, "")
     else:
         sys.stdout.write(cluster_text(cluster, notes))
+
+
+def join(
+    service: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address that `orc up --listen` printed.")],
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File with the token; default: ORC_JOIN_TOKEN, else the home's."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the node; default: the host's.")] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Add this machine with its devices to the service of another machine. The home folder is shared storage."""
+    from orchestrator.service.commands.join import join as join_service
+    from orchestrator.service.server.detection import node_name
+
+    answer = join_service(home.expanduser(), service, name or node_name(), token_file)
+    words = f"{answer['node']} has joined at {answer['address']} with {answer['devices']} devices. "
+    notes = "".join(f"{note}\n" for note in answer["notes"])
+    tell(answer, as_json, f"{notes}{words}`orc leave` takes it away.")
+
+
+def leave(
+    node: Annotated[
+        str | None, typer.Argument(metavar="NODE", help="Node to forget, whose machine is gone; default: this machine.")
+    ] = None,
+    timeout: Annotated[str, typer.Option("--timeout", help="Longest wait for running jobs.")] = "10min",
+    force: Annotated[bool, typer.Option("--force", help="Do not wait; jobs on it restart elsewhere.")] = False,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Take this machine out of the service: drain it, wait for its jobs, stop its Ray."""
+    from orchestrator.service.commands.join import leave as leave_service
+    from orchestrator.service.server.detection import node_name
+
+    try:
+        timeout_s = parse_seconds(timeout)
+    except ValueError as error:
+        raise SpecError(str(error), source="--timeout", got=timeout) from None
+    name = node or node_name()
+    left = leave_service(home.expanduser(), name, timeout_s, force=force)
+    tell({"node": name, "left": left}, as_json, f"{name} has left." if left else f"{name} was not in.")
+
+
+def join_token(
+    renew: Annotated[bool, typer.Option("--renew", help="Make another one; the old one joins nothing.")] = False,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Print the token with which machines join. It is in the home folder, too, readable by its owner."""
+    from orchestrator.service.server.endpoint import kept_endpoint
+    from orchestrator.service.server.join_token import make_join_token
+
+    home = home.expanduser()
+    endpoint = kept_endpoint(home)
+    if endpoint is None:
+        raise ServiceError("no machine can join: start the service by `orc up --listen HOST:PORT`")
+    token = make_join_token(home, endpoint, renew=renew)
+    tell({"token": token}, as_json, token)

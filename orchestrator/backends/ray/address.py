@@ -1,0 +1,34 @@
+"""Keeps Ray at one address of this machine, and runs its command there.
+
+python -m orchestrator.backends.ray.address 127.0.0.1 start --head ...
+"""
+
+from __future__ import annotations
+
+import sys
+
+LOOPBACK = "127.0.0.1"
+
+
+def main() -> None:
+    """Run Ray's command line with the first argument as the address of this machine."""
+    stay_at(sys.argv.pop(1))
+    from ray.scripts.scripts import main as ray_command
+
+    sys.exit(ray_command())  # type: ignore[no-untyped-call]
+
+
+def stay_at(host: str) -> None:
+    """Make Ray of this process call this machine `host`.
+
+    Ray replaces a given 127.0.0.1 by the address of the default route (`ray/_private/services.py`,
+    resolve_ip_for_localhost) and then listens on every interface; told that it is 127.0.0.1, all of it stays there.
+    A machine with several addresses, or without a default route, is known by the one that it was given.
+    """
+    from ray._private import services
+
+    services.get_node_ip_address = lambda address=None: host  # noqa: ARG005
+
+
+if __name__ == "__main__":
+    main()

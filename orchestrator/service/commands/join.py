@@ -1,0 +1,130 @@
+"""What `orc join` and `orc leave` do on the machine that joins or leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.ray import embedded as embedded_ray
+from orchestrator.service.server.client import Client
+from orchestrator.service.server.detection import found_here
+from orchestrator.service.server.endpoint import address_towards, kept_endpoint, parse_listen
+from orchestrator.service.server.join_token import FILE as TOKEN_FILE
+from orchestrator.service.server.join_token import FORM, parts_of
+from orchestrator.service.server.logins import Login, login_of, pinned_certificate
+from orchestrator.service.server.members import Machine, check_alike, machine
+from orchestrator.specs.errors import ServiceError, SpecError
+
+SEEN_TIMEOUT_S = 60.0  # the service looks at its nodes every second; a busy machine's raylet takes some more
+GONE_TIMEOUT_S = 60.0  # a raylet that ends says so; one that is cut off counts as lost after 4 to 9 s
+POLL_S = 0.5
+TOKEN_VARIABLE = "ORC_JOIN_TOKEN"
+
+
+def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[str, Any]:
+    """Add this machine to the service at HOST:PORT as node `name`; what was found, in sentences, and the devices.
+
+    A machine that is in already stays in. Raises SpecError where this machine differs from the service's or its
+    devices make no node, and ServiceError where the service refuses or Ray does not start: nothing is left then.
+    """
+    host, port = parse_listen(service)
+    with closing(Client(_login(home, service, token_file))) as client:
+        told = client.join()
+        check_alike(Machine(**told["machine"]), machine(home))
+        found = found_here(name)
+        was_in, address = embedded_ray.is_running(home, name), address_towards(host, port)
+        client.add_node(found.node.model_dump(mode="json"), address)
+        try:
+            embedded_ray.join(home, name, found.node, told["ray_address"], address)
+            _await_seen(client, name)
+        except (ServiceError, KeyboardInterrupt):
+            if not was_in:
+                embedded_ray.stop(home, record=embedded_ray.record_of(name))
+                _forget(client, name)
+            raise
+    return {"node": name, "address": address, "devices": found.node.devices, "notes": found.notes}
+
+
+def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
+    """Take node `name` out: drain it, wait until no job is on it, stop its Ray; False where it was not in.
+
+    Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
+    another machine is only forgotten, and only where it does not run any more.
+    """
+    endpoint, is_ours = kept_endpoint(home), embedded_ray.started(home, embedded_ray.record_of(name)) is not None
+    if endpoint is None:
+        raise ServiceError(f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one")
+    with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
+        names = {node["name"] for node in client.cluster()["nodes"]}
+        if is_ours and name in names:
+            client.drain(name, undo=False)
+            _await_empty(client, name, timeout_s, force=force)
+        embedded_ray.stop(home, record=embedded_ray.record_of(name))
+        _forget(client, name)
+    return is_ours or name in names
+
+
+def _login(home: Path, service: str, token_file: Path | None) -> Login:
+    """How this machine reaches the service: by a token for joining, else by a login that `orc login` kept."""
+    url = f"https://{service}"
+    token = os.environ.get(TOKEN_VARIABLE) or _read(token_file or home / TOKEN_FILE, needed=token_file is not None)
+    if token:
+        secret, fingerprint = parts_of(token)
+        return Login(url=url, token=secret, certificate=pinned_certificate(url, fingerprint))
+    try:
+        return login_of(url)
+    except ServiceError:
+        raise SpecError(
+            "no token for joining",
+            source="orc join",
+            allowed=FORM,
+            hint=f"put it into a file for --token-file, or into {TOKEN_VARIABLE}; the shared home has it, too",
+        ) from None
+
+
+def _read(path: Path, *, needed: bool) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        if needed:
+            raise SpecError(f"cannot be read: {error.strerror}", source=str(path)) from None
+        return ""
+
+
+def _await_seen(client: Client, name: str) -> None:
+    deadline_s = time.monotonic() + SEEN_TIMEOUT_S
+    while name not in {node["name"] for node in client.cluster()["nodes"]}:
+        if time.monotonic() > deadline_s:
+            raise ServiceError(f"the service did not see node {name} within {SEEN_TIMEOUT_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def _await_empty(client: Client, name: str, timeout_s: float, *, force: bool) -> None:
+    """Wait until no job has devices of the node; with `force` not at all."""
+    deadline_s = time.monotonic() + (0.0 if force else timeout_s)
+    while jobs := [job for node in client.cluster()["nodes"] if node["name"] == name for job in node["jobs"]]:
+        if time.monotonic() > deadline_s:
+            if force:
+                return
+            raise ServiceError(
+                f"{name} is drained, but runs {', '.join(jobs)} after {timeout_s:.0f} s: `orc leave` again waits on, "
+                "`orc leave --force` ends them, and they restart elsewhere from their newest checkpoint"
+            )
+        time.sleep(POLL_S)
+
+
+def _forget(client: Client, name: str) -> None:
+    """Let the service forget the node, once it has seen that its Ray has ended. Raises ServiceError."""
+    deadline_s = time.monotonic() + GONE_TIMEOUT_S
+    while True:
+        try:
+            client.remove_node(name)
+        except ServiceError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
+        else:
+            return

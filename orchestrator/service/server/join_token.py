@@ -1,0 +1,43 @@
+"""The token by which machines join: a secret, and the fingerprint of the certificate that the service shows."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from orchestrator.service.server.endpoint import Endpoint
+from orchestrator.specs.errors import SpecError
+
+FILE = "join_token"  # in the home, mode 0600
+PREFIX = "orcj_"
+SECRET_BYTES = 32
+FORM = "what `orc up --listen` or `orc token join` prints"
+
+
+def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> str:
+    """The token of this home, made where there is none; with `renew` another one, and the old one joins nothing."""
+    secret = "" if renew else secret_of(home)
+    secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
+    token = f"{secret}.{endpoint.fingerprint().removeprefix('sha256:')}"
+    temporary = home / f"{FILE}.{os.getpid()}"
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(token)
+    temporary.replace(home / FILE)
+    return token
+
+
+def secret_of(home: Path) -> str:
+    """The secret that the service of this home admits; empty where there is none."""
+    try:
+        return (home / FILE).read_text().partition(".")[0]
+    except OSError:
+        return ""
+
+
+def parts_of(token: str) -> tuple[str, str]:
+    """Secret and fingerprint of a token. Raises SpecError, which does not repeat the token."""
+    secret, _, digest = token.strip().partition(".")
+    if not secret.startswith(PREFIX) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        raise SpecError("not a token for joining", source="orc join", allowed=FORM)
+    return secret, f"sha256:{digest}"

@@ -1,0 +1,143 @@
+"""Which machines have joined the service's own Ray, and what a machine must have in common with the service."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.service.server.cluster_file import joined_nodes, keep_joined, with_joined
+from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.parse import together
+
+LOOPBACK_PREFIX = "127."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the machines of one cluster have in common."""
+
+    home: str
+    home_mark: str  # of what is in that folder; empty where there is no home
+    python: str  # minor version
+    interpreter: str  # its path: ranks are started by it on every machine
+    ray: str
+    orchestrator: str
+
+
+def machine(home: Path) -> Machine:
+    """This machine."""
+    return Machine(
+        home=str(home.resolve()),
+        home_mark=_mark(home),
+        python=f"{sys.version_info[0]}.{sys.version_info[1]}",
+        interpreter=sys.executable,
+        ray=importlib.metadata.version("ray"),
+        orchestrator=importlib.metadata.version("orchestrator"),
+    )
+
+
+def check_alike(service: Machine, here: Machine) -> None:
+    """Raise one SpecError with every difference that lets no rank of a job run on both machines."""
+    install = "install the same version here: `pip install {}=={}`"
+    differences = {
+        "python": f"run `orc join` by the service's interpreter, {service.interpreter}",
+        "interpreter": "ranks start by that path on every machine: install the environment there",
+        "ray": install.format("ray", service.ray),
+        "orchestrator": install.format("orchestrator", service.orchestrator),
+        "home": "mount the service's home here at the same path, and name it: `--home`, ORC_HOME",
+    }
+    problems = [
+        SpecError("this machine differs from the service's", path=name, got=own, allowed=wanted, hint=hint)
+        for name, hint in differences.items()
+        if (own := getattr(here, name)) != (wanted := getattr(service, name))
+    ]
+    if here.home == service.home and here.home_mark != service.home_mark:
+        what = "this folder is not the service's home" if here.home_mark else "the service's home is not here"
+        hint = "mount the storage that the service's machine has there"
+        problems.append(SpecError(what, path="home", got=here.home, allowed="one shared folder", hint=hint))
+    if problems:
+        raise together(problems, "orc join")
+
+
+class Members:
+    """The machines that have joined, kept in the home. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        home: Path,
+        cluster: ClusterSpec,
+        ray_address: str,
+        addresses: Callable[[], Mapping[str, str]],
+        tell: Callable[[ClusterSpec], None],
+    ) -> None:
+        """`cluster` is the file's, `addresses` gives those of live nodes, `tell` takes the cluster with its members."""
+        self._home, self._cluster, self._ray_address = home, cluster, ray_address
+        self._addresses, self._tell = addresses, tell
+        self._lock = threading.Lock()
+
+    def ray_address(self) -> str:
+        """Where a machine joins. Raises ServiceError where none can."""
+        if self._ray_address.startswith(LOOPBACK_PREFIX):
+            raise ServiceError(
+                "the service's Ray is on the loopback, where no other machine reaches it: `orc down`, then "
+                "`orc up --listen ADDRESS:PORT` with an address of its machine"
+            )
+        return self._ray_address
+
+    def add(self, node: NodeSpec, address: str) -> None:
+        """Take a machine in, or again. Raises ServiceError where its name is another's, or its devices changed."""
+        self.ray_address()
+        with self._lock:
+            known, live = {one.name: one for one in joined_nodes(self._home)}, self._addresses()
+            if live.get(node.name, address) != address:
+                raise ServiceError(
+                    f"node {node.name} is in the cluster already, at {live[node.name]}: "
+                    "`orc join --name NAME` gives this machine another name"
+                )
+            node = self._as_declared(node)
+            if known.get(node.name) == node:
+                return
+            if node.name in live:
+                raise ServiceError(f"the devices of node {node.name} have changed: `orc leave` there, then join again")
+            self._keep({**known, node.name: node})
+
+    def remove(self, name: str) -> None:
+        """Forget a machine; an unknown one is no error. Raises ServiceError where its Ray still runs."""
+        with self._lock:
+            known = {one.name: one for one in joined_nodes(self._home)}
+            if name not in known:
+                return
+            if name in self._addresses():
+                raise ServiceError(f"node {name} still runs: `orc leave` on that machine stops it")
+            self._keep({other: node for other, node in known.items() if other != name})
+
+    def _as_declared(self, node: NodeSpec) -> NodeSpec:
+        """The node as the cluster file says it, where it does. Raises ServiceError where the machine has less."""
+        said = next((one for one in self._cluster.nodes if node.name in one.names), None)
+        if said is None:
+            return node
+        if said.device.kind is not node.device.kind or said.devices > node.devices:
+            raise ServiceError(
+                f"the cluster file says that {node.name} has {said.devices} x {said.device.name}; "
+                f"the machine has {node.devices} x {node.device.name}: correct the file, or join by another name"
+            )
+        return said.model_copy(update={"name": node.name, "count": 1})
+
+    def _keep(self, known: Mapping[str, NodeSpec]) -> None:
+        nodes = tuple(known.values())
+        keep_joined(self._home, nodes)
+        self._tell(with_joined(self._cluster, nodes))
+
+
+def _mark(home: Path) -> str:
+    """A digest of what only this home has; empty where there is no home."""
+    try:
+        return hashlib.sha256(b"orc home " + (home / "token").read_bytes()).hexdigest()
+    except OSError:
+        return ""

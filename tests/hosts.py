@@ -1,0 +1,161 @@
+"""Several hosts on this machine: each has an address, a host name, processes, /tmp and /dev/shm of its own.
+
+A host is a network namespace on a common bridge, with a mount, a UTS and a PID namespace of its own. The first process
+of its PID namespace holds it: what runs on the host ends with it. Files outside /tmp are shared, as on NFS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND_S = 240.0
+READY_S = 10.0
+_numbers = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why this machine cannot have hosts; None where it can."""
+    missing = [program for program in ("ip", "unshare", "nsenter") if shutil.which(program) is None]
+    if missing:
+        return f"no {missing[0]} on this machine"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True)
+    return None if tried.returncode == 0 else f"namespaces are not permitted: {tried.stderr.decode().strip()}"
+
+
+@dataclass(slots=True)
+class Host:
+    """A machine of its own, as far as its programs can tell."""
+
+    name: str
+    address: str
+    interface: str  # its end in the namespace of the bridge
+    shared: Path  # as every host sees it
+    init: subprocess.Popen[bytes]
+    env: dict[str, str] = field(default_factory=dict)
+
+    def command(self, *words: str) -> list[str]:
+        """The words as a command that runs on this host."""
+        return ["nsenter", "--target", str(_inner(self.init.pid)), "--mount", "--uts", "--pid", "--net", "--", *words]
+
+    def run(
+        self, *words: str, code: int | None = 0, stdin: str = "", env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end. Fails the test where it ends with another exit code; None: with any."""
+        ended = subprocess.run(
+            self.command(*words),
+            env={**_clean(), **self.env, **(env or {})},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        assert code is None or ended.returncode == code, (self.name, words, ended.stdout, ended.stderr)
+        return ended
+
+    def orc(self, *words: str, code: int = 0, env: Mapping[str, str] | None = None) -> Any:
+        """What a command answered as JSON; where it fails, what it said."""
+        ended = self.run(sys.executable, "-m", "orchestrator.cli", *words, "--json", code=code, env=env)
+        return ended.stderr if code else json.loads(ended.stdout)
+
+    def cut(self) -> None:
+        """Take the host off the network."""
+        subprocess.run(["ip", "link", "set", self.interface, "down"], check=True)
+
+    def heal(self) -> None:
+        """Put the host on the network again."""
+        subprocess.run(["ip", "link", "set", self.interface, "up"], check=True)
+
+    def kill(self) -> None:
+        """End every process of the host at once, as a power cut does."""
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            os.kill(_inner(self.init.pid), signal.SIGKILL)
+        self.init.wait(READY_S)
+
+
+@contextmanager
+def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
+    """Hosts of these names on a bridge of their own, with a shared folder; all of it is removed at the end.
+
+    Skips the test where the machine does not permit it.
+    """
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    mark = f"{os.getpid() % 10000}x{next(_numbers)}"  # names of interfaces end at 15 characters
+    net = f"10.{77 + os.getpid() % 100}.{next(_numbers) % 250}"
+    bridge, shared = f"orcb{mark}", Path(tempfile.mkdtemp(prefix="orc-shared-", dir="/var/tmp"))
+    found: dict[str, Host] = {}
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
+        table = "".join(f"{address} {name}\n" for name, address in addresses.items())
+        (shared / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
+        for number, name in enumerate(names, 1):
+            found[name] = _host(name, addresses[name], bridge, f"orc{mark}h{number}", shared)
+        yield found
+    finally:
+        for host in found.values():
+            host.kill()
+            _ip("netns", "del", host.interface, check=False)
+            _ip("link", "del", host.interface, check=False)
+        _ip("link", "del", bridge, check=False)
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+def _host(name: str, address: str, bridge: str, interface: str, shared: Path) -> Host:
+    """One host; its network namespace has the name of its interface."""
+    _ip("netns", "add", interface)
+    _ip("link", "add", interface, "type", "veth", "peer", "name", "e0", "netns", interface)
+    _ip("link", "set", interface, "master", bridge, "up")
+    _ip("-n", interface, "addr", "add", f"{address}/24", "dev", "e0")
+    for device in ("e0", "lo"):
+        _ip("-n", interface, "link", "set", device, "up")
+    ready = shared / f"{name}.ready"
+    script = (
+        f"hostname {name} && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && "
+        f"mount --bind {shared / 'hosts'} /etc/hosts && touch {ready} && exec sleep infinity"
+    )
+    spaces = ("unshare", "--mount", "--propagation=private", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+    words = ["ip", "netns", "exec", interface, *spaces, "sh", "-c", script]
+    init = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    for _ in range(int(READY_S / 0.05)):
+        if ready.exists():
+            return Host(name, address, interface, shared, init)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            init.wait(0.05)
+            break
+    raise AssertionError(f"host {name} did not come up")
+
+
+def _inner(pid: int) -> int:
+    """The first process of the PID namespace that `unshare` of this id made."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if not children:
+        raise ProcessLookupError(pid)
+    return int(children[0])
+
+
+def _clean() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if not name.startswith(("ORC_", "RAY_", "XDG_"))}
+
+
+def _ip(*words: str, check: bool = True) -> None:
+    subprocess.run(["ip", *words], check=check, capture_output=True)
