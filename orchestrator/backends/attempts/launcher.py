@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from orchestrator.backends.attempts.durable import read_epoch, write_durably
+from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
@@ -216,7 +217,8 @@ class Launcher:
         base = base_env()
         self._folder.path.mkdir(parents=True, exist_ok=True)
         for number, argv, env in ranks:
-            process = self._started(number, argv, {**base, **env, MARK: self._mark}, workdir)
+            env = {**base, **env}
+            process = self._started(number, argv, {**gloo_interface(env), **env, MARK: self._mark}, workdir)
             self._ranks[number] = rank = Rank(number=number, process=process)
             threading.Thread(target=self._reap, args=(rank,), daemon=True).start()
 

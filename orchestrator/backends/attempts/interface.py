@@ -1,0 +1,32 @@
+"""Which network interface of this machine leads to the other ranks of a gang?"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+from collections.abc import Mapping
+
+GLOO = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
+ADDRESS = slice(20, 24)  # of struct ifreq: behind the name (16), the family (2) and the port (2)
+
+
+def gloo_interface(env: Mapping[str, str]) -> dict[str, str]:
+    """The variable that keeps gloo on the interface towards MASTER_ADDR; empty for a gang of one machine.
+
+    By itself gloo takes the address of the host's name, which is 127.0.1.1 on many machines: no other one reaches it.
+    """
+    master = env.get("MASTER_ADDR", "127.0.0.1")
+    if master.startswith("127.") or GLOO in env:
+        return {}
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                asked = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(asked[ADDRESS]) == own:
+                    return {GLOO: name}
+    return {}
