@@ -25,6 +25,7 @@ import pytest
 
 COMMAND_S = 240.0
 READY_S = 10.0
+INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); signal.sigwait([signal.SIGUSR2])"
 _numbers = itertools.count()
 
 
@@ -106,9 +107,10 @@ def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
         addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
-        table = "".join(f"{address} {name}\n" for name, address in addresses.items())
-        (shared / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
         for number, name in enumerate(names, 1):
+            others = (f"{address} {other}\n" for other, address in addresses.items() if other != name)
+            own = f"127.0.0.1 localhost\n127.0.1.1 {name}\n"  # as Debian has it
+            (shared / f"{name}.hosts").write_text(own + "".join(others))
             found[name] = _host(name, addresses[name], bridge, f"orc{mark}h{number}", shared)
         yield found
     finally:
@@ -129,9 +131,11 @@ def _host(name: str, address: str, bridge: str, interface: str, shared: Path) ->
     for device in ("e0", "lo"):
         _ip("-n", interface, "link", "set", device, "up")
     ready = shared / f"{name}.ready"
+    # The first process adopts every orphan; one that ignores SIGCHLD leaves no zombie of it.
     script = (
         f"hostname {name} && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && "
-        f"mount --bind {shared / 'hosts'} /etc/hosts && touch {ready} && exec sleep infinity"
+        f"mount --bind {shared / f'{name}.hosts'} /etc/hosts && touch {ready} && "
+        f"exec {sys.executable} -c '{INIT}'"
     )
     spaces = ("unshare", "--mount", "--propagation=private", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
     words = ["ip", "netns", "exec", interface, *spaces, "sh", "-c", script]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ one = torch.ones(1)
 dist.all_reduce(one)
 print("rank", os.environ["RANK"], "on", socket.gethostname(), "of", int(one))
 dist.destroy_process_group()
+"""
+WAITS = """\
+import pathlib, time
+while not pathlib.Path("go").exists():
+    time.sleep(0.1)
 """
 JOB = """\
 name: {name}
@@ -107,3 +113,78 @@ def test_a_machine_joins_trains_with_the_head_over_their_addresses_and_leaves(pa
     assert [node["name"] for node in shown["nodes"]] == ["virtual"]
     left = pair.other.run("ps", "-eo", "args").stdout
     assert not [line for line in left.splitlines() if "ray" in line.lower()], left
+
+
+@pytest.mark.long
+def test_a_machine_leaves_only_when_its_jobs_have_ended_and_force_moves_them(pair: Pair) -> None:
+    pair.other.orc("join", pair.service)
+    job_id = pair.submit("waits", WAITS, 4)
+    until(lambda: pair.nodes()["h2"]["jobs"] == [job_id], "the job on both hosts")
+    said = pair.other.orc("leave", "--timeout", "1s", code=1)
+    assert f"runs {job_id} after 1 s" in said
+    assert pair.nodes()["h2"]["drained"]
+    (pair.home.parent / "go").touch()
+    assert pair.ended(job_id)["status"] == "succeeded"
+    assert pair.other.orc("leave")["left"] is True
+    pair.other.orc("join", pair.service)
+    assert not pair.nodes()["h2"]["drained"], "who joins again takes jobs"
+    (pair.home.parent / "go").unlink()
+    alone = pair.submit("again", WAITS, 4)
+    until(lambda: pair.nodes()["h2"]["jobs"] == [alone], "the job on both hosts")
+    pair.other.orc("leave", "--force")
+    pair.head.orc("cancel", alone)
+    assert set(pair.nodes()) == {"virtual"}
+
+
+@pytest.mark.long
+def test_a_restart_of_the_service_keeps_its_members_and_a_lost_machine_can_be_forgotten(pair: Pair) -> None:
+    pair.other.orc("join", pair.service, "--name", "spare")
+    pid = json.loads((pair.home / "service.json").read_text())["pid"]
+    pair.head.run("kill", str(pid))
+    until(lambda: pair.head.run("kill", "-0", str(pid), code=None).returncode != 0, "the end of the service")
+    pair.head.orc("up")
+    assert set(pair.nodes()) == {"virtual", "spare"}
+    assert "still runs" in pair.head.orc("leave", "spare", code=1)
+    pids = [str(pid) for _, pid, _ in json.loads((pair.home / "machines" / "spare.json").read_text())["processes"]]
+    pair.other.run("kill", "-9", *pids)
+    until(lambda: set(pair.nodes()) == {"virtual"}, "the loss of the node")
+    assert pair.head.orc("leave", "spare")["left"] is True
+    assert "spare" not in (pair.home / "joined.json").read_text()
+
+
+def test_what_differs_is_said_with_both_values_and_nothing_is_left(pair: Pair) -> None:
+    elsewhere = str(pair.home.parent / "empty")
+    token = (pair.home / "join_token").read_text()
+    secret = {"ORC_JOIN_TOKEN": token, "ORC_HOME": elsewhere}
+    said = pair.other.orc("join", pair.service, code=2, env=secret)
+    assert elsewhere in said
+    assert str(pair.home) in said
+    assert "--home" in said
+    assert not (pair.home.parent / "empty").exists()
+    said = pair.other.orc("join", pair.service, code=2, env={"ORC_HOME": elsewhere})
+    assert "no token for joining" in said
+    wrong = {"ORC_JOIN_TOKEN": f"orcj_{'x' * 43}{token[token.index('.') :]}"}
+    assert "wrong token" in pair.other.orc("join", pair.service, code=1, env=wrong)
+    other = {"ORC_JOIN_TOKEN": f"{token.partition('.')[0]}.{'0' * 64}"}
+    assert "shows the certificate" in pair.other.orc("join", pair.service, code=1, env=other)
+    assert "gives this machine another name" in pair.other.orc("join", pair.service, "--name", "virtual", code=1)
+    assert set(pair.nodes()) == {"virtual"}
+
+
+def test_the_service_of_a_shared_home_is_left_alone_by_other_machines(pair: Pair) -> None:
+    for words in (("up",), ("down",), ("down", "--force")):
+        assert f"runs on the machine {pair.head.address}" in pair.other.orc(*words, code=1)
+    assert pair.head.orc("up")["started"] is False
+
+
+def test_no_token_is_in_a_process_list_and_a_new_one_ends_the_old_one(pair: Pair) -> None:
+    old = (pair.home / "join_token").read_text()
+    assert (pair.home / "join_token").stat().st_mode & 0o077 == 0
+    pair.other.orc("join", pair.service)
+    secrets = [(pair.home / name).read_text().partition(".")[0] for name in ("join_token", "ray_token", "token")]
+    for host in (pair.head, pair.other):
+        listed = host.run("ps", "-eo", "args").stdout
+        assert not [secret for secret in secrets if secret in listed]
+    assert pair.other.orc("leave")["left"] is True
+    assert pair.head.orc("token", "join", "--renew")["token"] != old
+    assert "wrong token" in pair.other.orc("join", pair.service, code=1, env={"ORC_JOIN_TOKEN": old})

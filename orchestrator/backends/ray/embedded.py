@@ -117,6 +117,19 @@ def find(home: Path) -> str | None:
     return state["address"] if start_ticks(pid) == ticks and accepts(state["address"], 2.0) else None
 
 
+def elsewhere(home: Path) -> str | None:
+    """Address of the machine on which the embedded Ray of this home runs, where that is another one than this."""
+    state = started(home)
+    if state is None or not accepts(state["address"], 2.0):
+        return None
+    with socket.socket() as probe:
+        try:
+            probe.bind((state["host"], 0))
+        except OSError:
+            return str(state["host"])
+    return None
+
+
 def started(home: Path, record: str = HEAD) -> dict[str, Any] | None:
     """State of an embedded Ray as `start` or `join` wrote it; None where there is none."""
     try:

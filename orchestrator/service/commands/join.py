@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.service.server.client import Client
+from orchestrator.service.server.cluster_file import joined_nodes
 from orchestrator.service.server.detection import found_here
 from orchestrator.service.server.endpoint import address_towards, kept_endpoint, parse_listen
 from orchestrator.service.server.join_token import FILE as TOKEN_FILE
@@ -43,7 +44,7 @@ def join(home: Path, service: str, name: str, token_file: Path | None) -> dict[s
         except (ServiceError, KeyboardInterrupt):
             if not was_in:
                 embedded_ray.stop(home, record=embedded_ray.record_of(name))
-                _forget(client, name)
+                _forget(client, name, GONE_TIMEOUT_S)
             raise
     return {"node": name, "address": address, "devices": found.node.devices, "notes": found.notes}
 
@@ -54,17 +55,22 @@ def leave(home: Path, name: str, timeout_s: float, *, force: bool) -> bool:
     Raises ServiceError where jobs still run after `timeout_s` without `force`: the node stays drained then. A node of
     another machine is only forgotten, and only where it does not run any more.
     """
-    endpoint, is_ours = kept_endpoint(home), embedded_ray.started(home, embedded_ray.record_of(name)) is not None
+    endpoint, record = kept_endpoint(home), embedded_ray.record_of(name)
     if endpoint is None:
         raise ServiceError(f"{home} is no home that machines have joined: `--home`, ORC_HOME name the shared one")
-    with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
-        names = {node["name"] for node in client.cluster()["nodes"]}
-        if is_ours and name in names:
-            client.drain(name, undo=False)
-            _await_empty(client, name, timeout_s, force=force)
-        embedded_ray.stop(home, record=embedded_ray.record_of(name))
-        _forget(client, name)
-    return is_ours or name in names
+    was_in, is_here = name in {node.name for node in joined_nodes(home)}, embedded_ray.is_running(home, name)
+    try:
+        with closing(Client(_login(home, f"{endpoint.address}:{endpoint.port}", None))) as client:
+            if is_here:
+                client.drain(name, undo=False)
+                _await_empty(client, name, timeout_s, force=force)
+                embedded_ray.stop(home, record=record)
+            _forget(client, name, GONE_TIMEOUT_S if is_here else 0.0)
+        embedded_ray.stop(home, record=record)  # what one that died here left
+    finally:
+        if force and is_here:  # also where the service does not answer
+            embedded_ray.stop(home, record=record)
+    return was_in
 
 
 def _login(home: Path, service: str, token_file: Path | None) -> Login:
@@ -116,9 +122,9 @@ def _await_empty(client: Client, name: str, timeout_s: float, *, force: bool) ->
         time.sleep(POLL_S)
 
 
-def _forget(client: Client, name: str) -> None:
+def _forget(client: Client, name: str, timeout_s: float) -> None:
     """Let the service forget the node, once it has seen that its Ray has ended. Raises ServiceError."""
-    deadline_s = time.monotonic() + GONE_TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             client.remove_node(name)

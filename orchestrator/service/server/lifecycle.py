@@ -43,6 +43,7 @@ def start(
     them finds the same world.
     """
     prepare(home)
+    _refuse_another_machine(home)
     with _only_one(home):
         notes = _keep_world(home, cluster, ray_address, endpoint)
         if notes is None:
@@ -102,6 +103,7 @@ def stop(home: Path, force: bool) -> None:
 
     Raises ServiceError if jobs run without `force`, if nothing is up, or if it hangs.
     """
+    _refuse_another_machine(home)
     if not is_up(home):
         _clear_remains(home, force)
         return
@@ -136,6 +138,15 @@ def _clear_remains(home: Path, force: bool) -> None:
     embedded_ray.stop(home)
     MlflowServer(home).stop()
     (home / "service.json").unlink(missing_ok=True)
+
+
+def _refuse_another_machine(home: Path) -> None:
+    """Raise ServiceError where the service of this shared home runs on another machine."""
+    from orchestrator.backends.ray import embedded as embedded_ray
+
+    other = embedded_ray.elsewhere(home)
+    if other is not None:
+        raise ServiceError(f"the service of {home} runs on the machine {other}: `orc up` and `orc down` work there")
 
 
 def _is_daemon(pid: int) -> bool:

@@ -31,7 +31,7 @@ def show_cluster(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
 
 def join(
-    service: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address that `orc up --listen` printed.")],
+    service: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Address of the service, as `orc up` prints it.")],
     token_file: Annotated[
         Path | None,
         typer.Option("--token-file", help="File with the token; default: ORC_JOIN_TOKEN, else the home's."),
