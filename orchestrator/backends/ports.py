@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from orchestrator.specs.actions import Action, Launch, Record, Stop
@@ -14,6 +15,14 @@ from orchestrator.specs.state import State
 
 OutboxRow = tuple[int, Record]  # its number, which is never given again, and what it holds
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a journal counts."""
+
+    ended: Mapping[str, int]  # archived jobs by status
+    undelivered: Mapping[str, int]  # records that each tracker has yet to get
 
 
 class Backend(Protocol):
@@ -61,6 +70,9 @@ class EventLog(Protocol):
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """At most `limit` such jobs, latest end first; with `before`, those that ended before that job."""
+
+    def totals(self) -> Totals:
+        """How many jobs have ended, and how many records wait for trackers."""
 
 
 class Tracker(Protocol):

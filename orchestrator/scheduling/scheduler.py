@@ -63,6 +63,15 @@ class Scheduler:
         times_s = [time_s for time_s in (self._index.wake_at_s(at_s), reevaluate_at_s) if time_s is not None]
         return min((time_s for time_s in times_s if time_s > at_s), default=None)
 
+    def expected_ends_s(self) -> dict[str, float]:
+        """When each running attempt is expected to end, by the id of its job; infinity where its nodes are gone."""
+        running = ((job, job.last) for job in self._index.running.values())
+        return {
+            job.id: self._index.end_of(job, last)
+            for job, last in running
+            if last is not None and last.ended_at_s is None
+        }
+
 
 def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -> SchedulerIndex:
     """The index of the state after the event."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from orchestrator.backends.ports import decisions
+from orchestrator.backends.ports import Totals, decisions
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.server.controller import Controller
 from orchestrator.specs.actions import Action, Archive, Launch, Record
@@ -75,6 +76,9 @@ class MemoryJournal:
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         jobs = list(self.archived.values())[::-1]
         return jobs[[job.id for job in jobs].index(before) + 1 if before else 0 :][:limit]
+
+    def totals(self) -> Totals:
+        return Totals(ended=Counter(job.status.value for job in self.archived.values()), undelivered={})
 
     def snapshot(self, state: State) -> None:
         self.newest = (state, len(self.kept))

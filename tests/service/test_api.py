@@ -112,6 +112,7 @@ ROUTES = [
     ("PUT", "/uploads/0"),
     ("GET", "/cluster"),
     ("GET", "/teams"),
+    ("GET", "/metrics"),
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
     ("POST", "/shutdown"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from pydantic import Field, TypeAdapter
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.outbox import Outbox
 from orchestrator.backends.journal.rows import adapter, dump, read
-from orchestrator.backends.ports import Decided, decisions
+from orchestrator.backends.ports import Decided, Totals, decisions
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
@@ -56,6 +57,7 @@ class Journal:
         self._event = adapter(Annotated[Event, Field(discriminator="type")])
         self._state, self._job = adapter(State), adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
+        self._ended, self._counted = Counter[str](), 0  # archived jobs by status, up to this number
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         """The newest snapshot of the state (None: there is none), and the events after it, oldest first.
@@ -138,6 +140,16 @@ class Journal:
         with self.database.transaction() as connection:
             rows = connection.execute(newest).all()
         return [self._read(self._job, _jobs, *row) for row in rows]
+
+    def totals(self) -> Totals:
+        """How many jobs have ended, and how many records wait for trackers; looks at jobs that are new since then."""
+        columns = (_jobs.c.status, sa.func.count().label("jobs"), sa.func.max(_jobs.c.number).label("last"))
+        with self.database.transaction() as connection:
+            fresh = sa.select(*columns).where(_jobs.c.number > self._counted).group_by(_jobs.c.status)
+            for row in connection.execute(fresh).all():
+                self._ended[row.status] += row.jobs
+                self._counted = max(self._counted, row.last)
+            return Totals(ended=dict(self._ended), undelivered=self.outbox.undelivered(connection))
 
     def events(self) -> Iterator[Event]:
         """Every event ever appended, oldest first."""

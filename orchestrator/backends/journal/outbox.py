@@ -57,6 +57,12 @@ class Outbox:
             rows = connection.execute(oldest.where(_outbox.c.id > last_row)).all()
         return [(row.id, read(self._record, self.database.name, "outbox", row.id, row.body)) for row in rows]
 
+    def undelivered(self, connection: sa.Connection) -> dict[str, int]:
+        """How many rows each tracker has not passed, in a transaction of the journal."""
+        behind = sa.select(sa.func.count()).where(_outbox.c.id > _trackers.c.last_row).scalar_subquery()
+        rows = connection.execute(sa.select(_trackers.c.name, behind.label("rows"))).all()
+        return {row.name: row.rows for row in rows}
+
     def delivered(self, tracker: str, row: int) -> None:
         """Move a tracker's cursor: it has `row` and every row before it."""
         with self.database.transaction() as connection:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TypedDict
 
-from orchestrator.backends.ports import Decided
+from orchestrator.backends.ports import Decided, Totals
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.backends.simulated.nature import Span, stream
 from orchestrator.backends.simulated.process import Process
@@ -172,6 +172,9 @@ class Unkept:
 
     def ended(self, limit: int, before: str | None = None) -> list[Job]:  # noqa: ARG002
         return []
+
+    def totals(self) -> Totals:
+        return Totals(ended={}, undelivered={})
 
 
 class TimedScheduler(Scheduler):

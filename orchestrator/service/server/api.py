@@ -54,6 +54,7 @@ from orchestrator.service.server.gate import Gate, limiter, refusal
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
+from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
@@ -98,6 +99,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
     ("GET", "/cluster"): Role.VIEWER,
     ("GET", "/teams"): Role.VIEWER,
+    ("GET", "/metrics"): Role.VIEWER,
     ("POST", "/jobs"): Role.MEMBER,
     ("POST", "/jobs/batch"): Role.MEMBER,
     ("POST", "/jobs/cancel"): Role.MEMBER,  # of its own team
@@ -122,6 +124,11 @@ JOINING = frozenset(  # for which the token of joining machines is enough
 
 BYTES_SENT = {
     "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+}
+EXPOSITION: dict[str, Any] = {
+    "response_model": None,
+    "response_class": Response,
+    "responses": {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}},
 }
 READY: dict[str, Any] = {
     "response_model": None,
@@ -384,6 +391,12 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             return refusal(503, str(error))
         return JSONResponse({"status": "ready"}) if controller.state.nodes else refusal(503, "no node was seen yet")
 
+    metrics = Metrics(controller.figures, controller.confirm, lambda job: _beats(service.home, job))
+
+    @app.get("/metrics", **EXPOSITION)
+    def scrape() -> Response:
+        return Response(content=metrics.text(), media_type=MEDIA_TYPE)
+
     @app.get("/whoami", **answers(WhoAnswer))
     def whoami(sender: Sender) -> dict[str, str]:
         return {"user": sender.name, "role": sender.role}
@@ -548,9 +561,17 @@ def _view(home: Path, job: Job, policy: PolicySpec) -> JobView:
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         return job_view(job, policy=policy)
     folder = JobFolder(home, job.id).attempt(attempt.number)
-    beats = (_beat(folder, rank) for rank in range(attempt.plan.world_size))
     unwatched = _read_from(folder.unwatched, 0).decode(errors="replace").partition("\n")[0]
-    return job_view(job, [beat for beat in beats if beat is not None], policy, unwatched)
+    return job_view(job, _beats(home, job), policy, unwatched)
+
+
+def _beats(home: Path, job: Job) -> list[Heartbeat]:
+    """The last heartbeats of the newest attempt's ranks."""
+    if job.last is None:
+        return []
+    folder = JobFolder(home, job.id).attempt(job.last.number)
+    beats = (_beat(folder, rank) for rank in range(job.last.plan.world_size))
+    return [beat for beat in beats if beat is not None]
 
 
 def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:

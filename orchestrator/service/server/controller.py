@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from orchestrator.backends.ports import Backend, Decided, EventLog, decisions
@@ -14,6 +15,7 @@ from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.dependencies import resolved
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
+from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.specs.actions import Archive, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
 from orchestrator.specs.errors import ServiceError, SpecError, closest
@@ -91,6 +93,7 @@ class Controller:
         self._scheduler = deciding
         self._state = state = deciding.state  # the newest that is committed
         self._version = 0
+        self._tally = Tally()
         self._unsaved_events = len(tail)
         self._pending: deque[Launch | Stop] = deque()
         self._queue = threading.Lock()
@@ -124,6 +127,13 @@ class Controller:
     def ended(self, limit: int, before: str | None = None) -> list[Job]:
         """At most `limit` archived jobs, the most recently ended first; see `Journal.ended`."""
         return self._journal.ended(limit, before)
+
+    def figures(self) -> Figures:
+        """What `/metrics` shows, all of one moment. Raises ServiceError if the journal cannot be read."""
+        with self._changed:
+            totals, ends_s = self._journal.totals(), self._scheduler.expected_ends_s()
+            at_s, tally = self._clock(), deepcopy(self._tally)
+            return Figures(at_s=at_s, state=self._state, totals=totals, ends_s=ends_s, tally=tally)
 
     def submit(self, spec: JobSpec, fault: Fault | None = None) -> str:
         """Submit a job; returns its id once it is in the journal. Raises ServiceError if it cannot be stored."""
@@ -298,12 +308,14 @@ class Controller:
     def _apply(self, events: Sequence[Event]) -> None:
         """Decide each event and commit all together; only then is the state visible and are actions performed."""
         with self._changed:
-            decided = list[Decided]()
+            decided, taken_s = list[Decided](), list[float]()
             try:
                 for event in events:
                     if isinstance(event, NodesSeen) and _is_known(self._scheduler.state, event):
                         continue
+                    began_s = time.perf_counter()
                     decided.append((event, self._scheduler.step(event)))
+                    taken_s.append(time.perf_counter() - began_s)
                 if not decided:
                     return
                 self._journal.append(decided)
@@ -312,7 +324,8 @@ class Controller:
                 raise
             self._state = state = self._scheduler.state
             self._version += 1
-            for event, taken in decided:
+            for (event, taken), decision_s in zip(decided, taken_s, strict=True):
+                self._tally.add(event, taken, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
                     log.info("event %s", _line(event))
                 self._pending.extend(action for action in taken if isinstance(action, Launch | Stop))

@@ -1,0 +1,206 @@
+"""`GET /metrics`: what Prometheus scrapes, computed from one moment of the service.
+
+Labels are bounded: nodes and teams by the cluster file, `job` by the attempts that run. Counters and histograms begin
+anew with each start of the service; `rate()` and `increase()` expect that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import isfinite
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from orchestrator.memory.calibration.correction import predicted_peak_bytes
+from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import State
+
+MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+DEVICES = "devices"
+PHRASES = {  # of the scheduler's reasons, and the word for it
+    "to be seen": "cluster_unseen",
+    "others of the array": "array_limit",
+    "memory that other processes": "foreign_memory",
+    "to come back": "nodes_away",
+    "nothing new": "drain",
+    "the maintenance of": "maintenance",
+    "start_window": "start_window",
+}
+REASONS = ("dependency", "back_off", *PHRASES.values(), DEVICES)
+DEVICE_STATES = ("held", "free", "drained", "absent")
+
+Beats = Callable[[Job], Sequence[Heartbeat]]
+Values = dict[tuple[str, ...], float]  # by the values of the labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A live attempt with what its ranks reported last."""
+
+    job: Job
+    attempt: Attempt
+    beats: Sequence[Heartbeat]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max((beat.peak_bytes for beat in self.beats), default=None)
+
+    @property
+    def step_s(self) -> float | None:
+        return max((beat.step_s for beat in self.beats if beat.step_s), default=None)
+
+
+class Metrics(Collector):
+    """The metrics of a service. `figures` reads one moment of it; `beats` the newest heartbeats of a running job."""
+
+    def __init__(self, figures: Callable[[], Figures], confirm: Callable[[], None], beats: Beats) -> None:
+        self._figures, self._confirm, self._beats = figures, confirm, beats
+        self._version = version("orchestrator")
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """The text that Prometheus reads, of MEDIA_TYPE."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registration needs no scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric; without the journal only that it is not held."""
+        yield _gauge("orc_build_info", "Version of the service.", {(self._version,): 1.0}, "version")
+        try:
+            self._confirm()
+            figures = self._figures()
+        except ServiceError:
+            yield _gauge("orc_journal_lease_held", "1 while this service owns its journal.", {(): 0.0})
+            return
+        yield _gauge("orc_journal_lease_held", "1 while this service owns its journal.", {(): 1.0})
+        live = [
+            Running(job=job, attempt=job.last, beats=self._beats(job))
+            for job in figures.state.jobs.values()
+            if job.last is not None and job.last.status is not AttemptStatus.ENDED
+        ]
+        yield from _of_jobs(figures)
+        yield from _of_running(figures, live)
+        yield from _of_devices(figures.state)
+        yield from _since_start(figures, live)
+        records: Values = {(name,): float(rows) for name, rows in figures.totals.undelivered.items()}
+        yield _gauge("orc_tracker_pending_records", "Records that a tracker has yet to get.", records, "tracker")
+
+
+def pending_reason(job: Job, now_s: float) -> str:
+    """Why a queued job waits, as one of REASONS."""
+    if job.waits_for:
+        return "dependency"
+    if job.not_before_s > now_s:
+        return "back_off"
+    return next((word for phrase, word in PHRASES.items() if phrase in job.reason), DEVICES)
+
+
+def _of_jobs(figures: Figures) -> Iterator[Metric]:
+    counts = Counter(job.status.value for job in figures.state.jobs.values())
+    counts.update(figures.totals.ended)
+    by_status: Values = {(status.value,): float(counts[status.value]) for status in JobStatus}
+    yield _gauge("orc_jobs", "Jobs by status, the ended ones of the whole journal included.", by_status, "status")
+    queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
+    reasons = Counter(pending_reason(job, figures.at_s) for job in queued)
+    by_reason: Values = {(reason,): float(reasons[reason]) for reason in REASONS}
+    yield _gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
+    oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
+    yield _gauge("orc_pending_oldest_timestamp_seconds", "When the oldest queued job was submitted.", oldest_s)
+
+
+def _of_running(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
+    values: dict[str, tuple[str, Values]] = {
+        "orc_memory_predicted_bytes": ("Predicted allocated peak of the worst rank of a running job.", {}),
+        "orc_memory_peak_bytes": ("Measured allocated peak of the worst rank of a running job.", {}),
+        "orc_step_predicted_seconds": ("Predicted seconds of an optimizer step of a running job.", {}),
+        "orc_step_seconds": ("Measured seconds of an optimizer step of a running job's slowest rank.", {}),
+        "orc_job_expected_end_timestamp_seconds": ("When a running job is expected to end.", {}),
+        "orc_job_deadline_timestamp_seconds": ("Deadline of a running job.", {}),
+        "orc_job_heartbeat_timestamp_seconds": ("When the quietest rank of a running job last reported.", {}),
+    }
+    for one in live:
+        said = (
+            predicted_peak_bytes(one.attempt),
+            one.peak_bytes,
+            one.attempt.step_s,
+            one.step_s,
+            figures.ends_s.get(one.job.id),
+            one.job.deadline_s,
+            min((beat.at_s for beat in one.beats), default=None),
+        )
+        for (_, by_job), value in zip(values.values(), said, strict=True):
+            if value is not None and isfinite(value):
+                by_job[(one.job.id,)] = float(value)
+    for name, (help_text, by_job) in values.items():
+        yield _gauge(name, help_text, by_job, "job")
+
+
+def _of_devices(state: State) -> Iterator[Metric]:
+    held = Counter(node for node, _ in holders(state))
+    alive = {node.name: len(node.free_bytes) for node in state.nodes}
+    known = {node.name: len(node.free_bytes) for node in state.declared} | alive
+    values: Values = {}
+    for name, devices in known.items():
+        idle = max(0, devices - held[name])
+        rest = "absent" if name not in alive else "drained" if name in state.drained else "free"
+        counts = {"held": min(devices, held[name]), rest: idle}
+        values |= {(name, word): float(counts.get(word, 0)) for word in DEVICE_STATES}
+    yield _gauge("orc_devices", "Devices of each node by state.", values, "node", "state")
+
+
+def _since_start(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
+    tally, policy = figures.tally, figures.state.policy
+    ended: Values = {(outcome,): float(tally.outcomes[outcome]) for outcome in OUTCOMES}
+    yield _counter("orc_attempts_ended", "Attempts that ended since the start, by outcome.", ended, "outcome")
+    preempted: Values = {
+        ("scheduler",): float(tally.outcomes[FailureKind.MOVED.value]),
+        ("outside",): float(tally.outcomes[FailureKind.PREEMPTED.value]),
+    }
+    yield _counter("orc_preemptions", "Attempts since the start that were ended so that others run.", preempted, "by")
+    names = {team.name for team in policy.teams} | {policy.team_of("").name} | set(tally.device_s)
+    used: Values = {(name,): tally.device_s.get(name, 0.0) for name in sorted(names)}
+    for one in live:
+        used[(policy.team_of(one.job.user).name,)] += device_seconds(one.attempt, figures.at_s)
+    yield _counter("orc_team_usage_device_seconds", "Device-seconds since the start, by team.", used, "team")
+    yield _histogram("orc_job_wait_seconds", "Seconds from submission to first launch.", tally.wait_s)
+    yield _histogram("orc_decision_seconds", "Seconds to decide what follows from an event.", tally.decision_s)
+    yield _histogram("orc_memory_peak_ratio", "Measured over predicted peak of ended attempts.", tally.peak_ratio)
+
+
+def _gauge(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _counter(name: str, help_text: str, values: Values, *labels: str) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _histogram(name: str, help_text: str, seen: Distribution) -> Metric:
+    buckets, below = [], 0
+    for bound, count in zip((*map(str, seen.bounds), "+Inf"), seen.counts, strict=True):
+        below += count
+        buckets.append((bound, float(below)))
+    family = HistogramMetricFamily(name, help_text)
+    family.add_metric([], buckets, seen.sum)
+    return family

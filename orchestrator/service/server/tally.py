@@ -1,0 +1,83 @@
+"""What happened since the service started, as sums: for `/metrics`. The journal has the events themselves."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.backends.ports import Totals
+from orchestrator.memory.calibration.correction import predicted_peak_bytes
+from orchestrator.specs.actions import Action, Launch, Record
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.events import Event, Finished
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.state import State
+
+SUCCEEDED = "succeeded"
+OUTCOMES = (SUCCEEDED, *(kind.value for kind in FailureKind))
+WAIT_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 24 * 3600.0)
+DECISION_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+PEAK_RATIO = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0)
+
+
+class Distribution:
+    """Counts of values in buckets, as a histogram of Prometheus has them: each bucket has those up to its bound."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)  # of each bucket alone; the last has what is above all bounds
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over committed events. Its owner calls from one thread at a time."""
+
+    wait_s: Distribution = field(default_factory=lambda: Distribution(WAIT_S))  # submission to first launch
+    decision_s: Distribution = field(default_factory=lambda: Distribution(DECISION_S))
+    peak_ratio: Distribution = field(default_factory=lambda: Distribution(PEAK_RATIO))  # measured / predicted
+    outcomes: Counter[str] = field(default_factory=Counter)  # ended attempts
+    device_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of ended attempts, by team
+
+    def add(self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec) -> None:
+        """Count a committed event with its actions, and how long it took to decide."""
+        self.decision_s.add(decision_s)
+        for action in actions:
+            if isinstance(action, Launch) and action.attempt.number == 1:
+                self.wait_s.add(max(0.0, event.at_s - action.job.submitted_at_s))
+            if isinstance(event, Finished) and isinstance(action, Record) and action.attempt is not None:
+                self._end(action.job, action.attempt, policy)
+
+    def _end(self, job: Job, attempt: Attempt, policy: PolicySpec) -> None:
+        assert attempt.status is AttemptStatus.ENDED, attempt.name
+        assert attempt.ended_at_s is not None, attempt.name
+        self.outcomes[attempt.failure.kind.value if attempt.failure else SUCCEEDED] += 1
+        self.device_s[policy.team_of(job.user).name] += device_seconds(attempt, attempt.ended_at_s)
+        predicted, measured = predicted_peak_bytes(attempt), attempt.peak_bytes
+        if predicted and measured:
+            self.peak_ratio.add(measured / predicted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One moment of a service: its state, what the journal counts, and what happened since its start."""
+
+    at_s: float
+    state: State
+    totals: Totals
+    ends_s: Mapping[str, float]  # expected, of each running job
+    tally: Tally
+
+
+def device_seconds(attempt: Attempt, until_s: float) -> float:
+    """Devices of the attempt times the seconds since its launch."""
+    devices = sum(len(part.devices) for part in attempt.placement)
+    return devices * max(0.0, until_s - attempt.launched_at_s)

@@ -1,0 +1,212 @@
+"""Laws of `/metrics`: what is said of a service, to whom, and at what cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.journal import Idle, Instant
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.metrics import REASONS, Metrics, pending_reason
+from orchestrator.specs.access import Role
+from orchestrator.specs.attempt import Heartbeat
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.run import JobFolder, write_json
+from tests.scheduling.world import cluster, device, script
+from tests.service.test_api import World, _spec
+
+SCRAPE_S = 0.050
+ENDED, QUEUED, BATCH = 10_000, 2_000, 500
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+NAMES = {  # each has a meaning for alerts and dashboards: a change here is a change for others
+    "orc_jobs",
+    "orc_pending_jobs",
+    "orc_job_wait_seconds_count",
+    "orc_attempts_ended_total",
+    "orc_preemptions_total",
+    "orc_devices",
+    "orc_team_usage_device_seconds_total",
+    "orc_journal_lease_held",
+    "orc_decision_seconds_count",
+    "orc_build_info",
+    "orc_memory_peak_ratio_count",
+    "process_resident_memory_bytes",
+}
+OF_RUNNING = {
+    "orc_memory_predicted_bytes",
+    "orc_memory_peak_bytes",
+    "orc_step_seconds",
+    "orc_step_predicted_seconds",
+    "orc_job_expected_end_timestamp_seconds",
+    "orc_job_heartbeat_timestamp_seconds",
+}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.journal.close()
+
+
+def samples(text: str) -> Samples:
+    """Every sample by name and labels; a second one of the same name and labels fails."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            key = (one.name, tuple(sorted(one.labels.items())))
+            assert key not in found, key
+            found[key] = one.value
+    return found
+
+
+def scraped(world: World) -> Samples:
+    answer = world.by(Role.VIEWER).get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return samples(answer.text)
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[(name, tuple(sorted(labels.items())))]
+
+
+def test_the_metrics_agree_with_the_state_through_a_jobs_life(world: World) -> None:
+    before = scraped(world)
+    assert {name for name, _ in before} >= NAMES
+    assert value(before, "orc_devices", node="virtual", state="free") == 2
+    assert not OF_RUNNING & {name for name, _ in before}
+    ids = [world.submit() for _ in range(3)]
+    world.turn_until("running", 2)
+    running = scraped(world)
+    assert value(running, "orc_jobs", status="running") == 2
+    assert value(running, "orc_jobs", status="queued") == 1
+    assert value(running, "orc_pending_jobs", reason="devices") == 1
+    assert value(running, "orc_devices", node="virtual", state="held") == 2
+    assert value(running, "orc_devices", node="virtual", state="free") == 0
+    assert value(running, "orc_job_wait_seconds_count") == 2
+    assert value(running, "orc_memory_predicted_bytes", job=ids[0]) > 0
+    expected_s = value(running, "orc_job_expected_end_timestamp_seconds", job=ids[0])
+    assert expected_s > world.controller.figures().at_s
+    used_s = value(running, "orc_team_usage_device_seconds_total", team="others")
+    world.turn_until("succeeded", 3)
+    after = scraped(world)
+    assert value(after, "orc_jobs", status="succeeded") == 3
+    assert value(after, "orc_attempts_ended_total", outcome="succeeded") == 3
+    assert value(after, "orc_attempts_ended_total", outcome="device_oom") == 0
+    assert value(after, "orc_memory_peak_ratio_count") == 3
+    assert value(after, "orc_team_usage_device_seconds_total", team="others") > used_s
+    assert "job" not in {label for _, labels in after for label, _ in labels}, "a job's id outlived its attempt"
+
+
+def test_the_reports_of_the_ranks_are_shown_for_running_jobs_alone(world: World) -> None:
+    job_id = world.submit()
+    world.turn_until("running")
+    folder = JobFolder(world.home, job_id).attempt(1)
+    folder.path.mkdir(parents=True)
+    beat = Heartbeat(rank=0, step=3, steps_done=3, step_s=0.25, peak_bytes=7777, phase="training", at_s=12.0)
+    write_json(folder.heartbeat(0), beat)
+    found = scraped(world)
+    assert {name for name, _ in found} >= OF_RUNNING
+    assert value(found, "orc_memory_peak_bytes", job=job_id) == 7777
+    assert value(found, "orc_step_seconds", job=job_id) == 0.25
+    assert value(found, "orc_job_heartbeat_timestamp_seconds", job=job_id) == 12
+
+
+def test_ended_jobs_are_counted_across_restarts_and_once(tmp_path: Path) -> None:
+    nodes = cluster(("node", 2, 8, device("small", "512MiB")))
+    url = f"sqlite:///{tmp_path}/journal.sqlite"
+    for total in (4, 8):
+        with closing(Journal(url)) as journal:
+            controller = Controller(journal, Instant(nodes), time.time)
+            controller.turn(0.0)
+            controller.submit_all([(script("lm", gpus=1), None)] * 4)
+            while controller.state.jobs:
+                controller.turn(0.0)
+            for _ in range(2):
+                assert controller.figures().totals.ended == {"succeeded": total}
+
+
+def test_a_service_that_lost_its_journal_says_so_and_nothing_else(world: World) -> None:
+    def lost() -> None:
+        raise ServiceError("taken over")
+
+    metrics = Metrics(world.controller.figures, lost, lambda _: [])
+    found = samples(metrics.text().decode())
+    assert value(found, "orc_journal_lease_held") == 0
+    assert {name for name, _ in found if name.startswith("orc_")} == {"orc_journal_lease_held", "orc_build_info"}
+
+
+def test_teams_are_labels_and_users_are_not(tmp_path: Path) -> None:
+    world = World(tmp_path, PolicySpec(teams=[{"name": "vision", "users": ["ada"]}]))
+    for user in ("ada", "eve\n1", "mallory"):
+        world.client.post("/jobs", json={"spec": _spec() | {"user": user}})
+    world.turn_until("succeeded", 2)
+    teams = {dict(labels)["team"] for name, labels in scraped(world) if name == "orc_team_usage_device_seconds_total"}
+    assert teams == {"vision", "others"}
+    world.journal.close()
+
+
+def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> None:
+    """The reasons are the scheduler's own: what each job waits for is arranged for real."""
+    world = World(tmp_path)
+    controller = world.controller
+    first = world.submit()
+    follower = _spec() | {"name": "follower", "depends_on": [{"job": first}]}
+    windowed = _spec() | {"name": "windowed", "start_window": "01:00-01:01 UTC"}
+    ids = {}
+    for spec in (follower, windowed):
+        answer = world.client.post("/jobs", json={"spec": spec})
+        assert answer.status_code == 200, answer.text
+        ids[spec["name"]] = answer.json()["id"]
+    controller.turn(0.0)
+    jobs, now_s = controller.state.jobs, controller.figures().at_s
+    assert pending_reason(jobs[ids["follower"]], now_s) == "dependency"
+    assert pending_reason(jobs[ids["windowed"]], now_s) == "start_window"
+    controller.drain("virtual", undo=False)
+    drained = world.submit()
+    controller.turn(0.0)
+    assert pending_reason(controller.state.jobs[drained], now_s) == "drain"
+    unseen = Job(id="a-1", spec=script("a"), order=1, submitted_at_s=0, reason="waiting for the cluster to be seen")
+    assert pending_reason(unseen, now_s) == "cluster_unseen"
+    found = scraped(world)
+    assert {dict(labels)["reason"] for name, labels in found if name == "orc_pending_jobs"} == set(REASONS)
+    assert value(found, "orc_pending_jobs", reason="drain") >= 1
+    world.journal.close()
+
+
+def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
+    nodes = cluster(("node", 4, 8, device("small", "512MiB")))
+    url = f"sqlite:///{tmp_path}/journal.sqlite"
+    with closing(Journal(url)) as journal:
+        controller = Controller(journal, Instant(nodes), time.time)
+        controller.turn(0.0)
+        for _ in range(ENDED // BATCH):
+            controller.submit_all([(script("lm", gpus=1), None)] * BATCH)
+            while controller.state.jobs:
+                controller.turn(0.0)
+    with closing(Journal(url)) as journal:
+        controller = Controller(journal, Idle(nodes), time.time)
+        controller.turn(0.0)
+        controller.submit_all([(script("lm", gpus=1), None)] * QUEUED)
+        controller.turn(0.0)
+        metrics = Metrics(controller.figures, controller.confirm, lambda _: [])
+        took_s = []
+        for _ in range(10):
+            began_s = time.process_time()
+            text = metrics.text().decode()
+            took_s.append(time.process_time() - began_s)
+        found = samples(text)
+    assert value(found, "orc_jobs", status="succeeded") == ENDED
+    assert value(found, "orc_jobs", status="queued") + value(found, "orc_jobs", status="running") == QUEUED
+    assert JobStatus.RUNNING in {job.status for job in controller.state.jobs.values()}
+    print("scrapes in ms:", [round(1e3 * one, 1) for one in took_s])
+    assert min(took_s) < SCRAPE_S, took_s
