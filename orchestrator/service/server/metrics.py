@@ -1,7 +1,7 @@
 """`GET /metrics`: what Prometheus scrapes, computed from one moment of the service.
 
-Labels are bounded: nodes and teams by the cluster file, `job` by the attempts that run. Counters and histograms begin
-anew with each start of the service; `rate()` and `increase()` expect that.
+Labels are bounded: nodes and teams by the cluster file, `job_id` by the attempts that run. `job` is Prometheus' own.
+Counters and histograms begin anew with each start of the service; `rate()` and `increase()` expect that.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _of_running(figures: Figures, live: Sequence[Running]) -> Iterator[Metric]:
             if value is not None and isfinite(value):
                 by_job[(one.job.id,)] = float(value)
     for name, (help_text, by_job) in values.items():
-        yield _gauge(name, help_text, by_job, "job")
+        yield _gauge(name, help_text, by_job, "job_id")
 
 
 def _of_devices(state: State) -> Iterator[Metric]:
