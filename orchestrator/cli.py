@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
+from orchestrator.service.server.logs import LogFormat
 from orchestrator.service.terminal import access, machines
 from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
@@ -138,6 +141,9 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Be the service, and log here: for containers and systemd.")
     ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option("--log-format", envvar="ORC_LOG_FORMAT", help="Format of the service's log.")
+    ] = LogFormat.TEXT,
     as_json: AsJson = False,
 ) -> None:
     """Start the service; without a cluster file on this machine's GPUs, else on two virtual devices."""
@@ -149,6 +155,7 @@ def up(
 
     home = home.expanduser()
     read_cluster(cluster)
+    os.environ[LOG_FORMAT] = log_format  # the service inherits it
     if listen is None and (tls_cert or tls_key or allowed_hosts):
         raise SpecError("say where other machines are served", source="--listen", allowed="HOST:PORT")
     endpoint = endpoint_of(home, listen, tls_cert, tls_key, tuple(allowed_hosts or ())) if listen else None

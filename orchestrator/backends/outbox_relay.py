@@ -105,7 +105,9 @@ class OutboxRelay:
             self._refusals[job_id] = self._refusals.get(job_id, 0) + 1
             if self._refusals[job_id] < REFUSALS_MAX:
                 raise
-            log.exception("tracker %s refuses job %s: its outbox rows are dropped", self._name, job_id)
+            log.exception(
+                "tracker %s refuses job %s: its outbox rows are dropped", self._name, job_id, extra={"job": job_id}
+            )
         self._refusals.pop(job_id, None)
 
     def _refresh(self) -> None:

@@ -86,6 +86,7 @@ class AttemptWatch:
         self._jobs = JobFolder(world.home, job.id)
         self._folder: AttemptFolder = self._jobs.attempt(attempt.number)
         self._started = started_ranks(job.spec, attempt.placement)
+        self._about = {"job": job.id, "attempt": attempt.number}  # fields of the log
         self._devices = [(part.node, index) for part in attempt.placement for index in part.devices]
         self._stop_grace_s: float | None = None
         self._free_before_bytes: tuple[int, ...] = ()  # unknown where a restarted service takes the attempt up
@@ -120,7 +121,7 @@ class AttemptWatch:
             return Ending(launch_error=str(error), no_program=error.no_program)
         except Exception as error:  # the edge: whatever goes wrong with a launch is its end, and nothing else's
             self._check_closing()
-            log.exception("attempt %s", self._attempt.name)
+            log.exception("attempt %s", self._attempt.name, extra=self._about)
             self._remove()
             return Ending(launch_error=f"{type(error).__name__}: {error}")
 
@@ -128,7 +129,7 @@ class AttemptWatch:
         try:
             write_ending(self._folder, ending)
         except OSError:  # a full disk: only a restart right now would miss it
-            log.exception("attempt %s", self._attempt.name)
+            log.exception("attempt %s", self._attempt.name, extra=self._about)
         evidence = collect(self._job.spec, self._attempt, self._jobs, ending)
         at_s = self._world.clock()
         self._emit(Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s))
@@ -138,7 +139,7 @@ class AttemptWatch:
             self._world.launchers.end(self._attempt)
         except OSError:
             self._check_closing()
-            log.exception("attempt %s", self._attempt.name)
+            log.exception("attempt %s", self._attempt.name, extra=self._about)
 
     def _take_up(self) -> LauncherGroup | Ending:
         """Launchers whose ranks run, placed and started where the attempt has not begun."""

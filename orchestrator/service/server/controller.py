@@ -15,6 +15,7 @@ from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.dependencies import resolved
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
+from orchestrator.service.server.logs import about
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.specs.actions import Archive, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
@@ -162,6 +163,8 @@ class Controller:
                         self._requests[0].woken.set()
         if request.error is not None:
             raise request.error
+        if request.ids:
+            log.info("submitted jobs=%d first=%s last=%s", len(request.ids), request.ids[0], request.ids[-1])
         return request.ids
 
     def _give_up(self, request: _Request) -> None:
@@ -327,7 +330,7 @@ class Controller:
             for (event, taken), decision_s in zip(decided, taken_s, strict=True):
                 self._tally.add(event, taken, decision_s, state.policy)
                 if log.isEnabledFor(logging.INFO):
-                    log.info("event %s", _line(event))
+                    log.info("event %s", _line(event), extra=_about(event))
                 self._pending.extend(action for action in taken if isinstance(action, Launch | Stop))
             self._changed.notify_all()
             self._unsaved_events += len(decided)
@@ -344,7 +347,7 @@ class Controller:
         while self._pending:
             self._journal.confirm()
             action = self._pending.popleft()
-            log.info("action %s", _line(action))
+            log.info("action %s", _line(action), extra=_about(action))
             if isinstance(action, Launch):
                 self._launch(action)
             else:
@@ -360,11 +363,12 @@ class Controller:
         try:
             self._backend.stop(action)
         except Exception:
-            log.exception("backend failed to stop attempt=%s", action.name)
+            log.exception("backend failed to stop attempt=%s", action.name, extra=_about(action))
 
     def _take_up(self, job: Job, attempt: Attempt) -> None:
         """After a restart: watch the attempts that hold devices, and repeat stops that were in progress."""
-        log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status)
+        extra = about(job.id, attempt.number)
+        log.info("adopt job=%s attempt=%d status=%s", job.id, attempt.number, attempt.status, extra=extra)
         try:
             self._backend.adopt(job, attempt)
         except Exception as error:
@@ -376,7 +380,8 @@ class Controller:
 
     def _not_launched(self, attempt: Attempt, error: Exception) -> None:
         """A failed launch ends the attempt, but only the backend can report that its devices are free."""
-        log.error("backend failed on attempt=%s", attempt.name, exc_info=error)
+        extra = about(attempt.job_id, attempt.number)
+        log.error("backend failed on attempt=%s", attempt.name, exc_info=error, extra=extra)
         if attempt.status is AttemptStatus.ENDED:
             return
         reason = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS_MAX]
@@ -388,6 +393,13 @@ class Controller:
 
 def _is_known(state: State, seen: NodesSeen) -> bool:
     return (seen.nodes, seen.declared, seen.policy) == (state.nodes, state.declared, state.policy)
+
+
+def _about(said: Event | Launch | Stop) -> dict[str, object]:
+    """Job and attempt, for a log that has fields."""
+    if isinstance(said, Launch):
+        return about(said.job.id, said.attempt.number)
+    return about(getattr(said, "job_id", None), getattr(said, "number", None))
 
 
 def _line(said: Event | Launch | Stop) -> str:

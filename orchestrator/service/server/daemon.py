@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
@@ -37,10 +38,11 @@ from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
+from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.rates import known, measured
 from orchestrator.specs.cluster import ClusterSpec
-from orchestrator.specs.errors import OrchestratorError, ServiceError
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
 HOME_CHECK_S = 5.0
@@ -54,14 +56,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
     home: Path = parser.parse_args().home.resolve()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        configure(os.environ.get(VARIABLE, LogFormat.TEXT))
+    except SpecError as error:
+        sys.exit(f"{error}")
     stop, down = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
         serve(home, stop, down)
     except OrchestratorError as error:
-        sys.exit(f"{error}")
+        log.critical("%s", error)
+        sys.exit(1)
     log.info("ended")
 
 
@@ -197,7 +203,7 @@ def served(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     listener.listen()  # before its port is told: a client that connects then waits, and is not refused
     tls = {"ssl_certfile": endpoint.certificate, "ssl_keyfile": endpoint.key} if endpoint else {}
-    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", **tls)  # type: ignore[arg-type]
+    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", **tls)  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()

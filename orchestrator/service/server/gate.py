@@ -20,6 +20,7 @@ from starlette.routing import Match
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
+from orchestrator.service.server.logs import REQUEST
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 
@@ -55,6 +56,7 @@ class Gate:
         """The answer of the route, or why the request is refused: 401, 403, 411, 413, 429."""
         given_id = request.headers.get("x-request-id", "")
         request.state.id = given_id if REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
+        REQUEST.set(request.state.id)
         answer = await self._answered(request, handler)
         answer.headers["X-Request-Id"] = request.state.id
         return answer

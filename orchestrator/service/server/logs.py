@@ -1,0 +1,87 @@
+"""The service's log: one record after the other, as text or as JSON, to which no name and no message adds another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from enum import StrEnum
+from types import TracebackType
+
+from orchestrator.specs.errors import SpecError
+
+VARIABLE = "ORC_LOG_FORMAT"
+FIELDS = ("job", "attempt", "request")  # of a record, where known
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+CONTINUED = "  | "  # begins every further line of a record
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # all but the tab and the end of a line
+
+REQUEST: ContextVar[str | None] = ContextVar("REQUEST", default=None)  # id of the HTTP request that is answered
+
+log = logging.getLogger(__name__)
+
+
+class LogFormat(StrEnum):
+    """How the service's log is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class TextFormatter(logging.Formatter):
+    """A record begins with its time, each further line with CONTINUED; other control characters are escaped."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record, of one line or more."""
+        text = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), super().format(record))
+        return text.replace("\n", f"\n{CONTINUED}")
+
+
+class JsonFormatter(logging.Formatter):
+    """A record is one object on one line, in ASCII."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """time (RFC 3339, UTC), level, logger and message; of FIELDS those that are known; an exception's traceback."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {"time": at.replace("+00:00", "Z"), "level": record.levelname.lower()}
+        line |= {"logger": record.name, "message": record.getMessage()}
+        line |= {name: value for name in FIELDS if (value := getattr(record, name, None)) is not None}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def about(job: str | None = None, attempt: int | None = None) -> dict[str, object]:
+    """The fields of a record about a job, which no request caused: one commit may serve several."""
+    return {"job": job, "attempt": attempt, "request": None}
+
+
+def configure(name: str) -> None:
+    """Log to stderr in this format, warnings and uncaught exceptions too. Raises SpecError for an unknown format."""
+    if name not in list(LogFormat):
+        raise SpecError("no format of a log", source=VARIABLE, got=name, allowed=", ".join(LogFormat))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if name == LogFormat.JSON else TextFormatter())
+    handler.addFilter(_with_request)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda ended: _uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
+
+
+def _with_request(record: logging.LogRecord) -> bool:
+    if not hasattr(record, "request"):
+        record.request = REQUEST.get()
+    return True
+
+
+def _uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is not None and not issubclass(kind, SystemExit):
+        log.critical("uncaught %s", kind.__name__, exc_info=(kind, error, trace))
