@@ -50,10 +50,11 @@ class Tally:
     def add(self, event: Event, actions: Sequence[Action], decision_s: float, policy: PolicySpec) -> None:
         """Count a committed event with its actions, and how long it took to decide."""
         self.decision_s.add(decision_s)
+        ended = (event.job_id, event.number) if isinstance(event, Finished) else None
         for action in actions:
             if isinstance(action, Launch) and action.attempt.number == 1:
                 self.wait_s.add(max(0.0, event.at_s - action.job.submitted_at_s))
-            if isinstance(event, Finished) and isinstance(action, Record) and action.attempt is not None:
+            if isinstance(action, Record) and action.attempt and (action.job.id, action.attempt.number) == ended:
                 self._end(action.job, action.attempt, policy)
 
     def _end(self, job: Job, attempt: Attempt, policy: PolicySpec) -> None:
