@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.backends.conftest import nvml_library  # noqa: F401  a fixture
 from tests.backends.ray_jobs import until
 from tests.hosts import Host, hosts
+from tests.service.test_detection import H100
 
 PORT = 8443
 JOB_S = 120.0
@@ -132,7 +135,7 @@ def test_a_machine_leaves_only_when_its_jobs_have_ended_and_force_moves_them(pai
     alone = pair.submit("again", WAITS, 4)
     until(lambda: pair.nodes()["h2"]["jobs"] == [alone], "the job on both hosts")
     pair.other.orc("leave", "--force")
-    pair.head.orc("cancel", alone)
+    assert pair.ended(alone)["status"] == "failed", "no node that stays could ever hold it"
     assert set(pair.nodes()) == {"virtual"}
 
 
@@ -188,3 +191,35 @@ def test_no_token_is_in_a_process_list_and_a_new_one_ends_the_old_one(pair: Pair
     assert pair.other.orc("leave")["left"] is True
     assert pair.head.orc("token", "join", "--renew")["token"] != old
     assert "wrong token" in pair.other.orc("join", pair.service, code=1, env={"ORC_JOIN_TOKEN": old})
+
+
+def test_a_machine_with_cards_joins_one_without_and_brings_its_own_kind(pair: Pair, nvml_library: Path) -> None:  # noqa: F811
+    if not any(nvml_library.iterdir()):
+        pytest.skip("no C compiler: the fake libnvidia-ml.so.1 cannot be built")
+    folder = pair.home.parent / "nvml"
+    shutil.copytree(nvml_library, folder)
+    (folder / "state").write_text(f"ok\n{H100}\n{H100}\n")
+    nvml = {"LD_LIBRARY_PATH": str(folder), "FAKE_NVML_STATE": str(folder / "state"), "CUDA_VISIBLE_DEVICES": "0,1"}
+    joined = pair.other.orc("join", pair.service, "--name", "cards", env=nvml)
+    assert joined["notes"] == ["Found 2 x NVIDIA H100 80GB HBM3, taken as h100-80gb."]
+    until(lambda: sum(pair.nodes()["cards"]["free_bytes"]) > 2 * 78 * 2**30, "what is free, as NVML tells on that host")
+    assert pair.nodes()["virtual"]["device"]["kind"] == "virtual"
+    changed = pair.other.orc("join", pair.service, "--name", "cards", code=1, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "the devices of node cards have changed" in changed
+    assert pair.other.orc("leave", "cards")["left"] is True
+
+
+@pytest.mark.long
+def test_the_file_that_is_shown_is_what_the_service_takes_and_members_join_it_again(pair: Pair) -> None:
+    pair.other.orc("join", pair.service)
+    shown = pair.head.run(sys.executable, "-m", "orchestrator.cli", "cluster", "show").stdout
+    assert "name: h2" in shown
+    file = pair.home.parent / "my.yaml"
+    file.write_text(shown)
+    pair.head.orc("down")
+    up = pair.head.orc("up", "--cluster", str(file), "--listen", pair.service)
+    assert [node["name"] for node in up["nodes"]] == ["virtual"], "the other one is not started here"
+    pair.other.orc("join", pair.service)
+    assert set(pair.nodes()) == {"virtual", "h2"}
+    assert pair.head.orc("up", "--cluster", str(file), "--listen", pair.service)["started"] is False
+    assert pair.other.orc("leave")["left"] is True
