@@ -53,7 +53,7 @@ Settings = Annotated[
 
 
 # commands about the home folder itself
-ON_THIS_MACHINE = ("up", "down", "doctor", "replay", "cluster", "join", "leave")
+ON_THIS_MACHINE = ("up", "down", "doctor", "replay", "backup", "restore", "cluster", "join", "leave")
 
 
 class SchemaName(StrEnum):
@@ -206,6 +206,35 @@ def doctor(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
     found = findings(home.expanduser())
     tell({"findings": [asdict(finding) for finding in found]}, as_json, findings_table(found))
     raise typer.Exit(any(finding.verdict == BAD for finding in found))
+
+
+@app.command()
+def backup(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive to write.")],
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Back up queue, history, accounts and cluster file, also while jobs run. Checkpoints are not in it."""
+    from orchestrator.service.commands.backup import back_up
+
+    manifest = back_up(home.expanduser(), file)
+    tell({"file": str(file), **manifest}, as_json, f"{file} has the home {home} as of {manifest['created_at']}.")
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive that `orc backup` wrote.")],
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Restore a backup into an empty home. Attempts that ran then count as lost, and their jobs restart."""
+    from dataclasses import asdict
+
+    from orchestrator.service.commands.backup import restore as restore_archive
+
+    restored = restore_archive(file, home.expanduser())
+    words = f"{home} is as of {restored.created_at}: {restored.queued} queued jobs, {len(restored.lost)} lost attempts."
+    tell(asdict(restored), as_json, f"{words} `orc up` goes on.")
 
 
 # ---------------------------------------------------------------------------------------------------------- the jobs

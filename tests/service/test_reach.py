@@ -182,7 +182,7 @@ def test_nothing_is_served_in_the_clear(reached: Reached) -> None:
 
 
 def test_commands_about_the_home_folder_are_refused_elsewhere(reached: Reached) -> None:
-    for command in ("up", "down", "doctor", "replay"):
+    for command in ("up", "down", "doctor", "replay", "backup"):
         assert "works on this machine alone" in reached.there.orc(command, code=2)
 
 

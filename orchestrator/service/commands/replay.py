@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -11,13 +10,13 @@ from math import inf
 from pathlib import Path
 from typing import TypedDict
 
+from orchestrator.backends.journal.copy import copy_journal
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.ports import decisions
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.scheduling.reports.forecast import Expected, forecast
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Action, Launch, Record, Stop
-from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import Event
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
@@ -107,18 +106,9 @@ def opened(journal: str) -> Iterator[Journal]:
 
 @contextmanager
 def _copied(path: Path) -> Iterator[Journal]:
-    if not path.is_file():
-        raise SpecError("there is no journal", source=str(path), hint="a service keeps journal.sqlite in its home")
     with tempfile.TemporaryDirectory(prefix="orc-journal-") as folder:
         copy = Path(folder) / path.name
-        try:
-            with (
-                closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as source,
-                closing(sqlite3.connect(copy)) as target,
-            ):
-                source.backup(target)
-        except sqlite3.Error as error:
-            raise SpecError("not a SQLite journal", source=str(path), got=str(error)) from None
+        copy_journal(path, copy)
         with closing(Journal(f"{SQLITE}{copy}")) as kept:
             yield kept
 

@@ -1,0 +1,183 @@
+"""`orc backup` and `orc restore`: queue, records, accounts and cluster file as one archive.
+
+The journal has users, digests of tokens and the audit log. No token is in it in clear; what a job file says under `env`
+is. Left out are the home's own token, the TLS key, checkpoints, logs and MLflow's files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.journal.copy import copy_journal, schema_of
+from orchestrator.backends.journal.database import SCHEMA
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.scheduling.scheduler import Scheduler
+from orchestrator.service.server.lifecycle import journal_url
+from orchestrator.specs.attempt import AttemptStatus
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job_record import JobStatus
+from orchestrator.specs.run import JobFolder
+from orchestrator.specs.state import State
+
+FORMAT = 1
+MANIFEST, JOURNAL, CLUSTER = "manifest.json", "journal.sqlite", "cluster.yaml"
+MANIFEST_BYTES_MAX = 2**16
+CHUNK_BYTES = 2**20
+SQLITE = "sqlite:///"
+LOST = "The journal was restored from a backup, in which this attempt ran. It counts as lost with its node.\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a new home has."""
+
+    created_at: str  # of the backup, in UTC
+    version: str  # of the orchestrator that wrote it
+    queued: int  # jobs
+    lost: list[str]  # attempts that ran: their jobs restart
+
+
+def back_up(home: Path, archive: Path) -> dict[str, Any]:
+    """Write the archive (mode 0600), while the service may be up; returns its manifest.
+
+    Raises SpecError where the file exists, or where the journal is no SQLite file.
+    """
+    url = journal_url(home)
+    if not url.startswith(SQLITE):
+        hint = "`pg_dump --format=custom DATABASE > FILE` copies it; `pg_restore` brings it back. Keep cluster.yaml too"
+        raise SpecError("the journal is in PostgreSQL, which has its own backup", source=str(home), hint=hint)
+    if archive.exists():
+        raise SpecError("the file exists", source=str(archive), hint="name a new one: a backup replaces none")
+    if not archive.absolute().parent.is_dir():
+        raise SpecError("the folder does not exist", source=str(archive.parent))
+    with tempfile.TemporaryDirectory(dir=archive.absolute().parent, prefix=".orc-backup-") as folder:
+        kept = Path(folder) / JOURNAL
+        copy_journal(Path(url.removeprefix(SQLITE)), kept)
+        files = {JOURNAL: kept}
+        if (home / CLUSTER).exists():
+            files[CLUSTER] = home / CLUSTER
+        manifest = {
+            "format": FORMAT,
+            "version": version("orchestrator"),
+            "schema": schema_of(kept),
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "files": {name: {"sha256": _digest(path), "bytes": path.stat().st_size} for name, path in files.items()},
+        }
+        written = Path(folder) / "archive"
+        descriptor = os.open(written, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
+                packed.writestr(MANIFEST, json.dumps(manifest, indent=2))
+                for name, path in files.items():
+                    packed.write(path, name)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(written, archive)  # whole or not at all; fails where another wrote it meanwhile
+    return manifest
+
+
+def restore(archive: Path, home: Path) -> Restored:
+    """Make a home of the archive, whole or not at all.
+
+    Attempts that ran count as lost with their nodes: `orc up` restarts their jobs as new attempts.
+    Raises SpecError where the home is not empty, or the archive is damaged, newer than this version, or none.
+    """
+    if home.exists() and (not home.is_dir() or any(home.iterdir())):
+        raise SpecError("the home is not empty", source=str(home), hint="name another with --home, or move this away")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with _opened(archive) as packed, tempfile.TemporaryDirectory(dir=home.parent, prefix=".orc-restore-") as folder:
+        made = Path(folder) / "home"
+        made.mkdir(mode=0o700)
+        manifest = _manifest(packed, archive)
+        for name, said in manifest["files"].items():
+            _unpack(packed, name, said, made / name, archive)
+        if schema_of(made / JOURNAL) != manifest["schema"]:
+            raise _damaged(archive, "its manifest names another schema than its journal has")
+        queued, lost = _settle(made)
+        made.replace(home)  # an empty folder may be there
+    return Restored(created_at=manifest["created_at"], version=manifest["version"], queued=queued, lost=lost)
+
+
+def _settle(home: Path) -> tuple[int, list[str]]:
+    """Number of queued jobs, and attempts that ran: a log in the folder of each says to the service that it began."""
+    with closing(Journal(f"{SQLITE}{home / JOURNAL}")) as journal:
+        snapshot, tail = journal.load()
+    scheduler = Scheduler(snapshot or State())
+    for event, _ in tail:
+        scheduler.step(event)
+    jobs, lost = scheduler.state.jobs.values(), []
+    for attempt in (attempt for job in jobs for attempt in job.attempts):
+        if attempt.status is not AttemptStatus.ENDED:
+            log = JobFolder(home, attempt.job_id).attempt(attempt.number).log(0)
+            log.parent.mkdir(parents=True)
+            log.write_text(LOST)
+            lost.append(attempt.name)
+    return sum(job.status is JobStatus.QUEUED for job in jobs), lost
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(archive) as packed:
+            yield packed
+    except FileNotFoundError:
+        raise SpecError("the file does not exist", source=str(archive)) from None
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise _damaged(archive, str(error)) from None
+
+
+def _manifest(packed: zipfile.ZipFile, archive: Path) -> dict[str, Any]:
+    try:
+        with packed.open(MANIFEST) as file:
+            manifest = json.loads(file.read(MANIFEST_BYTES_MAX))
+        form, schema, files = manifest["format"], manifest["schema"], manifest["files"]
+        sizes = [one["bytes"] for one in files.values()]
+        texts = [manifest["version"], manifest["created_at"], schema, *(one["sha256"] for one in files.values())]
+        is_whole = all(isinstance(text, str) for text in texts) and all(type(size) is int for size in sizes)
+        is_ours = is_whole and {JOURNAL} <= set(files) <= {JOURNAL, CLUSTER}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        is_ours = False
+    if not is_ours:
+        raise _damaged(archive, "it has no manifest of ours")
+    if form != FORMAT or schema > SCHEMA:
+        got = f"format {form}, schema {schema}, of version {manifest['version']}"
+        allowed = f"format {FORMAT}, schema {SCHEMA} at most"
+        raise SpecError("a newer version wrote it", source=str(archive), got=got, allowed=allowed)
+    return dict(manifest)
+
+
+def _unpack(packed: zipfile.ZipFile, name: str, said: dict[str, Any], path: Path, archive: Path) -> None:
+    digest, left = hashlib.sha256(), int(said["bytes"])
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with packed.open(name) as source, os.fdopen(descriptor, "wb") as target:
+            while left >= 0 and (chunk := source.read(min(CHUNK_BYTES, left + 1))):
+                left -= len(chunk)
+                digest.update(chunk)
+                target.write(chunk)
+    except KeyError:
+        raise _damaged(archive, f"{name} is missing") from None
+    except OSError as error:
+        raise _damaged(archive, f"{name}: {error}") from None
+    if left or digest.hexdigest() != said["sha256"]:
+        raise _damaged(archive, f"{name} is not what the manifest says")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damaged(archive: Path, why: str) -> SpecError:
+    return SpecError("not a whole backup", source=str(archive), got=why, hint="take another one")
