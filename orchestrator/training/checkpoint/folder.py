@@ -90,7 +90,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Written]:
     crc, _, text = (checkpoint / MANIFEST).read_text().partition("\n")
     if crc != _hexadecimal(zlib.crc32(text.encode())):
         raise ValueError("its content is not what was written")
-    return {name: Written(**written) for name, written in json.loads(text).items()}
+    try:
+        files = {name: Written(**written) for name, written in json.loads(text).items()}
+    except (AttributeError, RecursionError, TypeError):
+        raise ValueError("it is no list of files") from None
+    for name, file in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts or type(file.size_bytes) is not int:
+            raise ValueError(f"{name[:80]!r} is no file of a checkpoint")
+    return files
 
 
 def write_manifest(folder: Path, files: Mapping[str, Written]) -> None:
@@ -174,7 +181,7 @@ def _file_damage(path: Path, expected: Written, read: bool) -> list[str]:
             return [f"{path.name}: {size_bytes} bytes instead of {expected.size_bytes}"]
         if read and _crc32(path) != expected.crc32:
             return [f"{path.name}: its content is not what was written (CRC-32)"]
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name that a file can have
         return [f"{path.name}: {_reason(error)}"]
     return []
 

@@ -1,0 +1,200 @@
+"""Laws of bad input: each malformed file or request is one clear SpecError, and nothing is stored of it.
+
+500 inputs of each kind in `make test`, 10,000 of each in `make test-long`; the seed is the number of the input.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.backends.journal import accounts
+from orchestrator.backends.simulated.traces import read_trace
+from orchestrator.service.server import gate
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.parse import parse_cluster, parse_jobs
+from orchestrator.training.checkpoint.folder import MANIFEST, damage, latest_complete, write_manifest, written
+from tests.backends.test_traces import DEADLINES, ELASTICFLOW, PHILLY, PLANS
+from tests.service.test_api import World, _spec
+
+ROOT = Path(__file__).parents[2]
+COUNTS = [500, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3000)])]
+CHARACTERS_MAX = 10_000  # of one error
+NASTY = (
+    *("", "null", "true", "-1", "0", "1e999", ".nan", "-.inf", "9" * 400, "0x10", "1_000", "١٢", "1.5GB", "½GiB"),
+    *(
+        "[]",
+        "{}",
+        "[" * 200,
+        "{a: " * 200,
+        "a" * 5000,
+        "\x00",
+        "\t",
+        "\r",
+        "\u2028",
+        "\u202e",
+        "\ud83d\ude00",
+        "\ufeff",
+    ),
+    *("&a [*a, *a]", "*gone", "<<: *gone", "!!python/object/apply:os.system [id]", "!!binary aGk=", "? a", "- - -"),
+    *("../../etc/passwd", "/etc/passwd", "~root", "$(id)", "`id`", "'; DROP TABLE jobs; --", "%s%n{0}", "{name}"),
+    *("2026-99-99T99:99", "25:61", "01:00-01:00", "1h", "-5min", '"', "'", "#", ": :", ",,,", "%YAML 9.9", "---\n---"),
+)
+CSV_FILES = (PHILLY, DEADLINES, PLANS, ELASTICFLOW)
+
+
+def files(*patterns: str) -> list[str]:
+    found = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    assert len(found) > 5
+    return found
+
+
+def mutated(draw: random.Random, text: str) -> str:
+    """The text after one to three small changes."""
+    for _ in range(draw.randint(1, 3)):
+        at, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+        end = min(end, at + draw.choice((1, 5, 40)))
+        nasty = draw.choice(NASTY)
+        match draw.randrange(6):
+            case 0:
+                text = text[:at] + text[end:]
+            case 1:
+                text = text[:at] + nasty + text[end:]
+            case 2:
+                text = text[:end] + text[at:end] * draw.choice((1, 50)) + text[end:]
+            case 3:
+                text = text[:at] + chr(draw.choice((0, 9, 10, 13, 27, 34, 39, 44, 58, 123, 0x85, 0x2028))) + text[at:]
+            case 4:  # the value of a line
+                lines = text.split("\n")
+                number = draw.randrange(len(lines))
+                key, colon, _ = lines[number].partition(":")
+                lines[number] = f"{key}{colon} {nasty}"
+                text = "\n".join(lines)
+            case _:
+                lines = text.split("\n")
+                number, other = draw.randrange(len(lines)), draw.randrange(len(lines))
+                lines[number], lines[other] = lines[other], lines[number]
+                text = "\n".join(lines)
+    return text
+
+
+def malformed(count: int, texts: list[str], read: Callable[[str], object]) -> Iterator[tuple[int, str]]:
+    """Changed texts that are refused, each with one clear SpecError; fails on any other exception."""
+    number = refused = 0
+    while refused < count:
+        assert number < 20 * count, "most changes are harmless: the mutator is too tame"
+        draw = random.Random(number)
+        text = mutated(draw, draw.choice(texts))
+        try:
+            read(text)
+        except SpecError as error:
+            refused += 1
+            said = str(error)
+            assert said.strip(), number
+            assert len(said) < CHARACTERS_MAX, (number, len(said))
+            assert "Traceback" not in said, number
+            yield number, text
+        except Exception as error:
+            raise AssertionError(f"input {number} raised {error!r}:\n{text[:3000]}") from error
+        number += 1
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_malformed_job_file_is_one_clear_error(count: int) -> None:
+    texts = files("jobs/*/*.yaml")
+    assert sum(1 for _ in malformed(count, texts, lambda text: parse_jobs(text, "job.yaml"))) == count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_malformed_cluster_file_is_one_clear_error(count: int) -> None:
+    texts = files("clusters/*.yaml")
+    assert sum(1 for _ in malformed(count, texts, lambda text: parse_cluster(text, "cluster.yaml"))) == count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_malformed_trace_is_one_clear_error(count: int, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+
+    def read(text: str) -> object:
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        return read_trace(path)
+
+    assert sum(1 for _ in malformed(count, list(CSV_FILES), read)) == count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_malformed_manifest_makes_a_checkpoint_a_damaged_one_and_nothing_worse(count: int, tmp_path: Path) -> None:
+    """Half of them carry a right checksum, as a forger's would; the older checkpoint is then the newest whole one."""
+    for step in (1, 2):
+        folder = tmp_path / f"step-{step:08d}"
+        folder.mkdir()
+        (folder / "data").write_bytes(b"1234")
+        write_manifest(folder, {"data": written(4, zlib.crc32(b"1234"))})
+    newest = tmp_path / "step-00000002"
+    whole = (newest / MANIFEST).read_text()
+    _, _, entries = whole.partition("\n")
+    refused = 0
+    for number in range(count):
+        draw = random.Random(number)
+        text = mutated(draw, whole)
+        if number % 2:
+            text = mutated(draw, entries)
+            text = f"{zlib.crc32(text.encode(errors='surrogatepass')):08x}\n{text}"
+        (newest / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
+        try:
+            said = damage(newest)
+            found = latest_complete(tmp_path)
+        except Exception as error:
+            raise AssertionError(f"input {number} raised {error!r}:\n{text[:3000]}") from error
+        refused += bool(said)
+        assert found == (newest if not damage(newest, read=False) else tmp_path / "step-00000001"), number
+        assert all(len(one) < CHARACTERS_MAX for one in said), number
+    assert refused > 0.8 * count
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_nothing_is_stored_of_a_malformed_request(count: int, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    whole = json.dumps({"jobs": [{"spec": _spec()}]}, indent=1)
+    paths = ("/jobs/batch", "/jobs", "/jobs/cancel", "/observations", "/tokens", "/nodes/virtual/drain")
+    events, refused = len(list(world.journal.events())), 0
+    for number in range(count):
+        draw = random.Random(number)
+        path = draw.choice(paths)
+        body = mutated(draw, whole).encode(errors="surrogatepass")
+        answer = world.client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (200, 409, 413, 422), (number, path, answer.status_code, answer.text[:500])
+        now = len(list(world.journal.events())) if answer.status_code == 200 or number % 50 == 0 else events
+        if answer.status_code == 200:
+            events = now
+        else:
+            refused += 1
+            assert now == events, (number, path)
+            assert answer.json()["error"].strip(), number
+    assert refused > 0.5 * count
+    assert len(list(world.journal.events())) == events
+    world.journal.close()
+
+
+def test_a_token_is_compared_in_constant_time_or_by_its_digest() -> None:
+    """By structure, since times are noise: no `==` touches a token or what a client says is one."""
+    for module in (gate, accounts):
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        for compared in (node for node in ast.walk(tree) if isinstance(node, ast.Compare)):
+            words = ast.unparse(compared)
+            if any(isinstance(operator, ast.Eq | ast.NotEq) for operator in compared.ops):
+                assert "token" not in words.replace("_tokens.c.", ""), words
+                assert "secret" not in words, words
+                assert "given" not in words, words
+    calls = [
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(Path(str(gate.__file__)).read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    assert "hmac.compare_digest" in calls
