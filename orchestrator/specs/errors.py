@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+GIVEN_MAX = 400  # characters of what was given
+
 
 class OrchestratorError(Exception):
     """Base of every error that this project raises on purpose."""
@@ -44,7 +46,8 @@ class SpecError(OrchestratorError, ValueError):
         where = ": ".join(part for part in (self.source, self.path) if part)
         lines = [f"{where}: {self.what}" if where else self.what]
         if self.got is not None:
-            lines.append(f"  given:   {self.got!r}")
+            given = repr(self.got)
+            lines.append(f"  given:   {given if len(given) <= GIVEN_MAX else given[:GIVEN_MAX] + ' ...'}")
         if self.allowed:
             lines.append(f"  allowed: {self.allowed}")
         if self.hint:

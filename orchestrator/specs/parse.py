@@ -22,6 +22,7 @@ from orchestrator.specs.job.spec import JobSpec
 
 TEXT_LENGTH_MAX = 2**20
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
+PROBLEMS_MAX = 20  # told at once
 DEPTH_MAX = 32
 GIVEN_LENGTH_MAX = 120
 IN_NO_SCHEMA = get_args(SkipJsonSchema[object])[1]  # marks what is found out, and said in no file
@@ -91,7 +92,9 @@ def together(problems: Sequence[SpecError], source: str) -> SpecError:
     assert problems, "an error without a problem"
     if len(problems) == 1:
         return problems[0]
-    listed = "\n".join(textwrap.indent(str(problem), "  ") for problem in problems)
+    listed = "\n".join(textwrap.indent(str(problem), "  ") for problem in problems[:PROBLEMS_MAX])
+    if len(problems) > PROBLEMS_MAX:
+        listed += f"\n  and {len(problems) - PROBLEMS_MAX} more"
     return SpecError(f"{len(problems)} problems\n{listed}", source=source)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from orchestrator.backends.attempts.evidence import CHUNK_BYTES, Ending, collect, scan_log
+from orchestrator.backends.redaction import without_secrets
 from orchestrator.scheduling.failures.classify import classify, oom_needed_bytes, oom_reports
 from orchestrator.scheduling.options.job_options import steps_left
-from orchestrator.specs.attempt import Cause, Evidence, FailureKind, Phase
+from orchestrator.specs.attempt import Cause, ErrorReport, Evidence, FailureKind, Phase, RankEnd
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.run import JobFolder
 from orchestrator.training.guard import oom_report
@@ -138,3 +139,14 @@ def test_memory_that_others_hold_is_told_by_text_alone(tmp_path: Path) -> None:
         assert failure is not None
         assert failure.kind is kind
         assert "2.00 GiB" in failure.reason
+
+
+def test_evidence_names_a_secret_that_the_program_printed_and_keeps_all_else() -> None:
+    error = ErrorReport(rank=0, step=1, phase="training", type="ValueError", traceback="ValueError: hunter2 of cuda")
+    ranks = (RankEnd(rank=0, exit_code=1, log_tail="token hunter2\nCUDA out of memory"),)
+    evidence = Evidence(ranks=ranks, errors=(error,), launch_error=None, nodes_lost=("node-1",))
+    spec = JobSpec(name="a", global_batch_size=1, command="x", secrets=("KEY",), env={"DEVICE": "cuda"})
+    hidden = without_secrets(evidence, spec, {"KEY": "hunter2"})
+    assert hidden.errors[0].traceback == "ValueError: [KEY] of cuda"
+    assert hidden.ranks[0].log_tail == "token [KEY]\nCUDA out of memory", "a variable stays"
+    assert without_secrets(evidence, spec, {}) == evidence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from orchestrator.backends.attempts.progress import Progress
 from orchestrator.backends.attempts.script_output import output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
+from orchestrator.backends.redaction import without_secrets
 from orchestrator.specs.attempt import Attempt, AttemptStatus
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
 from orchestrator.specs.job_record import Job
@@ -130,7 +132,9 @@ class AttemptWatch:
             write_ending(self._folder, ending)
         except OSError:  # a full disk: only a restart right now would miss it
             log.exception("attempt %s", self._attempt.name, extra=self._about)
-        evidence = collect(self._job.spec, self._attempt, self._jobs, ending)
+        evidence = without_secrets(
+            collect(self._job.spec, self._attempt, self._jobs, ending), self._job.spec, os.environ
+        )
         at_s = self._world.clock()
         self._emit(Finished(job_id=self._job.id, number=self._attempt.number, evidence=evidence, at_s=at_s))
 

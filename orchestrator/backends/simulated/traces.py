@@ -155,8 +155,8 @@ def _measured(path: Path) -> dict[tuple[str, Shape], float]:
 def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise SpecError("nobody measured this application", source=str(path)) from None
+    except (OSError, ValueError):  # ValueError: no name that a file can have
+        raise SpecError("nobody measured this application", source=repr(str(path))) from None
     return _numbered(path, csv.DictReader(text.splitlines()))
 
 

@@ -602,6 +602,7 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _unrouted(_: Request, error: Exception) -> JSONResponse:
+    """No such route, no such method, or a body that is no text: answered as every other refusal."""
     assert isinstance(error, HTTPException), error
     answer = refusal(error.status_code, error.detail)
     answer.headers.update(error.headers or {})
