@@ -146,10 +146,10 @@ FRAGMENT_OF_A_CLUSTER = {
 def read_as_what_it_is(text: str) -> str:
     """Parse a YAML block as the file, or part of a file, that it is; the kind that it was. Raises SpecError.
 
-    Manifests of Kubernetes and lists of `orc simulate` have other readers.
+    Manifests of Kubernetes, lists of `orc simulate` and Prometheus' settings have other readers.
     """
     data = yaml.safe_load(text)
-    if not isinstance(data, dict) or {"apiVersion", "kind"} <= set(data) or "jobs" in data:
+    if not isinstance(data, dict) or {"apiVersion", "kind"} <= set(data) or {"jobs", "scrape_configs"} & set(data):
         return "other"
     keys = set(data)
     if "nodes" in keys or (keys & CLUSTER_KEYS and len(keys & CLUSTER_KEYS) > len(keys & JOB_KEYS)):
