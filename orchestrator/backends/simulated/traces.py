@@ -12,6 +12,8 @@ from functools import cache
 from math import isfinite, lcm
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from orchestrator.backends.simulated.nature import stream
 from orchestrator.scheduling.options.job_options import steps_left
 from orchestrator.specs.errors import SpecError
@@ -69,6 +71,11 @@ def read_trace(path: Path) -> Trace:
         raise SpecError("the file does not exist", source=str(path)) from None
     except UnicodeDecodeError:
         raise SpecError("the file is not UTF-8 text", source=str(path)) from None
+    except csv.Error as error:
+        raise SpecError(f"not readable as CSV: {error}", source=str(path)) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise SpecError(f"a row describes no job: {first['msg']}", source=str(path)) from None
 
 
 def misjudged(trace: Trace, sigma: float, seed: int) -> Trace:
