@@ -125,6 +125,9 @@ class ControlPlane:
         self.apply(objects_of(self.get("raycluster", "orc-ray")))
 
 
+OPERATED = ("PodMonitor", "ServiceMonitor", "PrometheusRule")  # of Prometheus Operator
+
+
 def as_text(manifests: Sequence[Manifest]) -> str:
     """YAML of several objects."""
     return yaml.safe_dump_all(manifests)
@@ -133,7 +136,7 @@ def as_text(manifests: Sequence[Manifest]) -> str:
 def for_this_server(manifests: Sequence[Manifest], folder: Path) -> list[Manifest]:
     """The same as Kubernetes 1.20 takes it; kinds whose definitions are not at hand are left out."""
     file = folder / "manifests.yaml"
-    file.write_text(as_text([one for one in manifests if one["kind"] != "PodMonitor"]))
+    file.write_text(as_text([one for one in manifests if one["kind"] not in OPERATED]))
     return list(yaml.load_all(_older(file), Loader=LOADER))
 
 

@@ -19,8 +19,10 @@ from packaging.requirements import Requirement
 
 from orchestrator.backends.ray.embedded import RAY_ENV
 from orchestrator.cli import app
+from orchestrator.service.server.api import ROLES
 from orchestrator.service.server.endpoint import parse_listen
 from orchestrator.service.server.gate import OPEN
+from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind
 from orchestrator.specs.parse import parse_cluster
 from tests.k8s.manifests import (
@@ -43,7 +45,12 @@ from tests.k8s.manifests import (
 )
 
 RELEASE = "1.37"
-CUSTOM = ("RayCluster", "PodMonitor")  # kinds whose schemas Kubernetes does not have
+CUSTOM = (
+    "RayCluster",
+    "PodMonitor",
+    "ServiceMonitor",
+    "PrometheusRule",
+)  # kinds whose schemas Kubernetes does not have
 WIDE = ("orc/ray-member",)  # label of pods that reach each other on every port
 OUTSIDE = {53: "DNS", 5432: "a database of the user's"}  # ports of others
 SECRETS = {"orc-tls": {"tls.crt", "tls.key"}, "orc-ray-token": {"auth_token"}, "orc-database": {"journal", "mlflow"}}
@@ -295,7 +302,7 @@ def test_every_part_of_ray_runs_by_the_rules_of_the_embedded_one(overlay: str) -
 
 
 def cluster_of(overlay: str) -> tuple[Manifest, ClusterSpec]:
-    (config,) = of_kind(manifests_of(overlay), "ConfigMap")
+    (config,) = [one for one in of_kind(manifests_of(overlay), "ConfigMap") if "cluster.yaml" in one["data"]]
     return config, parse_cluster(config["data"]["cluster.yaml"], overlay)
 
 
@@ -456,6 +463,18 @@ def test_every_selector_selects_a_pod(overlay: str) -> None:
 
 def listened(template: Template) -> set[int]:
     return {port["containerPort"] for container in template.containers for port in container.get("ports", ())}
+
+
+def test_prometheus_is_led_to_the_services_port_for_metrics() -> None:
+    manifests = manifests_of("monitoring")
+    monitor = the(manifests, "ServiceMonitor", "orc")["spec"]
+    chosen = [one for one in of_kind(manifests, "Service") if selects(monitor["selector"], one["metadata"]["labels"])]
+    (endpoint,) = monitor["endpoints"]
+    named = [
+        one["metadata"]["name"] for one in chosen for port in one["spec"]["ports"] if port["name"] == endpoint["port"]
+    ]
+    assert named == ["orc"]
+    assert Role.VIEWER is ROLES["GET", endpoint["path"]]
 
 
 @each_overlay
