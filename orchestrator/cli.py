@@ -26,7 +26,7 @@ from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_o
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.policy import Order
+from orchestrator.specs.order import Order
 
 if TYPE_CHECKING:
     from orchestrator.service.server.endpoint import Endpoint

@@ -11,8 +11,9 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, mode
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
+from orchestrator.specs.order import Order
 from orchestrator.specs.plan import Precision
-from orchestrator.specs.policy import UNSHARED, Objective, Order, PolicySpec
+from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
 from orchestrator.specs.spec_model import SpecModel, json_schema_of
 
 # From a launch to the first training step. Ray and the guard take 2.3 s of it (make bench-launch, 2026-11); the rest is

@@ -8,6 +8,7 @@ from functools import cached_property
 from pydantic import Field, model_validator
 
 from orchestrator.specs.job.spec import Seconds, UserName
+from orchestrator.specs.order import Order
 from orchestrator.specs.spec_model import SpecModel
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
@@ -19,15 +20,6 @@ class Objective(StrEnum):
 
     COMPLETION = "completion"
     MAKESPAN = "makespan"
-
-
-class Order(StrEnum):
-    """Which queued job starts next, which may overtake it, and which is stopped for it: scheduling/policies/."""
-
-    ADAPTIVE = "adaptive"
-    FIFO = "fifo"
-    EASY = "easy"
-    EDF = "edf"
 
 
 class TeamSpec(SpecModel):

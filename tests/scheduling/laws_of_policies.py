@@ -10,7 +10,7 @@ from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.job_record import Job, JobStatus
-from orchestrator.specs.policy import Order
+from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
 from tests.scheduling import laws_of_moves, laws_of_turns
 from tests.scheduling.transition import Law, Transition, of

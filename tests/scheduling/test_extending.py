@@ -10,8 +10,8 @@ import pytest
 from orchestrator.scheduling.policies.registry import POLICIES
 from orchestrator.service.commands.job_list import read_list
 from orchestrator.service.commands.simulate import simulate
+from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster
-from orchestrator.specs.policy import Order
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "queue-policy.md"
 CLUSTER = "name: one\nnodes: [{name: n, devices: 1, device: a100-80gb, host_memory: 64GiB}]\n"

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.specs.policy import Order, PolicySpec
+from orchestrator.specs.order import Order
+from orchestrator.specs.policy import PolicySpec
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import history
 from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_rush, random_scenario, random_tide

@@ -10,7 +10,7 @@ from orchestrator.scheduling.policies.edf import EdfPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.policy import Order
+from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
 
 POLICIES: Mapping[Order, Callable[[SchedulerIndex], QueuePolicy]] = {
