@@ -52,9 +52,9 @@ class ControlPlane:
             raise Refused(f"{ended.stderr}{ended.stdout}")
         return ended.stdout
 
-    def apply(self, manifests: Sequence[Manifest], *arguments: str) -> None:
-        """Server-side, as the guide says."""
-        self.run("apply", "--server-side", *arguments, "-f", "-", given=as_text(manifests))
+    def apply(self, manifests: Sequence[Manifest], *arguments: str) -> list[str]:
+        """What the server took, a line each; server-side, as the guide says."""
+        return self.run("apply", "--server-side", *arguments, "-f", "-", given=as_text(manifests)).splitlines()
 
     def get(self, kind: str, name: str) -> Manifest:
         """One object of the namespace."""

@@ -115,7 +115,9 @@ def test_the_ray_cluster_is_stored_as_it_was_written(installed: Installed) -> No
 def test_every_overlay_is_taken_by_the_server(installed: Installed, overlay: str, tmp_path: Path) -> None:
     manifests = for_this_server(manifests_of(overlay), tmp_path)
     changed = [one for one in manifests if one["kind"] != "PersistentVolumeClaim"]  # a claim cannot be changed
-    installed.plane.apply(changed, "--dry-run=server", "--force-conflicts")
+    taken = installed.plane.apply(changed, "--dry-run=server", "--force-conflicts")
+    assert len(taken) == len(changed) > 10
+    assert all(line.endswith("serverside-applied (server dry run)") for line in taken), taken
 
 
 def test_the_server_refuses_a_wrong_type_in_a_ray_cluster(installed: Installed, tmp_path: Path) -> None:
