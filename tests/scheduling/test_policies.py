@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
+from orchestrator.scheduling.policies.easy import EasyPolicy
+from orchestrator.scheduling.policies.edf import EdfPolicy
+from orchestrator.scheduling.policies.fifo import FifoPolicy
+from orchestrator.scheduling.queue.policy import Move, Preemption
+from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.order import Order
 from orchestrator.specs.policy import PolicySpec
+from orchestrator.specs.state import State
 from tests.scheduling.invariants import violations
 from tests.scheduling.transition import history
 from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_rush, random_scenario, random_tide
@@ -32,3 +39,42 @@ def under(order: Order, scenario: Scenario) -> Scenario:
 def test_the_general_laws_and_its_own_hold_under_every_policy(order: Order, seed: int) -> None:
     for night in NIGHTS:
         assert found_in(under(order, night(random.Random(f"{night.__name__} {seed}")))) == []
+
+
+def overtaking_is_allowed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FifoPolicy, "may_overtake", lambda *_: True, raising=False)
+
+
+def the_newest_job_is_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EasyPolicy, "rank", lambda _, job: -float(job.order), raising=False)
+
+
+def deadlines_are_not_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EdfPolicy, "rank", lambda *_: 0.0)
+
+
+def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
+    def preempt(policy: EasyPolicy, state: State, waits: Sequence[object], _late: object) -> Preemption:
+        running = [job for job in policy._index.running.values() if job.attempts[-1].status is AttemptStatus.RUNNING]
+        moves = [Move(job=running[0], from_s=state.at_s, why="planted")] if waits and running else []
+        return Preemption(moves)
+
+    patch.setattr(EasyPolicy, "preempt", preempt, raising=False)
+
+
+PLANTED = {
+    overtaking_is_allowed: (Order.FIFO, "starts past"),
+    the_newest_job_is_first: (Order.EASY, "which is first, has none"),
+    deadlines_are_not_read: (Order.EDF, "which is first, has none"),
+    a_running_job_is_stopped: (Order.EASY, "is stopped"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_of_a_policy_breaks_its_law(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, told = PLANTED[plant]
+    plant(monkeypatch)
+    nights = (night(random.Random(f"{night.__name__} {seed}")) for seed in range(8) for night in NIGHTS)
+    assert any(told in one for night in nights for one in found_in(under(order, night)))
