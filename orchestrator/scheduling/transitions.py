@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from orchestrator.memory.calibration.calibrate import remembered
 from orchestrator.scheduling.base.drain import drain_requested
 from orchestrator.scheduling.base.job_updates import archive_if_done, with_job
+from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.failures.classify import classify
 from orchestrator.scheduling.failures.observation import observe, warnings
 from orchestrator.scheduling.options.probe import is_of_batch
@@ -76,7 +77,7 @@ def _submitted(state: State, event: Submitted) -> tuple[State, tuple[Action, ...
         array=event.array,
         deadline_s=event.spec.deadline.due_s(event.at_s) if event.spec.deadline else None,
         fault=event.fault,
-        reason="waiting for the cluster to be seen",
+        reason=Pending.CLUSTER_UNSEEN.phrase,
     )
     job = with_pending_dependencies(job, state.jobs, event.satisfied)
     state, archived = archive_if_done(state, job)

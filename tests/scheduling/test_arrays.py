@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.scheduling.reports.forecast import forecast
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.events import Event, Submitted
@@ -31,6 +32,7 @@ def test_the_next_of_an_array_starts_when_one_has_left_its_devices() -> None:
     state, launches = played(*events)
     assert set(launches) == {"job-1", "job-2"}
     assert state.jobs["job-3"].reason == "waits for others of the array job-1: at most 2 run at once"
+    assert pending(state.jobs["job-3"], state.at_s) is Pending.ARRAY_LIMIT
     assert "job-3" in played(*events, *gone(2, 50.0))[1]
 
 

@@ -16,6 +16,7 @@ from orchestrator.planning.cost import step_s
 from orchestrator.planning.frontier import EVEN, needed_bytes
 from orchestrator.planning.search import frontier, plans, profile_for
 from orchestrator.scheduling.base.node_groups import Group, groups_of
+from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.scheduling.step import step
 from orchestrator.service.commands.plan import forecast
 from orchestrator.specs.actions import Launch, Record
@@ -193,6 +194,7 @@ def test_a_job_that_an_empty_device_holds_waits_for_its_memory_and_is_told_so() 
     state, actions = step(State(nodes=nodes), Submitted(job_id="lm-1", order=1, spec=spec, at_s=0.0))
     assert not any(isinstance(action, Launch) for action in actions)
     assert state.jobs["lm-1"].reason == "waits for memory that other processes hold on rtx4090-24gb"
+    assert pending(state.jobs["lm-1"], state.at_s) is Pending.FOREIGN_MEMORY
 
 
 class Tried(NamedTuple):

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.journal import Idle, Instant
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.metrics import REASONS, Metrics, pending_reason
+from orchestrator.service.server.metrics import Metrics
 from orchestrator.specs.access import Role
 from orchestrator.specs.attempt import Heartbeat
 from orchestrator.specs.errors import ServiceError
@@ -170,16 +171,16 @@ def test_every_reason_to_wait_has_a_word_of_the_fixed_set(tmp_path: Path) -> Non
         ids[spec["name"]] = answer.json()["id"]
     controller.turn(0.0)
     jobs, now_s = controller.state.jobs, controller.figures().at_s
-    assert pending_reason(jobs[ids["follower"]], now_s) == "dependency"
-    assert pending_reason(jobs[ids["windowed"]], now_s) == "start_window"
+    assert pending(jobs[ids["follower"]], now_s) == "dependency"
+    assert pending(jobs[ids["windowed"]], now_s) == "start_window"
     controller.drain("virtual", undo=False)
     drained = world.submit()
     controller.turn(0.0)
-    assert pending_reason(controller.state.jobs[drained], now_s) == "drain"
+    assert pending(controller.state.jobs[drained], now_s) == "drain"
     unseen = Job(id="a-1", spec=script("a"), order=1, submitted_at_s=0, reason="waiting for the cluster to be seen")
-    assert pending_reason(unseen, now_s) == "cluster_unseen"
+    assert pending(unseen, now_s) == "cluster_unseen"
     found = scraped(world)
-    assert {dict(labels)["reason"] for name, labels in found if name == "orc_pending_jobs"} == set(REASONS)
+    assert {dict(labels)["reason"] for name, labels in found if name == "orc_pending_jobs"} == set(Pending)
     assert value(found, "orc_pending_jobs", reason="drain") >= 1
     world.journal.close()
 

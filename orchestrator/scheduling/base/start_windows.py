@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
+from orchestrator.scheduling.base.pending import Pending
 from orchestrator.specs.clock import Window, local_text
 from orchestrator.specs.job.spec import JobSpec
 
@@ -66,4 +67,4 @@ def opening_s(spec: JobSpec, after_s: float) -> float:
 def why_closed(spec: JobSpec, start_s: float) -> str:
     """Why a job that says hours waits until then."""
     assert spec.start_window is not None, spec.name
-    return f"waits for {local_text(start_s, spec.start_window.zone)} (start_window {spec.start_window})"
+    return f"waits for {local_text(start_s, spec.start_window.zone)} {Pending.START_WINDOW.phrase}{spec.start_window})"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from orchestrator.memory.calibration.correction import is_known
 from orchestrator.planning.frontier import Candidate, fit_probability, needed_bytes
 from orchestrator.scheduling.base.node_groups import groups_of
+from orchestrator.scheduling.base.pending import Pending
 from orchestrator.scheduling.base.start_windows import hours_of, why_closed
 from orchestrator.scheduling.options.job_options import (
     Infeasible,
@@ -94,7 +95,7 @@ def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | 
         or index.running_of_array[job.array] + promised[job.array] < member.max_concurrent
     ):
         return None
-    return Wait(reason=f"waits for others of the array {job.array}: at most {member.max_concurrent} run at once")
+    return Wait(reason=f"{Pending.ARRAY_LIMIT.phrase} {job.array}: at most {member.max_concurrent} run at once")
 
 
 def must_wait(index: SchedulerIndex, waiting: Waiting) -> bool:
@@ -281,9 +282,9 @@ def _waits_for(pool: AvailabilityProfile, entry: SizeOption, spec: JobSpec, now_
         return waits
     names = ", ".join([name for name, _, _ in closed][:NAMED_MAX]) + (", ..." if len(closed) > NAMED_MAX else "")
     if all(closes_s <= now_s for _, closes_s, _ in closed):
-        return f"{waits}: {names} {'takes' if len(closed) == 1 else 'take'} nothing new"
+        return f"{waits}: {names} {'takes' if len(closed) == 1 else 'take'} {Pending.DRAIN.phrase}"
     supposed = "" if spec.optimizer_steps is not None else " (without `steps` a day is supposed)"
-    return f"{waits}: it would not end before the maintenance of {names}{supposed}"
+    return f"{waits}: {Pending.MAINTENANCE.phrase} {names}{supposed}"
 
 
 def _wanted(pool: AvailabilityProfile, entry: SizeOption) -> str:
@@ -317,11 +318,11 @@ def _without_offers(state: State, job: Job, menus: OptionsByProfile) -> Wait | I
     for pool, one in menus:
         if isinstance(one, JobOptions):
             device = pool.group.hardware.device.name
-            return Wait(reason=f"waits for memory that other processes hold on {device}")
+            return Wait(reason=f"{Pending.FOREIGN_MEMORY.phrase} on {device}")
     never = []
     for group in groups_of(state.declared or state.nodes):
         found = job_options(job, group, learned(state, job, group.hardware.device.name), 0.0)
         if isinstance(found, JobOptions) or found.likeliest is not None:
-            return Wait(reason=f"waits for nodes with {group.hardware.device.name} to come back")
+            return Wait(reason=f"waits for nodes with {group.hardware.device.name} {Pending.NODES_AWAY.phrase}")
         never.append(found)
     return Infeasible(why=lambda: "\n".join(one.why() for one in never))

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from orchestrator.memory.calibration.correction import predicted_peak_bytes
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.service.server.tally import OUTCOMES, Distribution, Figures, device_seconds
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind, Heartbeat
 from orchestrator.specs.errors import ServiceError
@@ -26,17 +27,6 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 
 MEDIA_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-DEVICES = "devices"
-PHRASES = {  # of the scheduler's reasons, and the word for it
-    "to be seen": "cluster_unseen",
-    "others of the array": "array_limit",
-    "memory that other processes": "foreign_memory",
-    "to come back": "nodes_away",
-    "nothing new": "drain",
-    "the maintenance of": "maintenance",
-    "start_window": "start_window",
-}
-REASONS = ("dependency", "back_off", *PHRASES.values(), DEVICES)
 DEVICE_STATES = ("held", "free", "drained", "absent")
 
 Beats = Callable[[Job], Sequence[Heartbeat]]
@@ -101,23 +91,14 @@ class Metrics(Collector):
         yield _gauge("orc_tracker_pending_records", "Records that a tracker has yet to get.", records, "tracker")
 
 
-def pending_reason(job: Job, now_s: float) -> str:
-    """Why a queued job waits, as one of REASONS."""
-    if job.waits_for:
-        return "dependency"
-    if job.not_before_s > now_s:
-        return "back_off"
-    return next((word for phrase, word in PHRASES.items() if phrase in job.reason), DEVICES)
-
-
 def _of_jobs(figures: Figures) -> Iterator[Metric]:
     counts = Counter(job.status.value for job in figures.state.jobs.values())
     counts.update(figures.totals.ended)
     by_status: Values = {(status.value,): float(counts[status.value]) for status in JobStatus}
     yield _gauge("orc_jobs", "Jobs by status, the ended ones of the whole journal included.", by_status, "status")
     queued = [job for job in figures.state.jobs.values() if job.status is JobStatus.QUEUED]
-    reasons = Counter(pending_reason(job, figures.at_s) for job in queued)
-    by_reason: Values = {(reason,): float(reasons[reason]) for reason in REASONS}
+    reasons = Counter(pending(job, figures.at_s) for job in queued)
+    by_reason: Values = {(reason.value,): float(reasons[reason]) for reason in Pending}
     yield _gauge("orc_pending_jobs", "Queued jobs by why they wait.", by_reason, "reason")
     oldest_s: Values = {(): min(job.submitted_at_s for job in queued)} if queued else {}
     yield _gauge("orc_pending_oldest_timestamp_seconds", "When the oldest queued job was submitted.", oldest_s)

@@ -1,0 +1,39 @@
+"""Pending: why a queued job waits, as one word of a short list. `Job.reason` says the same as a sentence."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from orchestrator.specs.job_record import Job
+
+
+class Pending(StrEnum):
+    """Words for what a job waits for, each with the phrase by which its sentence is told from the others."""
+
+    _value_: str
+    phrase: str
+
+    def __new__(cls, word: str, phrase: str = "") -> Pending:
+        pending = str.__new__(cls, word)
+        pending._value_, pending.phrase = word, phrase
+        return pending
+
+    DEPENDENCY = "dependency"
+    BACK_OFF = "back_off"  # after a failure
+    CLUSTER_UNSEEN = "cluster_unseen", "waiting for the cluster to be seen"
+    ARRAY_LIMIT = "array_limit", "waits for others of the array"
+    FOREIGN_MEMORY = "foreign_memory", "waits for memory that other processes hold"
+    NODES_AWAY = "nodes_away", "to come back"
+    DRAIN = "drain", "nothing new"
+    MAINTENANCE = "maintenance", "it would not end before the maintenance of"
+    START_WINDOW = "start_window", "(start_window "
+    DEVICES = "devices"  # that others hold, or that are kept for others
+
+
+def pending(job: Job, at_s: float) -> Pending:
+    """Why a queued job waits."""
+    if job.waits_for:
+        return Pending.DEPENDENCY
+    if job.not_before_s > at_s:
+        return Pending.BACK_OFF
+    return next((one for one in Pending if one.phrase and one.phrase in job.reason), Pending.DEVICES)

@@ -1,0 +1,33 @@
+"""Each word for what a job waits for is met: here in seeded nights, the others where their sentences are tested."""
+
+from __future__ import annotations
+
+import random
+
+from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.specs.job_record import JobStatus
+from tests.scheduling.transition import history
+from tests.scheduling.world import (
+    MemoryJournal,
+    backend_of,
+    play,
+    random_crowd,
+    random_rush,
+    random_scenario,
+    random_tide,
+)
+
+NIGHTS = (random_scenario, random_tide, random_rush, random_crowd)
+ELSEWHERE = {Pending.ARRAY_LIMIT, Pending.FOREIGN_MEMORY, Pending.NODES_AWAY}  # test_arrays, _heterogeneous, _promises
+
+
+def test_every_word_for_what_a_job_waits_for_is_met_in_some_night() -> None:
+    met = set[Pending]()
+    for seed in range(3):
+        for night in NIGHTS:
+            journal, scenario = MemoryJournal(), night(random.Random(f"{night.__name__} {seed}"))
+            play(scenario, journal, backend_of(scenario))
+            for t in history(journal.kept):
+                queued = (job for job in t.after.jobs.values() if job.status is JobStatus.QUEUED)
+                met |= {pending(job, t.after.at_s) for job in queued}
+    assert met >= set(Pending) - ELSEWHERE
