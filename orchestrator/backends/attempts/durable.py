@@ -6,11 +6,14 @@ import os
 import threading
 from pathlib import Path
 
+PRIVATE = 0o600  # mode of a file that its owner alone may read
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace `path` by `text`, whole or not at all, and have it on the disk."""
+
+def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace `path` by `text`, whole or not at all, and have it on the disk. The umask cuts `mode`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    with temporary.open("w") as file:
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

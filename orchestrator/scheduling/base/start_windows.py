@@ -64,6 +64,11 @@ def opening_s(spec: JobSpec, after_s: float) -> float:
     return opens_s if opens_s > after_s else spec.start_window.span(closes_s)[0]
 
 
+def is_open(spec: JobSpec, at_s: float) -> bool:
+    """Whether the job's start window is open, or it has none."""
+    return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s
+
+
 def why_closed(spec: JobSpec, start_s: float) -> str:
     """Why a job that says hours waits until then."""
     assert spec.start_window is not None, spec.name

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
+from orchestrator.scheduling.base.start_windows import is_open
 from orchestrator.scheduling.options.job_options import SizeOption
 from orchestrator.scheduling.queue.policy import Preemption
 from orchestrator.scheduling.queue.wait_queue import Waiting, merged
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
-from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import Reservation, State
 
@@ -70,8 +70,3 @@ class RigidPolicy:
     def reevaluate_at_s(self) -> float | None:
         """Never: ranks stay."""
         return None
-
-
-def is_open(spec: JobSpec, at_s: float) -> bool:
-    """Whether the job's start window is open, or it has none."""
-    return spec.start_window is None or spec.start_window.span(at_s)[0] <= at_s

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Response
 from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
 
+from orchestrator.service.server.members import Machine
 from orchestrator.service.views.records import JobView, NodeView, PromiseView
 from orchestrator.service.views.teams import TeamView
 
@@ -84,22 +85,11 @@ class ClusterAnswer(TypedDict):
     observations: list[dict[str, Any]]
 
 
-class MachineAnswer(TypedDict):
-    """What the machines of one cluster have in common."""
-
-    home: str
-    home_mark: str
-    python: str
-    interpreter: str
-    ray: str
-    orchestrator: str
-
-
 class JoinAnswer(TypedDict):
     """What a machine needs to join: the address of Ray, and what must be the same on it."""
 
     ray_address: str
-    machine: MachineAnswer
+    machine: Machine
 
 
 class TeamsAnswer(TypedDict):

@@ -79,7 +79,7 @@ from orchestrator.specs.job.spec import JobSpec, UserName
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data, node_from_data
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.run import AttemptFolder, JobFolder
+from orchestrator.specs.run import AttemptFolder, JobFolder, uploaded
 
 LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
@@ -243,7 +243,7 @@ def create_app(service: Service) -> FastAPI:
         accounts=service.accounts,
         hosts=service.hosts,
         roles=ROLES,
-        body_bytes_max={"uploads": UPLOAD_BYTES_MAX},
+        body_bytes_max={("PUT", "/uploads/{digest}"): UPLOAD_BYTES_MAX},
         rates=limiter(),
         joining=JOINING,
         join_secret=lambda: secret_of(service.home),
@@ -252,7 +252,7 @@ def create_app(service: Service) -> FastAPI:
     app.exception_handler(OrchestratorError)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
     app.exception_handler(HTTPException)(_unrouted)
-    uploads = Uploads(service.home, lambda: _used_uploads(service, uploads))
+    uploads = Uploads(service.home, lambda: _used_uploads(service))
     _add_job_routes(app, service, uploads)
     _add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
@@ -369,10 +369,11 @@ async def _received(request: Request, file: Path) -> None:
             await run_in_threadpool(opened.write, chunk)
 
 
-def _used_uploads(service: Service, uploads: Uploads) -> set[str]:
+def _used_uploads(service: Service) -> set[str]:
     """Digests of the uploads that live jobs name."""
     live = (job.spec for job in service.controller.state.jobs.values() if not job.status.ended)
-    return {digest for spec in live for _, path in paths_of(spec) if (digest := uploads.digest_in(path))}
+    found = (uploaded(service.home, path) for spec in live for _, path in paths_of(spec))
+    return {upload.parent.name for upload, _ in filter(None, found)}
 
 
 def _add_service_routes(app: FastAPI, service: Service) -> None:

@@ -16,6 +16,7 @@ import httpx
 
 from orchestrator.service.server.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
+from orchestrator.service.transfer.outputs import ENTRIES_MAX
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -26,7 +27,6 @@ ENDED_SHOWN = 100
 TIMEOUT_S = 30.0
 LONG_POLL_S = 2.0
 UPLOAD_TIMEOUT_S = 600.0
-OUTPUT_ENTRIES_MAX = 1_000_000
 
 
 class Client:
@@ -141,7 +141,7 @@ class Client:
                 free_bytes = shutil.disk_usage(to.parent).free
                 if size_bytes > free_bytes:
                     raise ServiceError(f"the output has {size_bytes} bytes; {to.parent} has {free_bytes} bytes free")
-                limits = Limits(entries=OUTPUT_ENTRIES_MAX, total_bytes=size_bytes)
+                limits = Limits(entries=ENTRIES_MAX, total_bytes=size_bytes)
                 try:
                     unpack(_Reader(answer.iter_bytes()).read, to, limits)
                 except SpecError as error:

@@ -49,7 +49,7 @@ class Gate:
     roles: Mapping[tuple[str, str], Role]
     joining: frozenset[tuple[str, str]]  # routes for which the token of joining machines is enough
     join_secret: Callable[[], str]  # of that token; empty: there is none
-    body_bytes_max: Mapping[str, int]  # by the first word of the path; BODY_BYTES_MAX for the others
+    body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
 
     async def __call__(self, request: Request, handler: Handler) -> Response:
@@ -77,13 +77,13 @@ class Gate:
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
             return refusal(411, "a body needs its length")
-        limit = self.body_bytes_max.get(request.url.path.split("/")[1], BODY_BYTES_MAX)
+        asked = self._asked(request)
+        limit = BODY_BYTES_MAX if asked is None else self.body_bytes_max.get(asked, BODY_BYTES_MAX)
         if int(length) > limit:
             return refusal(413, f"the body is longer than {limit} bytes")
         is_change = request.method != "GET"
         if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
             return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
-        asked = self._asked(request)
         needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405
         if principal.is_joining and asked not in self.joining:
             answer: Response = refusal(403, "this token lets machines join, and nothing else")

@@ -14,6 +14,7 @@ from orchestrator.backends.attempts.launcher import base_env
 from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
+from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import traced
 from orchestrator.specs.clock import known_zone
 from orchestrator.specs.cluster import ClusterSpec
@@ -27,7 +28,6 @@ from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_j
 OWN_PYTHON = ("python", "python3")
 CONFIG = "config.json"
 NO_CONFIG = f"no {CONFIG} can be read"
-DEFAULT_HOME = "~/.orc"
 EMBEDDED_CLUSTER = """\
 name: two-virtual-devices
 network_bandwidth: 1GB/s

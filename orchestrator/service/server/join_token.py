@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.service.server.endpoint import Endpoint
 from orchestrator.specs.errors import SpecError
 
@@ -20,10 +20,7 @@ def make_join_token(home: Path, endpoint: Endpoint, *, renew: bool = False) -> s
     secret = "" if renew else secret_of(home)
     secret = secret or PREFIX + secrets.token_urlsafe(SECRET_BYTES)
     token = f"{secret}.{endpoint.fingerprint().removeprefix('sha256:')}"
-    temporary = home / f"{FILE}.{os.getpid()}"
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(token)
-    temporary.replace(home / FILE)
+    write_durably(home / FILE, token, PRIVATE)
     return token
 
 

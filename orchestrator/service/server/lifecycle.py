@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.backends.mlflow.tracker import ADDRESS_FILE as MLFLOW_FILE
 from orchestrator.service.server.client import Client, is_up, process_is_alive, service_file
 from orchestrator.service.server.cluster_file import FILE as CLUSTER_FILE
@@ -59,6 +60,7 @@ def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: 
     `service.json` stays until the service serves: a standby that shares the home must not hide the one that acts.
     """
     prepare(home)
+    _refuse_another_machine(home)
     with _only_one(home):
         if _keep_world(home, cluster, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
@@ -94,7 +96,7 @@ def _keep_world(
         if notes and found.nodes[0].device.kind is DeviceKind.CUDA:
             wanted[CLUSTER_FILE] = cluster_text(found, notes)
     for name, text in wanted.items():
-        _write_private(home / name, text)
+        write_durably(home / name, text, PRIVATE)
     return notes
 
 
@@ -173,9 +175,7 @@ def prepare(home: Path) -> None:
 
 def write_service_file(home: Path, port: int) -> None:
     """Write this process's id and port to the home folder, atomically."""
-    temporary = home / f"service.json.{os.getpid()}"
-    temporary.write_text(json.dumps({"pid": os.getpid(), "port": port}))
-    temporary.replace(home / "service.json")
+    write_durably(home / "service.json", json.dumps({"pid": os.getpid(), "port": port}))
 
 
 def journal_url(home: Path) -> str:
@@ -190,12 +190,6 @@ def world_of(home: Path) -> tuple[ClusterSpec, tuple[str, ...]]:
         return kept_cluster(home), ()
     found = found_here(node_name())
     return (found.cluster if found.node.device.kind is DeviceKind.CUDA else kept_cluster(home)), found.notes
-
-
-def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _refuse_another_world(home: Path, wanted: Mapping[str, str]) -> None:

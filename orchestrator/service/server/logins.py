@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from orchestrator.backends.attempts.durable import PRIVATE, write_durably
 from orchestrator.service.server.endpoint import fingerprint_of
 from orchestrator.specs.errors import ServiceError, SpecError
 
 DEFAULT_HOME = Path("~/.orc")  # of the service of this machine, where no other home is named
 CONNECT_S = 10.0
-LOGINS_MODE = 0o600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +105,4 @@ def _read() -> dict[str, dict[str, Any]]:
 def _write(logins: dict[str, dict[str, Any]]) -> None:
     path = logins_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, LOGINS_MODE)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(logins, file, indent=1)
-    temporary.replace(path)
+    write_durably(path, json.dumps(logins, indent=1), PRIVATE)

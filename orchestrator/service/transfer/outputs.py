@@ -10,7 +10,8 @@ from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import UPLOADED_AT_S, JobFolder, uploaded
 
-LIMITS = Limits(entries=1_000_000, total_bytes=2**50)
+ENTRIES_MAX = 1_000_000  # of an output folder
+LIMITS = Limits(entries=ENTRIES_MAX, total_bytes=2**50)
 
 
 def output_of(home: Path, job: Job) -> Listing:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.specs.errors import ServiceError, SpecError
-from orchestrator.specs.run import UPLOADED_AT_S, uploaded, uploads_folder
+from orchestrator.specs.run import UPLOADED_AT_S, uploads_folder
 
 LIMITS = Limits(entries=20_000, total_bytes=2**29)  # of one upload
 BODY_BYTES_MAX = LIMITS.total_bytes + 2**25  # of the compressed archive: noise does not shrink
@@ -32,7 +32,7 @@ class Uploads:
 
     def __init__(self, home: Path, used: Callable[[], Collection[str]], clock: Callable[[], float] = time.time) -> None:
         """`used` returns the digests that live jobs name."""
-        self._home, self._folder = home, uploads_folder(home)
+        self._folder = uploads_folder(home)
         self._used, self._clock = used, clock
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(AT_ONCE_MAX)
@@ -94,11 +94,6 @@ class Uploads:
             if not self._touched(digest):
                 raise SpecError("there is no such upload", path=key, got=digest, hint="submit again: it is sent anew")
         return str(self._folder / digest / "files" / inner) if inner else str(self._folder / digest / "files")
-
-    def digest_in(self, path: str) -> str | None:
-        """The upload that an absolute path lies in."""
-        found = uploaded(self._home, path)
-        return None if found is None else found[0].parent.name
 
     def _touched(self, digest: str) -> bool:
         _check_digest(digest)
