@@ -21,12 +21,11 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, machines
-from orchestrator.service.terminal.options import SERVER, AsJson, Home, client_of, service_of
-from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.service.terminal import access, machines, simulation
+from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, client_of, service_of
+from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
-from orchestrator.specs.order import Order
 
 if TYPE_CHECKING:
     from orchestrator.service.server.endpoint import Endpoint
@@ -40,10 +39,6 @@ app = typer.Typer(
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.")]
-Cluster = Annotated[
-    Path | None,
-    typer.Option("--cluster", help="Cluster file (YAML); without it, the hardware of the service or of this machine."),
-]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -61,20 +56,6 @@ class SchemaName(StrEnum):
 
     JOB = "job"
     CLUSTER = "cluster"
-
-
-class QueueTime(StrEnum):
-    """Which moment of the live queue `orc simulate` can begin from."""
-
-    NOW = "now"
-
-
-class Aim(StrEnum):
-    """What `orc simulate` lets the queue aim at: an objective, or one after the other."""
-
-    COMPLETION = "completion"
-    MAKESPAN = "makespan"
-    BOTH = "both"
 
 
 def _say_version(asked: bool) -> None:
@@ -479,150 +460,9 @@ def init(
     sys.stdout.write(proposal(command, Path.cwd()))
 
 
-@app.command()
-def simulate(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="TRACE",
-            help="Jobs and their submission times: a published trace (CSV) or a list of job files (YAML).",
-        ),
-    ] = None,
-    queue: Annotated[
-        QueueTime | None, typer.Option("--queue", help="Play the live queue from now on, instead of a trace.")
-    ] = None,
-    cluster: Cluster = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
-    noise: Annotated[
-        float,
-        typer.Option("--noise", min=0.0, max=2.0, help="Error of the jobs' stated lengths: sigma of its logarithm."),
-    ] = 0.0,
-    oom: Annotated[
-        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first attempt runs out of memory.")
-    ] = 0.0,
-    node_loss: Annotated[
-        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts during which a node is lost.")
-    ] = 0.0,
-    launch_cost: Annotated[
-        float | None,
-        typer.Option(
-            "--launch-cost",
-            min=0.0,
-            metavar="SECONDS",
-            help="Seconds from a launch to the first step; without it, the cluster file's.",
-        ),
-    ] = None,
-    objective: Annotated[
-        Aim | None,
-        typer.Option("--objective", help="Objective of the queue, or both compared; without it, the cluster file's."),
-    ] = None,
-    policy: Annotated[
-        list[Order] | None,
-        typer.Option(
-            "--policy",
-            help="Order of the queue, several of them compared; all but adaptive leave teams and objective aside.",
-        ),
-    ] = None,
-    gantt: Annotated[
-        Path | None, typer.Option("--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes.")
-    ] = None,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """Simulate a trace on a cluster in simulated time, with the scheduler of the service.
-
-    A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
-    `--queue now` plays the live queue; running jobs go on from their newest checkpoint.
-    """
-    from orchestrator.backends.simulated.traces import misjudged, read_trace
-    from orchestrator.service.commands.job_list import read_list
-    from orchestrator.service.commands.replay import kept_state
-    from orchestrator.service.commands.simulate import Trouble, from_queue
-    from orchestrator.service.commands.simulate import simulate as play
-    from orchestrator.service.server.cluster_file import kept_cluster
-    from orchestrator.service.server.intake import read_cluster
-    from orchestrator.service.server.lifecycle import journal_url
-    from orchestrator.service.terminal import gantt as drawing
-    from orchestrator.service.terminal.simulation_tables import compared_table, simulated_table
-    from orchestrator.specs.policy import Objective
-
-    home = home.expanduser()
-    if (trace is None) == (queue is None):
-        raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
-    if trace is not None:
-        played = read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
-    else:
-        played, unknown = from_queue(kept_state(journal_url(home)))
-        if unknown:
-            console_on(sys.stderr).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
-    hardware = kept_cluster(home) if queue and cluster is None else read_cluster(cluster)
-    if launch_cost is not None:
-        hardware = hardware.model_copy(update={"launch_cost": launch_cost})
-    told = misjudged(played, noise, seed)
-    trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
-    orders = list(dict.fromkeys(policy or ()))
-    if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
-        raise SpecError("only the order adaptive has an objective", path="--objective", allowed="--policy adaptive")
-    if objective is Aim.BOTH or len(orders) > 1:
-        if gantt is not None:
-            raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
-        compared = {order.value: hardware.ordered(order) for order in orders}
-        if objective is Aim.BOTH:
-            compared = {each.value: hardware.aiming(each) for each in Objective}
-        runs = {name: play(told, one, seed=seed, trouble=trouble) for name, one in compared.items()}
-        reports = {name: one.report for name, one in runs.items()}
-        tell(reports, as_json, compared_table("OBJECTIVE" if objective else "POLICY", runs))
-        return
-    if orders:
-        hardware = hardware.ordered(orders[0])
-    if objective is not None:
-        hardware = hardware.aiming(Objective(objective.value))
-    run = play(told, hardware, seed=seed, trouble=trouble)
-    if gantt is not None:
-        drawing.figure(f"{told.name} on {hardware.name}", run.outcomes, hardware).savefig(gantt)
-    if as_json:
-        print(json.dumps(run.report, indent=2))
-        return
-    console = console_on(sys.stdout)
-    console.print(simulated_table(run))
-    console.print(drawing.picture(run.outcomes, hardware), highlight=False, markup=False)
-
-
-@app.command()
-def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Forecast start and end of each running and waiting job, with nothing more submitted."""
-    import time
-
-    from orchestrator.service.commands.replay import expected_jobs, kept_state
-    from orchestrator.service.server.lifecycle import journal_url
-    from orchestrator.service.terminal.simulation_tables import expected_table
-
-    home = home.expanduser()
-    expected = expected_jobs(kept_state(journal_url(home)), time.time())
-    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
-
-
-@app.command()
-def replay(
-    journal: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[JOURNAL]",
-            help="Journal: a SQLite file or a database address; without it, that of the home folder.",
-        ),
-    ] = None,
-    home: Home = DEFAULT_HOME,
-    as_json: AsJson = False,
-) -> None:
-    """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
-    from orchestrator.service.commands.replay import kept_events
-    from orchestrator.service.commands.replay import replay as decide_again
-    from orchestrator.service.server.lifecycle import journal_url
-    from orchestrator.service.terminal.simulation_tables import replay_table
-
-    decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
-    tell({"decisions": decided}, as_json, replay_table(decided))
-    raise typer.Exit(not all(decision["same"] for decision in decided))
+app.command()(simulation.simulate)
+app.command()(simulation.forecast)
+app.command()(simulation.replay)
 
 
 @app.command()

@@ -17,6 +17,10 @@ SERVER: ContextVar[str | None] = ContextVar("SERVER", default=None)  # of `orc -
 Home = Annotated[
     Path, typer.Option("--home", envvar="ORC_HOME", help="Home folder of the service: queue, logs, records.")
 ]
+Cluster = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="Cluster file (YAML); without it, the hardware of the service or of this machine."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 

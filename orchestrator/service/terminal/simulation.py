@@ -1,0 +1,195 @@
+"""Commands that play the queue in simulated time: a trace, the live queue, the past."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Cluster, Home
+from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.order import Order
+
+if TYPE_CHECKING:
+    from orchestrator.backends.simulated.traces import Trace
+    from orchestrator.specs.cluster import ClusterSpec
+
+
+class QueueTime(StrEnum):
+    """Which moment of the live queue `orc simulate` can begin from."""
+
+    NOW = "now"
+
+
+class Aim(StrEnum):
+    """What `orc simulate` lets the queue aim at: an objective, or one after the other."""
+
+    COMPLETION = "completion"
+    MAKESPAN = "makespan"
+    BOTH = "both"
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="Jobs and their submission times: a published trace (CSV) or a list of job files (YAML).",
+        ),
+    ] = None,
+    queue: Annotated[
+        QueueTime | None, typer.Option("--queue", help="Play the live queue from now on, instead of a trace.")
+    ] = None,
+    cluster: Cluster = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")] = 0,
+    noise: Annotated[
+        float,
+        typer.Option("--noise", min=0.0, max=2.0, help="Error of the jobs' stated lengths: sigma of its logarithm."),
+    ] = 0.0,
+    oom: Annotated[
+        float, typer.Option("--oom", min=0.0, max=1.0, help="Share of jobs whose first attempt runs out of memory.")
+    ] = 0.0,
+    node_loss: Annotated[
+        float, typer.Option("--node-loss", min=0.0, max=1.0, help="Share of attempts during which a node is lost.")
+    ] = 0.0,
+    launch_cost: Annotated[
+        float | None,
+        typer.Option(
+            "--launch-cost",
+            min=0.0,
+            metavar="SECONDS",
+            help="Seconds from a launch to the first step; without it, the cluster file's.",
+        ),
+    ] = None,
+    objective: Annotated[
+        Aim | None,
+        typer.Option("--objective", help="Objective of the queue, or both compared; without it, the cluster file's."),
+    ] = None,
+    policy: Annotated[
+        list[Order] | None,
+        typer.Option(
+            "--policy",
+            help="Order of the queue, several of them compared; all but adaptive leave teams and objective aside.",
+        ),
+    ] = None,
+    gantt: Annotated[
+        Path | None, typer.Option("--gantt", metavar="FILE", help="PNG file for a chart of the jobs on the nodes.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a trace on a cluster in simulated time, with the scheduler of the service.
+
+    A list has `jobs: [{at: 10min, file: job.yaml}]`, and `begins: 2026-11-23T18:00` for deadlines and start windows.
+    `--queue now` plays the live queue; running jobs go on from their newest checkpoint.
+    """
+    from orchestrator.backends.simulated.traces import misjudged
+    from orchestrator.service.commands.simulate import Trouble
+    from orchestrator.service.commands.simulate import simulate as play
+    from orchestrator.service.terminal import gantt as drawing
+    from orchestrator.service.terminal.simulation_tables import compared_table, simulated_table
+
+    home = home.expanduser()
+    told = misjudged(_played(trace, queue, home), noise, seed)
+    hardware = _hardware(cluster, queue, home, launch_cost)
+    compared = _compared(hardware, list(dict.fromkeys(policy or ())), objective)
+    if gantt is not None and len(compared) > 1:
+        raise SpecError("a chart shows one run", path="--gantt", allowed="one --policy, one --objective")
+    trouble = Trouble(oom_chance=oom, node_loss_chance=node_loss)
+    runs = {name: play(told, one, seed=seed, trouble=trouble) for name, one in compared.items()}
+    if len(runs) > 1:
+        reports = {name: one.report for name, one in runs.items()}
+        tell(reports, as_json, compared_table("OBJECTIVE" if objective else "POLICY", runs))
+        return
+    ((name, run),) = runs.items()
+    if gantt is not None:
+        drawing.figure(f"{told.name} on {hardware.name}", run.outcomes, compared[name]).savefig(gantt)
+    if as_json:
+        print(json.dumps(run.report, indent=2))
+        return
+    console = console_on(sys.stdout)
+    console.print(simulated_table(run))
+    console.print(drawing.picture(run.outcomes, compared[name]), highlight=False, markup=False)
+
+
+def _played(trace: Path | None, queue: QueueTime | None, home: Path) -> Trace:
+    """The jobs to play: of a list, of a published trace, or those of the live queue."""
+    from orchestrator.backends.simulated.traces import read_trace
+    from orchestrator.service.commands.job_list import read_list
+    from orchestrator.service.commands.replay import kept_state
+    from orchestrator.service.commands.simulate import from_queue
+    from orchestrator.service.server.lifecycle import journal_url
+
+    if (trace is None) == (queue is None):
+        raise SpecError("say what to play", path="TRACE", allowed="a trace, or --queue now")
+    if trace is not None:
+        return read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
+    played, unknown = from_queue(kept_state(journal_url(home)))
+    if unknown:
+        console_on(sys.stderr).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
+    return played
+
+
+def _hardware(cluster: Path | None, queue: QueueTime | None, home: Path, launch_cost: float | None) -> ClusterSpec:
+    """The cluster to play on: the given one; for the live queue, else, that of its home."""
+    from orchestrator.service.server.cluster_file import own_cluster
+    from orchestrator.service.server.intake import read_cluster
+
+    found = own_cluster(home) if queue and cluster is None else read_cluster(cluster)
+    return found if launch_cost is None else found.model_copy(update={"launch_cost": launch_cost})
+
+
+def _compared(hardware: ClusterSpec, orders: Sequence[Order], objective: Aim | None) -> dict[str, ClusterSpec]:
+    """The cluster by what is compared: one for each policy or objective that is named, else as its file says."""
+    from orchestrator.specs.policy import Objective
+
+    if objective is not None and any(order is not Order.ADAPTIVE for order in orders):
+        raise SpecError("only the order adaptive has an objective", path="--objective", allowed="--policy adaptive")
+    if objective is None:
+        return {order.value: hardware.ordered(order) for order in orders} or {"": hardware}
+    if orders:
+        hardware = hardware.ordered(Order.ADAPTIVE)
+    aims = list(Objective) if objective is Aim.BOTH else [Objective(objective.value)]
+    return {aim.value: hardware.aiming(aim) for aim in aims}
+
+
+def forecast(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
+    """Forecast start and end of each running and waiting job, with nothing more submitted."""
+    import time
+
+    from orchestrator.service.commands.replay import expected_jobs, kept_state
+    from orchestrator.service.server.lifecycle import journal_url
+    from orchestrator.service.terminal.simulation_tables import expected_table
+
+    home = home.expanduser()
+    expected = expected_jobs(kept_state(journal_url(home)), time.time())
+    tell({"jobs": expected}, as_json, expected_table(expected) if expected else "No job runs or waits.")
+
+
+def replay(
+    journal: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[JOURNAL]",
+            help="Journal: a SQLite file or a database address; without it, that of the home folder.",
+        ),
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Replay the decisions of a journal. Exits with 1 where this version decides otherwise."""
+    from orchestrator.service.commands.replay import kept_events
+    from orchestrator.service.commands.replay import replay as decide_again
+    from orchestrator.service.server.lifecycle import journal_url
+    from orchestrator.service.terminal.simulation_tables import replay_table
+
+    decided = list(decide_again(kept_events(journal or journal_url(home.expanduser()))))
+    tell({"decisions": decided}, as_json, replay_table(decided))
+    raise typer.Exit(not all(decision["same"] for decision in decided))
