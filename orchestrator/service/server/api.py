@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +14,6 @@ from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathField
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -47,6 +45,7 @@ from orchestrator.service.server.answers import (
     answers,
     answers_bytes,
 )
+from orchestrator.service.server.attempt_files import beats, read_from, view_of
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
@@ -55,15 +54,25 @@ from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
+from orchestrator.service.server.requests import (
+    BatchRequest,
+    CancelRequest,
+    DigestsRequest,
+    DrainRequest,
+    NodeRequest,
+    ObserveRequest,
+    ShutdownRequest,
+    SubmitRequest,
+    TokenRequest,
+    UserRequest,
+)
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.records import (
     ExplanationView,
-    JobView,
     explanation_view,
     in_order,
-    job_view,
     node_view,
     observations_from_view,
     observations_view,
@@ -71,21 +80,18 @@ from orchestrator.service.views.records import (
 )
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Principal, Role
-from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
-from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.paths import paths_of, with_paths
 from orchestrator.specs.job.spec import JobSpec, UserName
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.parse import job_from_data, node_from_data
 from orchestrator.specs.policy import PolicySpec
-from orchestrator.specs.run import AttemptFolder, JobFolder, uploaded
+from orchestrator.specs.run import JobFolder, uploaded
 
-LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
-LIFETIME_S_MAX = 100 * 365 * 86400.0  # of a token
 NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 NEVER_SEEN = -1  # a version that no state has
 
@@ -151,89 +157,6 @@ class Service:
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
 
 
-class FaultRequest(BaseModel):
-    """`orc rehearse`: the fault, its rank, and the step before whose completion it happens."""
-
-    model_config = ConfigDict(extra="forbid")
-    kind: FaultKind
-    rank: int = Field(ge=0)
-    step: int = Field(ge=0)
-
-
-class SubmitRequest(BaseModel):
-    """A job as `JobSpec.model_dump(mode="json")` writes it."""
-
-    model_config = ConfigDict(extra="forbid")
-    spec: dict[str, Any]
-    fault: FaultRequest | None = None
-
-
-class CancelRequest(BaseModel):
-    """Jobs to cancel, or the arrays that they belong to."""
-
-    model_config = ConfigDict(extra="forbid")
-    jobs: list[str] = Field(min_length=1)
-    whole_arrays: bool = False
-
-
-class BatchRequest(BaseModel):
-    """Jobs that are submitted atomically."""
-
-    model_config = ConfigDict(extra="forbid")
-    jobs: list[SubmitRequest] = Field(min_length=1)
-
-
-class DigestsRequest(BaseModel):
-    """SHA-256 of archives that a client may have to upload."""
-
-    model_config = ConfigDict(extra="forbid")
-    digests: list[str] = Field(max_length=1000)
-
-
-class ObserveRequest(BaseModel):
-    """Outcomes as `views.observations_view` writes them."""
-
-    model_config = ConfigDict(extra="forbid")
-    observations: list[dict[str, Any]]
-
-
-class DrainRequest(BaseModel):
-    """`undo`: the node accepts new attempts again."""
-
-    model_config = ConfigDict(extra="forbid")
-    undo: bool = False
-
-
-class NodeRequest(BaseModel):
-    """A machine that joins: its node as `NodeSpec.model_dump(mode="json")` writes it, and its address."""
-
-    model_config = ConfigDict(extra="forbid")
-    node: dict[str, Any]
-    address: str
-
-
-class UserRequest(BaseModel):
-    """A user that is added, or gets another role."""
-
-    model_config = ConfigDict(extra="forbid")
-    role: Role
-
-
-class TokenRequest(BaseModel):
-    """A token for a user."""
-
-    model_config = ConfigDict(extra="forbid")
-    user: UserName
-    lifetime_s: float | None = Field(default=None, gt=0, le=LIFETIME_S_MAX, allow_inf_nan=False)
-
-
-class ShutdownRequest(BaseModel):
-    """`force` ends the service even while jobs run."""
-
-    model_config = ConfigDict(extra="forbid")
-    force: bool = False
-
-
 def create_app(service: Service) -> FastAPI:
     """The application; wrong token 401, wrong Host or role 403, unknown object 404, bad input 422, refusal 409."""
     app = FastAPI(title="orc", version=version("orchestrator"), docs_url=None, redoc_url=None, responses=REFUSALS)
@@ -287,7 +210,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         known = dict(controller.state.jobs) if before is None else {}
         known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
         policy = controller.state.policy
-        return {"jobs": [_view(service.home, job, policy) for job in in_order(known.values())]}
+        return {"jobs": [view_of(service.home, job, policy) for job in in_order(known.values())]}
 
     @app.get("/jobs/{job_id}", **answers(JobAnswer))
     def job(
@@ -296,7 +219,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         _job(service, job_id)
         version = controller.wait_for_change(NEVER_SEEN if seen is None else seen, wait_s)
         found = _job(service, job_id)
-        return {"job": _view(service.home, found, controller.state.policy), "version": version}
+        return {"job": view_of(service.home, found, controller.state.policy), "version": version}
 
     @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
     def explanation(job_id: str) -> dict[str, Any]:
@@ -321,7 +244,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         ranks = attempts[number - 1].plan.world_size
         if rank >= ranks:
             raise _Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
-        text = _read_from(JobFolder(service.home, job_id).attempt(number).log(rank), offset)
+        text = read_from(JobFolder(service.home, job_id).attempt(number).log(rank), offset)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
 
@@ -392,7 +315,7 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             return refusal(503, str(error))
         return JSONResponse({"status": "ready"}) if controller.state.nodes else refusal(503, "no node was seen yet")
 
-    metrics = Metrics(controller.figures, controller.confirm, lambda job: _beats(service.home, job))
+    metrics = Metrics(controller.figures, controller.confirm, lambda job: beats(service.home, job))
 
     @app.get("/metrics", **EXPOSITION)
     def scrape() -> Response:
@@ -551,44 +474,6 @@ def _job(service: Service, job_id: str) -> Job:
     if job is None:
         raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
     return job
-
-
-# --------------------------------------------------------------------------------------------- files of the attempt
-
-
-def _view(home: Path, job: Job, policy: PolicySpec) -> JobView:
-    """The job, with the heartbeats of the live attempt's processes."""
-    attempt = job.last
-    if attempt is None or attempt.status is AttemptStatus.ENDED:
-        return job_view(job, policy=policy)
-    folder = JobFolder(home, job.id).attempt(attempt.number)
-    unwatched = _read_from(folder.unwatched, 0).decode(errors="replace").partition("\n")[0]
-    return job_view(job, _beats(home, job), policy, unwatched)
-
-
-def _beats(home: Path, job: Job) -> list[Heartbeat]:
-    """The last heartbeats of the newest attempt's ranks."""
-    if job.last is None:
-        return []
-    folder = JobFolder(home, job.id).attempt(job.last.number)
-    beats = (_beat(folder, rank) for rank in range(job.last.plan.world_size))
-    return [beat for beat in beats if beat is not None]
-
-
-def _beat(folder: AttemptFolder, rank: int) -> Heartbeat | None:
-    try:
-        return Heartbeat(**json.loads(folder.heartbeat(rank).read_text()))
-    except (OSError, ValueError, TypeError):  # missing, or written by another version
-        return None
-
-
-def _read_from(path: Path, offset: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(LOG_BYTES_MAX)
-    except OSError:
-        return b""
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
