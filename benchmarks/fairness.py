@@ -1,6 +1,6 @@
 """`make bench-fairness`: two users on one cluster, one floods it. How long does the other wait?
 
-The fair tree promises (fair_share.py): whoever used less per share comes first. So as long as a
+The fair tree promises (fair_share.py): the user with less usage per share comes first. So as long as a
 user has used less per share than everybody else who waits, a job of one device waits for a free device, and for
 those of its own jobs that are ahead of it. Of D devices, each held for L seconds at most (launch and release included),
 D come free within every L seconds, so that a job with k of its own ahead waits at most
@@ -97,7 +97,7 @@ def first_come(trace: Trace, seed: int) -> tuple[Outcome, ...]:
 
 
 def waits(trace: Trace, outcomes: Sequence[Outcome]) -> list[Waited]:
-    """Of every job of the quiet user. Whoever waits when it comes, and is its user's, may be ahead of it."""
+    """Of every job of the quiet user. Its user's own waiting jobs may be ahead of it."""
     longest_s = LAUNCH_S + LONGEST_S
     mine = [one for given, one in zip(trace.arrivals, outcomes, strict=True) if given.spec.user == "quiet"]
     found = []

@@ -41,7 +41,7 @@ class Answered(NamedTuple):
 
 
 def figures() -> list[Figure]:
-    """Errors and wrong verdicts over all rows, and over those whose source nobody had looked at before."""
+    """Errors and wrong verdicts over all rows, and over those whose source was not looked at before."""
     found = [Answered(row, row.answer()) for row in read_rows()]
     Console(width=WIDTH).print(table(found))
     held_out = [one for one in found if not one.row.looked_at]

@@ -10,7 +10,7 @@ from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.profile import ModelProfile, Segment
 
-# Of the data sheet's peak, what the fastest product reaches where nobody measured the device: 0.80 on H100, 0.86 on
+# Of the data sheet's peak, what the fastest product reaches where the device was not measured: 0.80 on H100, 0.86 on
 # A100, 0.76 on L4, 0.70 on L40S (mag-/gpu_benchmark README.md).
 PRODUCT_EFFICIENCY = 0.80
 # Of the peak, what a whole model reaches of whose products nothing is known: dense training reaches 38 to 43 % on H100

@@ -40,7 +40,7 @@ class Strategy:
 def strategies(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterator[Strategy]:
     """Every engine and sharding that the job, the layout and the hardware have room for.
 
-    One rank has nobody to share with; host memory is no other memory on a virtual device.
+    One rank has no peer to share with; host memory is no other memory on a virtual device.
     """
     if spec.is_script:
         yield Strategy(engine=Engine.SCRIPT, layout=layout)

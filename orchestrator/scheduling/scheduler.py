@@ -91,7 +91,7 @@ def _updated(index: SchedulerIndex, before: State, after: State, event: Event) -
             known, now = before.jobs.get(event.job_id), after.jobs.get(event.job_id)
             if known is not now:
                 index.update_job(known, now)
-            if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: nobody waits for these
+            if any(one.job_id == event.job_id for one in after.reservations):  # cancelled: no job waits for these
                 index.is_stale = True
     if after.reevaluate_at_s is not None and after.reevaluate_at_s <= after.at_s:
         index.is_stale = True

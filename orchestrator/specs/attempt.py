@@ -162,7 +162,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How one rank's process ended: exit code, or minus the signal number; None if nobody could tell.
+    """How one rank's process ended: exit code, or minus the signal number; None if unknown.
 
     Where the process was a launcher (torchrun), `root_rank` is the rank that it saw fail first, with its exit code.
     """
@@ -181,7 +181,7 @@ class Evidence:
 
     ranks: tuple[RankEnd, ...] = ()
     ooms: tuple[OomReport, ...] = ()
-    caught: tuple[OomReport, ...] = ()  # the last one that each rank raised, whoever caught it
+    caught: tuple[OomReport, ...] = ()  # the last one that each rank raised, even if caught
     errors: tuple[ErrorReport, ...] = ()
     heartbeats: tuple[Heartbeat, ...] = ()
     nodes_lost: tuple[str, ...] = ()  # nodes, or their launchers, that went away

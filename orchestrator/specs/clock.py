@@ -28,7 +28,7 @@ class Window:
     opens_min: int  # minutes since midnight
     closes_min: int  # at most DAY_MIN; not after `opens_min`: on the next day
     days: tuple[int, ...] = tuple(range(7))  # 0: Monday
-    zone: str | None = None  # of the IANA database; None: nobody has said yet, and it counts as UTC
+    zone: str | None = None  # of the IANA database; None: not given yet, counts as UTC
 
     def __str__(self) -> str:
         """As a job file says it."""
@@ -40,7 +40,7 @@ class Window:
         """Whether clocks in the zone show a time within it at this moment.
 
         Where they are put back, the hour that comes twice is in it both times or neither; the hour that is left out
-        when they are put forward is nobody's.
+        when they are put forward belongs to no window.
         """
         local = datetime.fromtimestamp(at_s, _zone(self.zone))
         minute = local.hour * 60 + local.minute
@@ -72,7 +72,7 @@ class Deadline:
 
     time_s: float  # since midnight
     day: str | None = None  # 2026-11-23
-    zone: str | None = None  # of the IANA database; None: nobody has said yet, and it counts as UTC
+    zone: str | None = None  # of the IANA database; None: not given yet, counts as UTC
 
     def __str__(self) -> str:
         """As a job file says it."""

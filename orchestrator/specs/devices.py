@@ -2,7 +2,7 @@
 
 Rates are dense and of the data sheet, links per device and direction. `memory` is what CUDA calls total, below what is
 on the card, as out-of-memory messages print it. `measured_tflops` is the fastest bf16 product anybody measured
-(mag-/gpu_benchmark README.md, with the mamf-finder of stas00/ml-engineering); absent where nobody did.
+(mag-/gpu_benchmark README.md, with the mamf-finder of stas00/ml-engineering); absent where not measured.
 """
 
 from __future__ import annotations

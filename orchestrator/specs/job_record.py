@@ -53,7 +53,7 @@ class Job:
 
     @property
     def user(self) -> str:
-        """Whose job it is; "" where nobody said."""
+        """Whose job it is; "" where none was named."""
         return self.spec.user or ""
 
     @property

@@ -25,7 +25,7 @@ class Observation:
     step_ratio: float | None  # measured / predicted seconds of a step, where both are known
     at_s: float  # when it ended
     probe: bool = False  # nothing was predicted: it tells what a micro-batch needs
-    phase: str = ""  # where it ran out of memory, in the guard's words; "" elsewhere, or where nobody told
+    phase: str = ""  # where it ran out of memory, in the guard's words; "" elsewhere, or where unknown
     pass_done: float | None = None  # share of that forward or backward pass that was done; None: unknown
     steps_done: int = 0  # that it completed in this attempt before it ran out of memory
     steps_left: int | None = None  # of the training at that point; None: unknown, or it did not run out

@@ -83,7 +83,7 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
     spec = _validate(JobSpec, Document(source=source, data=dict(data), lines={}))
     if spec.known_model is not None and spec.known_model.factory and not (spec.profile or spec.traced):
         hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
-        raise SpecError("nobody says what the model costs", source=source, path="traced", hint=hint)
+        raise SpecError("the costs of the model are unknown", source=source, path="traced", hint=hint)
     return spec
 
 

@@ -310,7 +310,7 @@ class Plan:
         if self.layout.pp > 1:
             return "engine=script runs no pipeline (pp=1): nothing tells a script how to cut its model"
         if self.offload_target is OffloadTarget.NVME:
-            return "engine=script offloads to host memory only: nobody removes what a script leaves in files"
+            return "engine=script offloads to host memory only: no one removes the files that a script leaves"
         if self.sharding is Sharding.FSDP and self.zero_stage is ZeroStage.OPTIMIZER:
             return "FSDP shards gradients and optimizer (zero_stage=2) or all (3); stage 1 is DeepSpeed's"
         if self.sharding is Sharding.FSDP and self.offload is not Offload.NONE:

@@ -12,7 +12,7 @@ from orchestrator.specs.order import Order
 from orchestrator.specs.spec_model import SpecModel
 
 HALF_LIFE_S = 7 * 86_400.0  # as Slurm's PriorityDecayHalfLife (slurm.conf: 7-0)
-OTHERS = "others"  # the team of whoever is in none
+OTHERS = "others"  # the team of users in no team
 
 
 class Objective(StrEnum):

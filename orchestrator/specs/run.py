@@ -15,7 +15,7 @@ jobs/<job id>/attempts/<n>/rank<r>.log    standard output and error
 jobs/<job id>/attempts/<n>/rank<r>.rc     exit code, or minus the signal, written when the process is gone
 jobs/<job id>/attempts/<n>/rank<r>.heartbeat.json   Heartbeat, replaced as training goes on
 jobs/<job id>/attempts/<n>/rank<r>.oom.json         OomReport
-jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one that was raised, whoever caught it
+jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one that was raised, even if caught
 jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
 jobs/<job id>/attempts/<n>/unwatched                 a line for each process that used PyTorch unguarded, and why
 jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}

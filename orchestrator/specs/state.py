@@ -53,7 +53,7 @@ class State:
     nodes: tuple[Node, ...] = ()  # alive
     declared: tuple[Node, ...] = ()  # promised by the cluster file, there or not
     observations: tuple[Observation, ...] = ()
-    reservations: tuple[Reservation, ...] = ()  # of whom somebody might have passed at the last decision, in order
+    reservations: tuple[Reservation, ...] = ()  # that a later job might have passed at the last decision, in order
     reevaluate_at_s: float | None = (
         None  # when somebody has left room for shorter jobs long enough, as of the last decision
     )

@@ -116,7 +116,7 @@ def test_deadlines_with_a_table_of_speeds_know_what_every_measured_number_of_dev
         ("a.csv", PHILLY.replace("66.0,1", "66.0,0"), "num_gpus: not a number of things"),
         ("a.csv", PHILLY.replace("2017-10-09 07", "Monday"), "timestamp: not a time"),
         ("a.csv", "timestamp,duration,num_gpus\n", "the trace has no job"),
-        ("a.csv", PLANS, "nobody measured this application"),
+        ("a.csv", PLANS, "no measurements of this application"),
     ],
 )
 def test_a_bad_trace_is_one_clear_error(tmp_path: Path, name: str, text: str, said: str) -> None:

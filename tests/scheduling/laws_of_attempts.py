@@ -205,7 +205,7 @@ def _waking_ends(t: Transition) -> Iterator[str]:
 
 
 def _probes(t: Transition) -> Iterator[str]:
-    """Two at most, before anything else of a job whose memory nobody knows; what they leave is no progress."""
+    """At most two probes, first of all, for a job of unknown memory need; they make no progress."""
     for launch in of(Launch, t.actions):
         before = launch.job.attempts[: launch.attempt.number - 1]
         if not launch.attempt.probe:

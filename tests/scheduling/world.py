@@ -149,7 +149,7 @@ def script(name: str, **fields: object) -> JobSpec:
 
 
 def stranger(spec: JobSpec) -> JobSpec:
-    """The same script, of whose memory nobody knows anything."""
+    """The same script, with unknown memory need."""
     knobs = spec.knobs.model_copy(update={"output_dir": Knob(flag="--output")})
     return spec.model_copy(update={"profile": None, "knobs": knobs, "family": f"unknown-{spec.name}"})
 

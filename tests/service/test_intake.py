@@ -154,7 +154,7 @@ def test_a_traced_job_is_the_same_after_the_journal(tmp_path: Path, home: Path) 
     assert again == spec
     assert hash(again) == hash(spec)
     assert len(text) < 20_000, "segments and their worst moments, not operations"
-    with pytest.raises(SpecError, match="nobody says what the model costs"):
+    with pytest.raises(SpecError, match="the costs of the model are unknown"):
         job_from_data({**json.loads(text), "traced": []}, "the submitted job")
 
 

@@ -112,7 +112,7 @@ def test_the_live_queue_is_played_from_now_on_another_cluster(
     asked = ["simulate", "--queue", "now", "--home", str(tmp_path), "--json", "--cluster", str(tmp_path / "other.yaml")]
     assert ended(lambda: main(asked)) == 0
     said = capsys.readouterr()
-    assert f"Left out, as nobody says how long they run: {endless}" in said.err
+    assert f"Left out, since their length is unknown: {endless}" in said.err
     report = json.loads(said.out)
     assert (report["trace"], report["finished"]) == ("queue", 3)
     assert report["makespan_s"] == pytest.approx(3610.0)

@@ -80,9 +80,9 @@ def launch_request(
 ) -> LaunchRequest:
     """The request that starts `attempt`.
 
-    `nodes` holds every node of the placement, `python` is the interpreter that `python` and our own modules mean,
-    `resume_from` the newest checkpoint of a script, `config_text` what its config file says. Raises SpecError where
-    the plan needs a knob that is not there.
+    `nodes` holds every node of the placement. `python` is the interpreter of `python` in the command and of our own
+    modules. `resume_from` is the newest checkpoint of a script, and `config_text` the text of its config file. Raises
+    SpecError where the plan needs a knob that is not there.
     """
     spec, folder = job.spec, JobFolder(home, job.id)
     paths = folder.attempt(attempt.number)

@@ -154,7 +154,7 @@ class Accounts:
         return [User(name=row.name, role=Role(row.role), created_at_s=row.created_at) for row in rows]
 
     def create_token(self, user: str, lifetime_s: float | None) -> tuple[str, Token]:
-        """A new token, which nobody can read again, and what is kept of it. Raises ServiceError for an unknown user."""
+        """A new token, which cannot be read again, and what is kept of it. Raises ServiceError for an unknown user."""
         secret = PREFIX + secrets.token_urlsafe(SECRET_BYTES)
         now_s = self._clock()
         kept = {
@@ -172,7 +172,7 @@ class Accounts:
         return secret, _token(row)
 
     def revoke_token(self, number: int) -> None:
-        """Let a token admit nobody any more. Raises ServiceError where there is no live one of this number."""
+        """Revoke a token. Raises ServiceError where there is no live one of this number."""
         alive = sa.and_(_tokens.c.id == number, _tokens.c.revoked_at.is_(None))
         with self._transaction() as connection:
             if not connection.execute(_tokens.update().where(alive).values(revoked_at=self._clock())).rowcount:

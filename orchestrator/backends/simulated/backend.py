@@ -162,7 +162,7 @@ class SimulatedBackend:
             self._after(starting_s + running_s, partial(self._meet, process, ending, step))
 
     def _fate(self, process: Process) -> tuple[float, FailureKind | None, int]:
-        """Seconds until it starts, how it ends if nobody interferes, and after which step."""
+        """Seconds until it starts, how it ends if left alone, and after which step."""
         shortest_s, longest_s = self._nature.startup_s
         fits = process.peak_bytes <= process.capacity_bytes
         if shortest_s == longest_s and fits and process.fault is None and not self._hazards:

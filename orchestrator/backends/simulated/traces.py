@@ -163,7 +163,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):  # ValueError: no name that a file can have
-        raise SpecError("nobody measured this application", source=repr(str(path))) from None
+        raise SpecError("there are no measurements of this application", source=repr(str(path))) from None
     return _numbered(path, csv.DictReader(text.splitlines()))
 
 
@@ -199,7 +199,9 @@ def _table(path: Path, batch: str) -> dict[int, float]:
         if row["global_batch_size"] == batch:
             measured = {int(name): row[name] for name in row if name.isdecimal() and row[name] != "nan"}
             return {count: 1 / _number(where, row, str(count)) for count in measured}
-    raise SpecError("nobody measured this batch size", source=str(path), path="global_batch_size", got=batch)
+    raise SpecError(
+        "there are no measurements of this batch size", source=str(path), path="global_batch_size", got=batch
+    )
 
 
 def _scaled(asked: int, step_s: float) -> dict[int, float]:
@@ -240,7 +242,7 @@ FORMATS: Sequence[tuple[set[str], Callable[[Path, Iterator[tuple[str, Row]]], It
 def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now, in the order of their submission; each with the steps that it has left.
 
-    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where none is left.
+    And the ids of the jobs of unknown length: they are left out. Raises SpecError where none is left.
     """
     live = sorted((job for job in jobs if not job.status.ended), key=lambda one: one.order)
     if not live:
@@ -249,7 +251,7 @@ def queued(jobs: Iterable[Job], at_s: float) -> tuple[Trace, tuple[str, ...]]:
     unknown = tuple(job.id for job in live if job.spec.optimizer_steps is None)
     if unknown and not known:
         got = ", ".join(unknown[:3])
-        raise SpecError("nobody says how long a job of the queue runs", path="steps", got=got, hint="say `steps`")
+        raise SpecError("the length of a queued job is unknown", path="steps", got=got, hint="say `steps`")
     arrivals = [Arrival(at_s=at_s, spec=_cut(job.spec, steps_left(job) or 1)) for job in known]
     return trace_of("queue", arrivals), unknown
 

@@ -1,8 +1,8 @@
 """How much larger than predicted are the activations of a job that ran out of memory? A distribution of that factor.
 
-An out-of-memory error is a lower bound. Where the capacity of a device says nothing of how far a pass comes, the share
-of its activations that was there is uniform, and what it needs in all follows Pareto's law of index 1 above the bound.
-What the guard saw of the pass narrows that down.
+An out-of-memory error is a lower bound. The capacity of a device may say nothing of how far a pass comes. The share of
+its activations that was there is uniform then, and its whole need follows Pareto's law of index 1 above the bound. What
+the guard saw of the pass narrows that down.
 
 Samples differ, so that a later pass may need more than the one that failed. A training that fails at step k + 1 exceeds
 its bound about once in k + 1 steps; the excesses to come are counted by that rate, and their logarithms are exponential
@@ -31,7 +31,7 @@ STEPS, STEP = 320, 0.02  # of the logarithm: up to 600 times the bound
 # Mean excess of the logarithm of a sample's bytes, equally likely each: from texts packed to nearly one length to audio
 # of any. Chosen before the draws of `make bench-recovery` that judge it, and fitted to none of them.
 EXCESSES = (0.05, 0.1, 0.2, 0.4)
-STEPS_SUPPOSED = 1000  # still to come, where nobody says how many
+STEPS_SUPPOSED = 1000  # still to come, where their number is unknown
 
 
 @dataclass(frozen=True, slots=True)

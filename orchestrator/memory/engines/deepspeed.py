@@ -34,9 +34,9 @@ CUDA_BUCKETS = Buckets(
 def moments(rank: Rank, plan: Plan, places: Iterable[int], *, cuda: bool) -> list[Moment]:
     """Moments of a rank under the plan's ZeRO stage.
 
-    Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11): flat
-    parameters, fp32 masters and moments of this rank's share, gradients as each stage keeps them, and an optimizer
-    that works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
+    Read from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py and checked against gloo ranks (2026-11). A
+    rank holds flat parameters, fp32 masters and moments of its share, and gradients as each stage keeps them. The
+    optimizer works on one flat tensor with two temporaries of its size (none where it is fused, on CUDA).
     """
     buckets = CUDA_BUCKETS if cuda else VIRTUAL_BUCKETS
     profile, dp, stage = rank.held, plan.layout.dp, plan.zero_stage

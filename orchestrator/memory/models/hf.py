@@ -53,7 +53,7 @@ class DecoderShape:
 
 
 def config_of(model: ModelSpec) -> Mapping[str, Any]:
-    """The configuration of a transformers model, as the job says it or as its folder does; empty where nobody does."""
+    """The configuration of a transformers model, as the job says it or as its folder does; empty where neither does."""
     return model.hf if isinstance(model.hf, dict) else model.config
 
 

@@ -8,12 +8,12 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.replace import replace
 
 # Between SIGTERM and SIGKILL: as long before its end as EC2 tells an instance that it takes back (User Guide, "Spot
-# Instance interruption notices"). Whoever has saved is gone sooner.
+# Instance interruption notices"). An attempt that has saved is gone sooner.
 MOVE_GRACE_S = 120.0
 
 
 def can_move(job: Job) -> bool:
-    """Whether an attempt of the job runs that nobody has asked to end."""
+    """Whether an attempt of the job runs and was not asked to end."""
     return job.last is not None and job.last.status in (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)
 
 
@@ -44,7 +44,7 @@ def held_placement_of(job: Job) -> Placement:
 def request_migration(job: Job, why: str, at_s: float, held_placement: Placement = ()) -> tuple[Job, Stop]:
     """The job with its attempt asked to end, which uses up no budget, and the asking.
 
-    `claims` are devices for its next attempt, which nobody else gets meanwhile.
+    `claims` are devices for its next attempt, which no other job gets meanwhile.
     """
     attempt = job.last
     assert attempt is not None, job.id

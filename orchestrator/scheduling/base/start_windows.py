@@ -17,10 +17,10 @@ SPANS = 8  # that are looked at: those of a week and one more, as some are short
 class Hours:
     """When an attempt of a job may start.
 
-    Whoever says `start_window: 22:00-08:00` wants the devices to be somebody else's by day. So an attempt that can end
-    before the window closes starts only where it does, and no plan is taken that could not while another can. What is
-    longer than its window on every plan, or of unknown length, starts within it and goes on beyond: nothing is stopped
-    when it closes. A restart is a start.
+    `start_window: 22:00-08:00` leaves the devices to others by day. An attempt that can end before the window closes
+    starts only where it does, and a plan that ends in time is preferred. A job longer than its window on every plan, or
+    of unknown length, starts within it and goes on beyond. No attempt is stopped when a window closes. A restart is a
+    start.
     """
 
     window: Window | None

@@ -16,8 +16,8 @@ from orchestrator.specs.policy import Objective
 class Tuning:
     """Numbers without a unit are ratios."""
 
-    # A job is due when the cluster could have done it this many times over. Nobody who came after that goes before it,
-    # so that nothing starves; until then the short go before the long. Between its time (by which the wide would go too
+    # A job is due when the cluster could have done it this many times over. No later job goes before a due
+    # one, so that no job starves; until then the short go before the long. Between its time (the wide would go too
     # early) and its device-seconds (too late) stands their geometric mean: 1,564 s on average over six inputs, against
     # 1,743 s by device-seconds and 1,834 s by time. 3, 12, 16, 20, 24, 48: 1,757, 1,094, 1,098, 1,089, 1,089, 1,095 s;
     # the longest wait grows with it.
@@ -38,8 +38,8 @@ class Tuning:
     # would count what it delays all that are there now; as many come while it runs. 0.5 to 4: 1,078 to 1,156 s, 8:
     # 1,172 s; 0 lets the first jobs take everything.
     price: float = 2.0
-    price_idle: float = 0.002  # where nobody waits: a job that grows can make way again
-    price_alone: float = 0.1  # of a device-second where nobody else is there yet: for devices that hardly help
+    price_idle: float = 0.002  # where no job waits: a job that grows can make way again
+    price_alone: float = 0.1  # of a device-second of a job that is alone: for devices that hardly help
     # Launches that an attempt trains for before it is moved: at most one move in rest + 1 launches, so that they take
     # no more than a fifth of a job's time. 1, 2, 4: 1,070, 1,077, 1,089 s (aging 20), with more moves.
     rest: float = 4.0

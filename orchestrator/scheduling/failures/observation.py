@@ -89,7 +89,7 @@ def _steps_left(job: Job, burst: OomReport) -> int | None:
 
 
 def _overhead_bytes(attempt: Attempt) -> int | None:
-    """What the worst rank held of its device beside what PyTorch's allocator held; None where nobody told."""
+    """What the worst rank held of its device beside what PyTorch's allocator held; None where it was not measured."""
     evidence = attempt.evidence
     if evidence is None or not evidence.free_before_bytes:
         return None

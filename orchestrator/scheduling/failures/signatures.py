@@ -200,7 +200,7 @@ class LogScan:
 
     Complaints that stand within CALM_LINES ordinary lines of each other are one trouble. The last trouble is why the
     process ended, unless the log went on calmly after it; its first cause is the cause, and what others complain of
-    only counts where nobody names one.
+    only counts where none is named.
     """
 
     def __init__(

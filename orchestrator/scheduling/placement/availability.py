@@ -15,7 +15,7 @@ from orchestrator.scheduling.base.shape import Shape
 from orchestrator.specs.attempt import NodeDevices, Placement
 from orchestrator.specs.cluster import Node, Window
 
-IDLE = -inf  # the time since which a device that nobody holds is free
+IDLE = -inf  # the time since which an unheld device is free
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +59,9 @@ class Slot(NamedTuple):
 class AvailabilityProfile:
     """The future of a group of equal nodes.
 
-    Beyond what runs and what is reserved every device is free for good, so that a device's future is the end of what
-    runs on it and is promised next to that, and the times for which it is promised later. What is asked is answered for
-    all nodes at once from sorted lists, which each change keeps up to date.
+    A device is free for good after its running attempt and its reservations. So its future is the end of what runs on
+    it or is reserved right after, and the times of later reservations. Questions are answered for all nodes at once
+    from sorted lists, which each change keeps up to date.
     """
 
     def __init__(self, group: Group) -> None:
@@ -250,7 +250,7 @@ class AvailabilityProfile:
         for share in shape.shares:
             wanted = shape.devices // share
             order = self._open_for(share, wanted, from_s, seconds, least_bytes)
-            if len(order) < wanted or order[-1][0] == inf:  # never: nobody knows when a node that is gone comes back
+            if len(order) < wanted or order[-1][0] == inf:  # never: no time is known at which a lost node comes back
                 continue
             start_s = max(order[-1][0], from_s)
             if best is None or start_s < best.start_s:
@@ -373,7 +373,7 @@ class AvailabilityProfile:
         return first
 
     def _opens_s(self, number: int, share: int, start_s: float, seconds: float, least_bytes: int) -> float:
-        """When, from `start_s` on, a node stays open for so long, with so many devices that nobody was promised."""
+        """When, from `start_s` on, a node stays open for so long, with so many unreserved devices."""
         while True:  # ends: each turn begins where a closing or a promise ends
             for closes_s, opens_s in self._closed.get(number, ()):
                 if closes_s < start_s + seconds and start_s < opens_s:
@@ -391,7 +391,7 @@ class AvailabilityProfile:
             start_s = opens_s
 
     def _begins_s(self, number: int, device: int, start_s: float, seconds: float) -> float:
-        """When, from `start_s` on, a device is nobody's for so long."""
+        """When, from `start_s` on, a device is unreserved for so long."""
         start_s = max(start_s, self._free_from(number)[device])
         for promise in self._later.get(number, ()):
             if device in promise.devices and promise.start_s < start_s + seconds and start_s < promise.end_s:

@@ -1,7 +1,7 @@
 """Whose turn is it? A fair tree over teams and users, by what each has used, of which half is forgotten in a half-life.
 
 As Slurm's fair tree (slurm.schedmd.com/fair_tree.html): siblings are ranked by shares / usage, teams first, then the
-users of each; the rank counts, not a product of levels, so that nobody's turn depends on users of other teams.
+users of each; the rank counts, not a product of levels, so that a user's turn does not depend on users of other teams.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.state import State, Usage
 
-FORGOTTEN_DEVICE_S = 1.0  # less than so much changes nobody's turn for long
+FORGOTTEN_DEVICE_S = 1.0  # less than so much changes no turn for long
 Place = tuple[float, float]  # usage per share of the team, then of the user within it: the smallest is next
 
 

@@ -88,12 +88,12 @@ class WaitQueue:
         return tuple(self._standing)
 
     def due(self, at_s: float) -> Sequence[SortKey]:
-        """Those past their aging limits, first come first; whom devices are kept for before all."""
+        """Jobs past their aging limits, first come first; jobs with devices kept for them before all."""
         due = self._standing[: self._due(at_s)]
         return sorted([(-inf if aging_limit_s == -inf else 0.0, order, job_id) for aging_limit_s, order, job_id in due])
 
     def in_order(self, at_s: float) -> Sequence[SortKey]:
-        """The others, who is due first."""
+        """The other jobs, the earliest aging limit first."""
         return self._standing[self._due(at_s) :]
 
     def largest_first(self, at_s: float, devices: int, tuning: Tuning) -> Sequence[SortKey]:

@@ -18,16 +18,16 @@ from orchestrator.specs.clock import local_text
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
 
-HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which it is asked who could be stopped
+HELPED_MAX = 100  # jobs that would be late, the earliest deadlines first, for which a preemption is looked for
 NAMED_MAX = 3  # of jobs that say no length, in one sentence
 
 
 def late(state: State, ids: Iterable[str]) -> dict[str, str]:
-    """Of those jobs the ones that are not expected to meet their deadlines, each with what is possible, for people.
+    """The jobs not expected to meet their deadlines, each with a sentence that says what is possible.
 
     `cannot be done by Mon 08:00 UTC: earliest Mon 09:40 UTC with 4 GPUs; Mon 07:55 UTC if its priority is 6`. Nothing
-    more is submitted, and nothing fails, in what is foreseen. Nobody is late for whom one that runs can make way. Where
-    jobs do not say how long they run, nothing is certain, and the sentence says so.
+    more is submitted, and nothing fails, in the forecast. A job is not late if a running one can make way for it. If
+    jobs do not say how long they run, the forecast is uncertain, and the sentence says so.
     """
     wanted = [job for job_id in ids if (job := state.jobs.get(job_id)) and job.deadline_s is not None]
     told = foreseen(state) if wanted else {}
@@ -49,7 +49,7 @@ def _in_words(state: State, job: Job) -> str:
     unsaid = [one.id for one in state.jobs.values() if not one.status.ended and steps_left(one) is None]
     said = f"{'is not expected' if unsaid else 'cannot be done'} by {local_text(job.deadline_s, zone)}"
     if earliest is None:
-        return f"{said}: nobody can tell when it can start"
+        return f"{said}: the time of its start is unknown"
     first = max(one.spec.priority for one in state.jobs.values()) + 1
     raised = replace(job, spec=job.spec.model_copy(update={"priority": first}))
     before_all = foreseen(replace(state, jobs=state.jobs.with_job(raised)), {job.id}).get(job.id)

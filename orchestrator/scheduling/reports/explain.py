@@ -128,7 +128,7 @@ def _measured(attempt: Attempt, seen: Observation) -> str:
 
 def _predicted_reserved(attempt: Attempt) -> str:
     if predicted_peak_bytes(attempt) is None:
-        return "which nobody predicted"
+        return "which no plan predicted"
     reserved_bytes = corrected(attempt.estimate, attempt.correction).reserved_bytes
     return f"{format_bytes(reserved_bytes)} predicted as the least that it needs"
 

@@ -23,10 +23,10 @@ from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.state import State
 
-FORECAST_MAX = 2000  # queued jobs, first come first: what comes after them nobody can tell
+FORECAST_MAX = 2000  # queued jobs, first come first: later ones are not forecast
 RANGED_MAX = 100  # of them, jobs of which a range is told: twenty plays take 2.5 s (one core, 2026-11-22)
 SAMPLES = 19  # plays with other lengths: of 19, the second and the last but one bound 80 % (ranks over 20)
-# Deviation of the logarithm of a length that nobody measured, and how many measured steps that is worth. An assumption:
+# Deviation of the logarithm of an unmeasured length, and how many measured steps that is worth. An assumption:
 # twice the worst error that Arena (EuroSys 2026) reports of its estimates, 8.3 %, rounded up; ours profile nothing.
 SUPPOSED_SPREAD = 0.2
 SUPPOSED_OUTCOMES = 4
@@ -233,7 +233,7 @@ class _Play:
 
 
 class _Arrays:
-    """Until when members of each array run, of whom only so many may at once."""
+    """When the running members of each array with `max_concurrent` end."""
 
     def __init__(self) -> None:
         self._ends_s: dict[str, list[float]] = {}  # of those that run together, the first to end first

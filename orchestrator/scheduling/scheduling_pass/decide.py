@@ -82,12 +82,12 @@ def price_of(index: SchedulerIndex) -> float:
 
 
 def price_of_idle(index: SchedulerIndex) -> float:
-    """The same of devices that nobody can use now: only who waits counts."""
+    """The same of devices that no job can use now: only waiting jobs count."""
     return index.tuning.price_idle + index.tuning.price * len(index.waiting) / max(1, index.devices)
 
 
 def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | None, int]) -> Wait | None:
-    """Why a job of an array waits of which as many run, or have devices promised, as may at once; None: it need not."""
+    """Why a job waits for its array's `max_concurrent`, counting reservations as running; None: it need not."""
     member = job.spec.member
     if (
         job.array is None
@@ -99,7 +99,7 @@ def array_limit_reason(index: SchedulerIndex, job: Job, promised: Mapping[str | 
 
 
 def must_wait(index: SchedulerIndex, waiting: Waiting) -> bool:
-    """Whether nothing of what fits the job can be had now, whoever else starts or is promised something."""
+    """Whether no option of the job can start now, whatever other jobs start or reserve."""
     fits = False
     for pool, one in index.options.options_of(waiting):
         for entry in options_on(index, pool, one) if isinstance(one, JobOptions) else ():

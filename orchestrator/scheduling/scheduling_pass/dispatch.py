@@ -256,7 +256,7 @@ def _relative_to(index: SchedulerIndex, job: Job, chosen: StartDecision) -> OwnS
 def _why(chosen: StartDecision, before: Attempt | None) -> str:
     candidate = chosen.candidate
     if chosen.probe:
-        return f"is measured at micro-batch {candidate.plan.micro_batch_size}: nobody knows what it needs"
+        return f"is measured at micro-batch {candidate.plan.micro_batch_size}: its need is unknown"
     if before is None or before.failure is None:
         return f"runs {why_taken(chosen.fit_probability)}"
     changed = ", ".join(str(change) for change in changes(before.plan, candidate.plan))

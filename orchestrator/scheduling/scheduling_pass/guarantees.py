@@ -1,11 +1,11 @@
 """Which speed is a job promised, from when on, and who makes way for it? `guarantee: requested` of a job file.
 
-A guaranteed job never runs slower than its request: so many devices with the requested plan. It goes before all that is
-not guaranteed, in the order of submission and whatever its priority; who was due before it came keeps its place, so
-that nobody starves. At submission it gets a reservation, which nobody behind it delays, and is promised to start by
-then, with a quarter more to wait as jobs may run longer than they say. It is refused where the reservation begins later
-than START_WITHIN_S, where its request fits nowhere, or where the guaranteed jobs of its team would ask for more devices
-than its quota. Jobs that can be moved make way for it; it is never moved itself, but for a maintenance.
+A guaranteed job never runs slower than its request: so many devices with the requested plan. Guaranteed jobs go before
+all others, in the order of submission, whatever their priority. A job that was due before keeps its place, so that no
+job starves. At submission a guaranteed job gets a reservation, which no later job delays. It is promised to start by
+then, with a quarter more to wait, since jobs may run longer than they say. A job is refused in three cases: its
+reservation begins later than START_WITHIN_S, its request fits nowhere, or its team's guaranteed jobs would exceed the
+team's quota. Jobs that can be moved make way for it. It is moved itself for a maintenance only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.specs.units import format_seconds
 # From submission to the promised start. A day, as for a job of unknown length: later, a promise says nothing of use.
 START_WITHIN_S = 86_400.0
 LATE_S = 1.0  # after its start, that a slot is kept: ends are told to the second
-TRIED_MAX = 3  # who waits with a promise, first come first, for whom it is asked who could be stopped
+TRIED_MAX = 3  # reservations, first come first, for which a preemption is looked for
 
 
 def answered(
@@ -95,7 +95,7 @@ def may_start_sooner(index: SchedulerIndex, waiting: Waiting) -> bool:
 
 
 def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
-    """Who shall be stopped for the first guaranteed job that waits for long and could start then; None: nobody."""
+    """The preemption that lets the first long-waiting guaranteed job start; None where none would."""
     found: Preemption | None = None
     for one in [one for one in state.reservations if one.job_id in index.guaranteed][:TRIED_MAX]:
         index.clear_reservations()
@@ -108,9 +108,9 @@ def room_for_promises(state: State, index: SchedulerIndex) -> Preemption | None:
 
 
 def _room_for(index: SchedulerIndex, waiting: Waiting, waits_s: float, at_s: float) -> Preemption | None:
-    """Jobs that came later, as few as will do: those first that have run for long enough and would end last.
+    """The fewest later jobs to stop: those first that have run for long enough and would end last.
 
-    Nobody is stopped for what comes free within the time that a stop and another launch may take.
+    No job is stopped for devices that come free before a stop and another launch would be over.
     """
     for pool, menu in index.options.options_of(waiting):
         if not isinstance(menu, JobOptions) or waits_s <= MOVE_GRACE_S + pool.launch_cost_s:

@@ -33,7 +33,7 @@ from orchestrator.specs.state import Reservation, State
 
 
 class SchedulerIndex:
-    """Indices of one state. Whoever changes the state tells the desk."""
+    """Indices of one state. Each change of the state is told to the index by its caller."""
 
     def __init__(self, state: State, policy_of: Callable[[SchedulerIndex], QueuePolicy]) -> None:
         self.state = state  # whose indices these are
@@ -171,7 +171,7 @@ class SchedulerIndex:
                     pool.reserve(part.node, part.devices, one.start_s, one.end_s, is_later=is_later)
 
     def can_have(self, reservation: Reservation, late_s: float) -> bool:
-        """Whether its devices are there, open and left by whoever holds them now, at most so late."""
+        """Whether its devices exist, are open, and come free at most `late_s` after its start."""
         for part in reservation.placement:
             pool = self._pool_of.get(part.node)
             if pool is None or pool.held_until_by(part.node, part.devices) > reservation.start_s + late_s:
@@ -182,21 +182,21 @@ class SchedulerIndex:
         return True
 
     def clear_reservations(self) -> None:
-        """All that is reserved is open again, but for what is kept for those that move."""
+        """Drop every reservation but those of jobs that move."""
         for pool in self.pools:
             pool.clear_reservations()
         for job in self._claiming.values():
             self.keep(job)
 
     def keep(self, job: Job) -> None:
-        """Nobody else gets what a job claims that moves, for as long as it would have run on as it was."""
+        """Reserve the devices that a moving job claims, for as long as its attempt would have run on."""
         attempt = job.last
         assert attempt is not None, job.id
         until_s = self.end_of(job, replace(attempt, leaves_by_s=None))
         self.reserve([Reservation(job_id=job.id, start_s=-inf, end_s=until_s, placement=attempt.held_placement)])
 
     def advance_to(self, at_s: float) -> None:
-        """Those whose time has come wait for devices again, nodes close and open, and who is late ends later."""
+        """Let delayed jobs wait again, nodes close and open, and overdue attempts end later."""
         if at_s >= self._next_change_s:
             self.close(self.state)
         while self._ends and self._ends[0][0] <= at_s:
@@ -219,12 +219,12 @@ class SchedulerIndex:
 
     @property
     def idle(self) -> int:
-        """Devices that nobody holds."""
+        """The number of devices that no attempt holds."""
         return sum([pool.idle for pool in self.pools])
 
     @property
     def users(self) -> set[str]:
-        """Whose jobs wait for devices; nobody's where nothing is shared."""
+        """Users whose jobs wait for devices; empty where the cluster is not shared."""
         return {user for _, user in self.lines}
 
     def promised_first(self) -> list[Waiting]:

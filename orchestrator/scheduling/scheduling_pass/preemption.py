@@ -1,6 +1,6 @@
-"""Which running job is stopped: to go on with devices that nobody else can use, or to make way for who gains more?
+"""Which running job is stopped: to go on with idle devices, or to make way for jobs that gain more?
 
-Preemption is a move, too: whoever is stopped has saved, waits at its own place in the queue, and has used up no budget.
+A preempted job has saved a checkpoint, keeps its place in the queue, and spends none of its restart budgets.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _PreemptionGain(NamedTuple):
 
 
 def scale_up(index: SchedulerIndex, at_s: float) -> Move | None:
-    """Who gains most by devices that are idle and promised to nobody: more than the restart costs once more."""
+    """The job that gains most by idle, unpromised devices: more than twice the cost of its restart."""
     price = price_of_idle(index)
     found: list[tuple[float, Moving, SizeOption, float]] = []
     for one in movable(index, index.growing, at_s):
@@ -105,7 +105,7 @@ def preempt_for_deadline(index: SchedulerIndex, late: Sequence[tuple[Waiting, fl
 def _in_time(index: SchedulerIndex, one: Moving, waiting: Waiting, by_s: float, at_s: float) -> SizeOption | None:
     """The cheapest that the waiting job could run as in the place of the running one with both in time.
 
-    Nothing where it says hours: it may wait for those, and whoever made way would start again, and be stopped again.
+    None where the waiting job has a start window: the stopped job would start again, and be stopped again.
     """
     if waiting.job.spec.start_window is not None:
         return None
@@ -130,12 +130,12 @@ def _in_time(index: SchedulerIndex, one: Moving, waiting: Waiting, by_s: float, 
 def preempt_for_waiting(
     index: SchedulerIndex, waits: Sequence[tuple[Waiting, Reservation]], at_s: float
 ) -> Move | None:
-    """Who shall be stopped for those that wait: of who ends last, the first for whom they gain more than it loses."""
+    """The job to stop for waiting ones: of those that end last, the first whose loss is less than their gain."""
     for one in movable(index, islice(index.last_elastic(), TRIED_MAX) if waits else (), at_s):
         ahead = _ahead_of(index, one, waits)
         ways = [_way(one, ahead[first:], at_s) for first in range(len(ahead))]
         if not any(way.is_worth(index.tuning.worth) for way in ways):
-            continue  # whoever could start first: this is soon asked, and that is not
+            continue  # a cheap test before a dear one: no order of starts would be worth it
         starts = (way for way, (_, _, entry) in zip(ways, ahead, strict=True) if _could_start(one, entry, at_s))
         way = next(starts, None)
         if way is not None and way.is_worth(index.tuning.worth):
@@ -149,10 +149,10 @@ def preempt_for_waiting(
 def _ahead_of(
     index: SchedulerIndex, one: Moving, waits: Iterable[tuple[Waiting, Reservation]]
 ) -> list[tuple[Waiting, Reservation, SizeOption]]:
-    """Of those that wait who would go before it, and as what on devices that it leaves or that are idle.
+    """The waiting jobs that would go before the running one, each with its size on idle devices and those it leaves.
 
-    Of its own class only who is much shorter, and nobody where the cluster is shared: whose turn it is counts there.
-    Nobody goes before who meets its deadline.
+    Jobs of equal priority go before it only if much shorter, and never on a shared cluster: fair share decides there.
+    No job goes before one that runs to meet its deadline.
     """
     if one.slack_s < inf:
         return []
@@ -172,13 +172,13 @@ def _ahead_of(
 
 
 def _place(job: Job, aging_limit_s: float, at_s: float) -> tuple[int, bool, float]:
-    """Where a job would stand in the queue: whoever is past its aging limit before all who came later."""
+    """A job's place in the queue: past its aging limit it stands before every job that came later."""
     is_due = aging_limit_s <= at_s
     return -job.spec.priority, not is_due, job.order if is_due else aging_limit_s
 
 
 def _way(one: Moving, ahead: Sequence[tuple[Waiting, Reservation, SizeOption]], at_s: float) -> _PreemptionGain:
-    """What becomes of it if the first of these takes its place, and after that whoever still finds room."""
+    """Gain and cost if the first of these takes its place, then every other that still finds room."""
     room, gain_s, away_s, jobs = one.devices + one.pool.idle, 0.0, 0.0, 0
     for waiting, promised, entry in ahead:
         if not room:

@@ -23,16 +23,16 @@ def held_by_teams(policy: PolicySpec, running: Iterable[Job]) -> Counter[str]:
     return held
 
 
-LOOKED_AT_MAX = 10  # who waits, first come first, that others may be stopped for
+LOOKED_AT_MAX = 10  # waiting jobs, first come first, for which others may be stopped
 
 
 class QuotaPass:
-    """One look at all who wait: whoever stays within its team's guarantee comes first, then everybody in order.
+    """One pass over the waiting jobs: those within their team's quota come first, then all in order.
 
-    Guarantees count only while several teams wait: a team alone takes what there is. A promise counts as what is held,
-    so that a team with many jobs is not served beyond its guarantee before others. But a team that holds nothing comes
-    before all guarantees with one job that is due: though quotas cover the whole cluster, nobody starves. Before all
-    of them come jobs that are promised a speed: their teams' quotas were counted when they were submitted.
+    Quotas count only while several teams wait: a team alone takes what there is. A reservation counts as held devices,
+    so that a team with many jobs does not exceed its quota before others are served. A team that holds nothing comes
+    before all quotas with one job that is due: no team starves, even if quotas cover the whole cluster. Guaranteed jobs
+    come before all of them: their teams' quotas were counted at submission.
     """
 
     def __init__(self, index: SchedulerIndex) -> None:
@@ -51,11 +51,12 @@ class QuotaPass:
             self._left = {team.name: team.quota - held[team.name] for team in self._policy.teams}
 
     def __iter__(self) -> Iterator[tuple[Waiting, float, int | None]]:
-        """Who is decided upon, by when it should be done, and the most devices that it may take (None: any number).
+        """Each job to decide upon, its deadline, and the most devices that it may take (None: any number).
 
-        Until no device is idle. Who must wait is decided upon only once somebody behind need not: what it is promised
-        matters to nobody else. Where guarantees count it is at once, as a promise counts against them; and the first
-        LOOKED_AT_MAX are where somebody that runs could make way for them, or closed nodes are idle: they are told so.
+        The pass ends when no device is idle. A job that must wait is decided upon once a later job need not wait, since
+        its reservation matters to no other job before. It is decided upon at once where quotas count, since
+        reservations count against them. The first LOOKED_AT_MAX are, too, where a running job could make way, or
+        closed nodes are idle: their reasons say so.
         """
         ahead: list[tuple[Waiting, float, int | None]] = []
         idle = self._desk.idle

@@ -46,7 +46,7 @@ class Finding:
 
 
 def findings(home: Path) -> list[Finding]:
-    """Every check in order; a check that fails in a way nobody foresaw is itself a bad finding."""
+    """Every check in order; a check that raises is itself a bad finding."""
     checks: list[tuple[str, Callable[[], Finding | None]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "the ranks of our engines train with it")),

@@ -138,7 +138,7 @@ class Recorded:
         self._arrivals = arrivals
 
     def step_s(self, job: Job, attempt: Attempt) -> float:
-        """As measured on these shares of nodes; where nobody measured them, as told, less what is told wrongly."""
+        """As measured on these shares of nodes; elsewhere as the job says, with the given error."""
         arrival = self._arrivals[job.order - 1]
         shape = tuple(sorted((len(part.devices) for part in attempt.placement), reverse=True))
         measured = next((step_s for known, step_s in arrival.shapes if known == shape), None)
@@ -150,7 +150,7 @@ class Recorded:
 
 
 class Unkept:
-    """A journal for a service that nobody will start again."""
+    """A journal for a service that will not start again."""
 
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
@@ -218,7 +218,7 @@ def simulate(trace: Trace, cluster: ClusterSpec, *, seed: int, trouble: Trouble 
 def from_queue(state: State) -> tuple[Trace, tuple[str, ...]]:
     """Live jobs as a trace that begins now: what they wait for, their hours and deadlines count from now as well.
 
-    And the ids of those of whom nobody says how long they run: they are left out. Raises SpecError where none is left.
+    And the ids of the jobs of unknown length: they are left out. Raises SpecError where none is left.
     """
     trace, unknown = queued(state.jobs.values(), state.at_s)
     live = [job for job in sorted(state.jobs.values(), key=lambda one: one.order) if not job.status.ended]

@@ -88,7 +88,7 @@ class Client:
         return answer["secret"], answer["token"]
 
     def revoke_token(self, number: int) -> None:
-        """Let a token admit nobody any more."""
+        """Revoke a token."""
         self._json("DELETE", f"/tokens/{number}")
 
     def audit(self, limit: int) -> list[dict[str, Any]]:
@@ -207,7 +207,7 @@ class Client:
         self._http.close()
 
     def _signed(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The job with its user: who submits, where it names nobody."""
+        """The job with its user: the submitter, where it names none."""
         return spec if spec.get("user") or not self._names_user else {**spec, "user": user_name()}
 
     def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

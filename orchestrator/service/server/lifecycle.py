@@ -40,8 +40,8 @@ def start(
     make none.
 
     `cluster`, `ray_address`, `endpoint` and the variables ORC_JOURNAL (the address of a PostgreSQL journal) and
-    ORC_MLFLOW (of an MLflow server that is not ours) are kept in the home folder, so that a restart that names none of
-    them finds the same world.
+    ORC_MLFLOW (of an MLflow server that is not ours) are kept in the home folder. A restart that names none of them
+    uses the kept ones.
     """
     prepare(home)
     _refuse_another_machine(home)

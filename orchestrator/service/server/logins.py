@@ -33,7 +33,7 @@ def logins_file() -> Path:
 
 
 def login_of(url: str) -> Login:
-    """The login kept for a service. Raises SpecError for no URL, ServiceError where nobody has logged in there."""
+    """The login kept for a service. Raises SpecError for no URL, ServiceError where there is no login."""
     url = normalised(url)
     kept = _read().get(url)
     if kept is None:

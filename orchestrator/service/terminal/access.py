@@ -154,7 +154,7 @@ def revoke_token(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Let a token admit nobody any more, from now on."""
+    """Revoke a token, at once."""
     client_of(home).revoke_token(number)
     tell({"revoked": number}, as_json, f"Token {number} is revoked.")
 

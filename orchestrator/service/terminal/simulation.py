@@ -133,7 +133,7 @@ def _played(trace: Path | None, queue: QueueTime | None, home: Path) -> Trace:
         return read_list(trace, home) if trace.suffix in (".yaml", ".yml") else read_trace(trace)
     played, unknown = from_queue(kept_state(journal_url(home)))
     if unknown:
-        console_on(sys.stderr).print(f"Left out, as nobody says how long they run: {', '.join(unknown)}")
+        console_on(sys.stderr).print(f"Left out, since their length is unknown: {', '.join(unknown)}")
     return played
 
 

@@ -454,7 +454,7 @@ class JobSpec(SpecModel):
 
     @property
     def optimizer_steps(self) -> int | None:
-        """From the job's beginning to its end; None where nobody says."""
+        """From the job's beginning to its end; None where the job does not say."""
         return self.steps if self.is_script else self.training.max_steps
 
     @model_validator(mode="before")
