@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
@@ -69,6 +70,7 @@ from orchestrator.service.server.requests import (
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
+from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.service.views.records import (
     ExplanationView,
     explanation_view,
@@ -90,6 +92,7 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder, uploaded
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
+REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
@@ -105,6 +108,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
     ("GET", "/cluster"): Role.VIEWER,
     ("GET", "/teams"): Role.VIEWER,
+    ("GET", "/report"): Role.VIEWER,
     ("GET", "/metrics"): Role.VIEWER,
     ("POST", "/jobs"): Role.MEMBER,
     ("POST", "/jobs/batch"): Role.MEMBER,
@@ -346,6 +350,16 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
     def teams() -> dict[str, Any]:
         return {"teams": teams_view(controller.state, time.time())}
 
+    @app.get("/report", **answers(ReportView))
+    def report(
+        since_s: Annotated[float, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)],
+        until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
+    ) -> dict[str, Any]:
+        """What happened since a moment, in seconds since 1970."""
+        ended = _ended_since(controller, since_s)
+        at_s = time.time() if until_s is None else until_s
+        return dict(report_view(morning_report(controller.state, ended, since_s, at_s)))
+
     @app.post("/observations", **answers(KeptAnswer))
     def observe(request: ObserveRequest) -> dict[str, Any]:
         return {"kept": controller.observe(observations_from_view(request.observations))}
@@ -360,6 +374,17 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             )
         service.shut_down()
         return {"running": running}
+
+
+def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
+    """Archived jobs, the latest end first, up to the first page that ended before."""
+    before: str | None = None
+    for _ in range(REPORTED_MAX // ENDED_MAX):
+        page = controller.ended(ENDED_MAX, before)
+        yield from page
+        if len(page) < ENDED_MAX or all(ended_at_s(job) < since_s for job in page):
+            return
+        before = page[-1].id
 
 
 def _add_member_routes(app: FastAPI, service: Service) -> None:

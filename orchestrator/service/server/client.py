@@ -17,6 +17,7 @@ import httpx
 from orchestrator.service.server.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.transfer.outputs import ENTRIES_MAX
+from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -193,6 +194,10 @@ class Client:
     def teams(self) -> list[TeamView]:
         """Teams and users of a shared cluster, next in turn first; empty if the cluster file names none."""
         return self._json("GET", "/teams")["teams"]
+
+    def report(self, since_s: float) -> ReportView:
+        """The morning report since a moment, in seconds since 1970."""
+        return self._json("GET", f"/report?since_s={since_s!r}")
 
     def cluster(self) -> dict[str, Any]:
         """Name, live nodes (`views.NodeView`), names of drained nodes, and addresses of the service's parts."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator.service.commands.simulate import Outcome
+from orchestrator.service.views.timeline import COLUMNS, NODES_MAX, Held, block, busy_lines, shares, under_a_ruler
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
 from orchestrator.specs.units import format_seconds
 
@@ -14,9 +15,6 @@ if TYPE_CHECKING:
 
     from orchestrator.backends.simulated.process import Process
 
-COLUMNS = 72
-NODES_MAX = 32  # in a larger cluster a row is several nodes
-BLOCKS = " ▁▂▃▄▅▆▇█"  # share of a row's devices that are busy, averaged over the column
 INCHES = (12.0, 6.0)
 DOTS_PER_INCH = 120
 # Colour-blind safe (Okabe and Ito 2008, Color Universal Design).
@@ -26,26 +24,20 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f
 def picture(outcomes: Sequence[Outcome], cluster: ClusterSpec) -> str:
     """Busy devices per node over time, and the number of waiting jobs."""
     end_s = _end_s(outcomes)
-    rows, labels = _rows(cluster)
-    devices = dict.fromkeys(labels, 0)
-    for node in idle_nodes(cluster):
-        devices[rows[node.name]] += node.devices
-    busy = {label: [0.0] * COLUMNS for label in labels}
-    for process, until_s in _ended(outcomes):
-        for part in process.attempt.placement:
-            held = busy[rows[part.node]]
-            for column, share in _shares(process.launched_at_s, until_s, end_s):
-                held[column] += share * len(part.devices)
-    width = max(map(len, (*labels, "waiting")))
-    lines = [f"{label:>{width}} {''.join(_block(one / devices[label]) for one in busy[label])}" for label in labels]
+    nodes = {node.name: node.devices for node in idle_nodes(cluster)}
+    held = [
+        Held(part.node, len(part.devices), process.launched_at_s, until_s)
+        for process, until_s in _ended(outcomes)
+        for part in process.attempt.placement
+    ]
+    lines = busy_lines(nodes, held, 0.0, end_s)
     waiting = [0.0] * COLUMNS
     for one in outcomes:
-        for column, share in _shares(one.submitted_at_s, one.started_at_s or end_s, end_s):
+        for column, share in shares(one.submitted_at_s, one.started_at_s or end_s, 0.0, end_s):
             waiting[column] += share
     most = max(waiting)
-    lines.append(f"{'waiting':>{width}} {''.join(_block(one / most if most else 0.0) for one in waiting)}")
-    ruler = f"0{format_seconds(end_s):>{COLUMNS - 1}}"
-    return "\n".join((*lines, f"{'':>{width}} {ruler}", f"{'':>{width}} at most {most:.0f} jobs wait"))
+    lines["waiting"] = "".join(block(one / most if most else 0.0) for one in waiting)
+    return under_a_ruler(lines, "0", format_seconds(end_s), f"at most {most:.0f} jobs wait")
 
 
 def figure(title: str, outcomes: Sequence[Outcome], cluster: ClusterSpec) -> Figure:
@@ -89,27 +81,3 @@ def _ended(outcomes: Sequence[Outcome]) -> Iterator[tuple[Process, float]]:
 
 def _end_s(outcomes: Sequence[Outcome]) -> float:
     return max((until_s for _, until_s in _ended(outcomes)), default=1.0)
-
-
-def _rows(cluster: ClusterSpec) -> tuple[dict[str, str], list[str]]:
-    """The row of each node, and all rows in order."""
-    names = [node.name for node in idle_nodes(cluster)]
-    together = -(-len(names) // NODES_MAX)
-    rows = {}
-    for first in range(0, len(names), together):
-        members = names[first : first + together]
-        label = members[0] if len(members) == 1 else f"{members[0]}..{members[-1]}"
-        rows.update(dict.fromkeys(members, label))
-    return rows, list(dict.fromkeys(rows.values()))
-
-
-def _shares(from_s: float, until_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """(column, share of the column that the span covers)."""
-    first, last = (COLUMNS * min(1.0, at_s / end_s) for at_s in (from_s, until_s))
-    for column in range(int(first), min(COLUMNS, int(last) + 1)):
-        yield column, max(0.0, min(last, column + 1) - max(first, column))
-
-
-def _block(share: float) -> str:
-    """The block of a share; empty only for 0."""
-    return BLOCKS[0] if share <= 0 else BLOCKS[max(1, min(8, round(8 * share)))]

@@ -1,0 +1,295 @@
+"""The morning report: what became of the jobs of a night, what it cost, and what there is to do now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from orchestrator.memory.calibration.calibrate import MARGIN
+from orchestrator.memory.calibration.correction import predicted_peak_bytes
+from orchestrator.scheduling.failures.observation import ran_out
+from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.plan import in_short
+from orchestrator.specs.state import State
+from orchestrator.specs.units import format_bytes, format_seconds
+
+NOT_LOST = (FailureKind.PROBED, FailureKind.MOVED, FailureKind.CANCELLED)  # ends that are no failures of the attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One job in a sentence."""
+
+    id: str
+    name: str
+    user: str
+    said: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miss:
+    """An attempt that needed other memory than predicted."""
+
+    attempt: str
+    plan: str
+    predicted_bytes: int
+    measured_bytes: int  # allocated peak
+    ran_out: bool  # it needed at least `measured_bytes`
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_bytes / max(1, self.predicted_bytes)
+
+    @property
+    def said(self) -> str:
+        """`predicted 61.8 MiB, measured at least 254 MiB (4.12 x)`."""
+        least = "at least " if self.ran_out else ""
+        predicted, measured = format_bytes(self.predicted_bytes), format_bytes(self.measured_bytes)
+        return f"predicted {predicted}, measured {least}{measured} ({self.ratio:.2f} x)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Devices of one node that an attempt held, cut to the time of the report."""
+
+    node: str
+    devices: tuple[int, ...]
+    from_s: float
+    until_s: float
+    job: str
+    outcome: str  # "running", "succeeded", or a FailureKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Device-seconds within the time of the report."""
+
+    trained_s: float  # by attempts that succeeded, run, or saved what they did
+    lost_s: float  # by attempts that failed
+    probing_s: float
+    idle_s: float  # of the nodes that live now
+
+    @property
+    def held_s(self) -> float:
+        return self.trained_s + self.lost_s + self.probing_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MorningReport:
+    """What happened between two moments; lists are in the order of submission."""
+
+    since_s: float
+    until_s: float
+    succeeded: tuple[Line, ...]
+    recovered: tuple[Line, ...]  # of those that succeeded: after which failures, by which changes
+    failed: tuple[Line, ...]
+    refused: tuple[Line, ...]
+    cancelled: tuple[Line, ...]
+    late: tuple[Line, ...]
+    running: tuple[Line, ...]
+    waiting: tuple[Line, ...]
+    misses: tuple[Miss, ...]  # predictions wrong by more than the margin, the worst first
+    cost: Cost
+    to_do: tuple[str, ...]
+    nodes: Mapping[str, int] = field(default_factory=dict)  # devices of each
+    spans: tuple[Span, ...] = ()
+
+
+def ended_at_s(job: Job) -> float:
+    """When a job ended: the end of its last attempt; its submission where it never ran."""
+    return max((one.ended_at_s for one in job.attempts if one.ended_at_s is not None), default=job.submitted_at_s)
+
+
+def morning_report(state: State, ended: Iterable[Job], since_s: float, until_s: float) -> MorningReport:
+    """The report of a span of time: `ended` are archived jobs, of which those that ended before it are left out."""
+    known = {job.id: job for job in (*ended, *state.jobs.values())}
+    jobs = sorted(
+        (job for job in known.values() if not job.status.ended or ended_at_s(job) >= since_s), key=lambda job: job.order
+    )
+    by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
+    for job in jobs:
+        by_status[job.status].append(job)
+    missed = _late(state, jobs)
+    spans = tuple(_spans(jobs, since_s, until_s))
+    nodes = {node.name: node.devices for node in state.nodes}
+    for span in spans:
+        nodes[span.node] = max(nodes.get(span.node, 0), 1 + max(span.devices, default=-1))
+    return MorningReport(
+        since_s=since_s,
+        until_s=until_s,
+        succeeded=_lines(by_status[JobStatus.SUCCEEDED], _success),
+        recovered=_lines((job for job in by_status[JobStatus.SUCCEEDED] if _failures(job)), _recovery),
+        failed=_lines(by_status[JobStatus.FAILED], _reason),
+        refused=_lines(by_status[JobStatus.REFUSED], _reason),
+        cancelled=_lines(by_status[JobStatus.CANCELLED], _reason),
+        late=missed,
+        running=_lines(by_status[JobStatus.RUNNING], _progress),
+        waiting=_lines(by_status[JobStatus.QUEUED], _reason),
+        misses=tuple(_misses(jobs, since_s)),
+        cost=_cost(state, spans, since_s, until_s),
+        to_do=tuple(_to_do(state, by_status, missed)),
+        nodes=dict(sorted(nodes.items())),
+        spans=spans,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- lines
+
+
+def _lines(jobs: Iterable[Job], say: Callable[[Job], str]) -> tuple[Line, ...]:
+    return tuple(Line(id=job.id, name=job.spec.name, user=job.user, said=say(job)) for job in jobs)
+
+
+def _reason(job: Job) -> str:
+    return job.reason.partition("\n")[0]
+
+
+def _success(job: Job) -> str:
+    last = job.last
+    if last is None:
+        return _reason(job)
+    tried = f", attempt {last.number}" if last.number > 1 else ""
+    ran = sum((one.ended_at_s or one.launched_at_s) - one.launched_at_s for one in job.attempts)
+    return f"{in_short(last.plan)} in {format_seconds(ran)}{tried}"
+
+
+def _progress(job: Job) -> str:
+    last = job.last
+    return _reason(job) if last is None else f"attempt {last.number}: {in_short(last.plan)}"
+
+
+def _failures(job: Job) -> list[Attempt]:
+    return [one for one in job.attempts if one.failure is not None and one.failure.kind not in NOT_LOST]
+
+
+def _recovery(job: Job) -> str:
+    """`device_oom: micro_batch_size 8 -> 4`, for each failure with the change that followed it."""
+    said = []
+    for failed in _failures(job):
+        after = next((one for one in job.attempts if one.number > failed.number), None)
+        change = "" if after is None or not after.change else f": {', '.join(map(str, after.change))}"
+        assert failed.failure is not None, failed.name
+        said.append(f"{failed.failure.kind.value}{change}")
+    return "; then ".join(said)
+
+
+def _late(state: State, jobs: Iterable[Job]) -> tuple[Line, ...]:
+    """Jobs that ended after their deadlines, and live ones that are expected to miss them."""
+    told = late(state, [job.id for job in jobs if not job.status.ended])
+    found = []
+    for job in jobs:
+        said = told.get(job.id)
+        if job.deadline_s is not None and job.status is JobStatus.SUCCEEDED and ended_at_s(job) > job.deadline_s:
+            said = f"ended {format_seconds(ended_at_s(job) - job.deadline_s)} after its deadline"
+        if said is not None:
+            found.append(Line(id=job.id, name=job.spec.name, user=job.user, said=said))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------- measured and spent
+
+
+def _misses(jobs: Iterable[Job], since_s: float) -> Iterator[Miss]:
+    """Predictions that were wrong by more than the margin of `memory.calibration`, the worst first."""
+    found = []
+    for job in jobs:
+        for attempt in job.attempts:
+            predicted, measured = predicted_peak_bytes(attempt), attempt.peak_bytes
+            if predicted is None or not measured or (attempt.ended_at_s or since_s) < since_s:
+                continue
+            miss = Miss(
+                attempt=attempt.name,
+                plan=in_short(attempt.plan),
+                predicted_bytes=predicted,
+                measured_bytes=measured,
+                ran_out=ran_out(attempt),
+            )
+            if miss.ratio > MARGIN or (miss.ratio < 1 / MARGIN and not miss.ran_out and _has_trained(attempt)):
+                found.append(miss)
+    yield from sorted(found, key=lambda miss: -max(miss.ratio, 1 / max(miss.ratio, 1e-9)))
+
+
+def _has_trained(attempt: Attempt) -> bool:
+    """Whether its peak is that of whole steps: an attempt that ended before says less."""
+    return attempt.measured_step_s is not None
+
+
+def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span]:
+    for job in jobs:
+        for attempt in job.attempts:
+            from_s, to_s = max(since_s, attempt.launched_at_s), min(until_s, attempt.ended_at_s or until_s)
+            if from_s >= to_s:
+                continue
+            outcome = "running" if attempt.status is not AttemptStatus.ENDED else "succeeded"
+            outcome = attempt.failure.kind.value if attempt.failure else outcome
+            for part in attempt.placement:
+                yield Span(
+                    node=part.node, devices=part.devices, from_s=from_s, until_s=to_s, job=job.id, outcome=outcome
+                )
+
+
+def _cost(state: State, spans: Iterable[Span], since_s: float, until_s: float) -> Cost:
+    held = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
+    for span in spans:
+        held[_use(span.outcome)] += len(span.devices) * (span.until_s - span.from_s)
+    capacity_s = sum(node.devices for node in state.nodes) * max(0.0, until_s - since_s)
+    return Cost(
+        trained_s=held["trained"],
+        lost_s=held["lost"],
+        probing_s=held["probing"],
+        idle_s=max(0.0, capacity_s - sum(held.values())),
+    )
+
+
+def _use(outcome: str) -> str:
+    if outcome == FailureKind.PROBED:
+        return "probing"
+    return "trained" if outcome in ("running", "succeeded", FailureKind.MOVED) else "lost"
+
+
+# --------------------------------------------------------------------------------------------------------------- to do
+
+
+def _to_do(state: State, by_status: Mapping[JobStatus, list[Job]], missed: tuple[Line, ...]) -> Iterator[str]:
+    """What helps, a sentence each, with the command."""
+    for job in by_status[JobStatus.FAILED]:
+        last = job.last
+        kind = last.failure.kind if last is not None and last.failure is not None else None
+        yield f"{job.id}: {_help(kind)}: `orc logs {job.id}`" if last else f"{job.id}: `orc show {job.id}`"
+    for job in by_status[JobStatus.REFUSED]:
+        yield f"{job.id}: change the job or the hardware: `orc show {job.id}` says what would fit"
+    for line in missed:
+        if not line.said.startswith("ended"):
+            yield f"{line.id}: raise its priority, or move its deadline"
+    for node in state.drained:
+        yield f"{node} is drained: `orc drain {node} --undo` lets it accept jobs again"
+
+
+def _help(kind: FailureKind | None) -> str:
+    if kind is None:
+        return "read its log"
+    if kind in (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM):
+        return "no plan that it allows was left: allow more by `degrade`, or give it larger devices"
+    if kind is FailureKind.DISK_FULL:
+        return "free space on the disk, then submit it again"
+    if kind is FailureKind.GUARD_ABSENT:
+        return "let the guard into its processes"
+    if kind is FailureKind.USER_ERROR:
+        return "mend the program, then submit it again"
+    return f"ended by {kind.value} more often than its `retries` allow"
+
+
+def summary(report: MorningReport) -> str:
+    """One sentence: `12 of 14 jobs succeeded, 3 of them after a failure; 1 failed, 1 was refused; 2 wait.`"""
+    ended = len(report.succeeded) + len(report.failed) + len(report.refused) + len(report.cancelled)
+    if not ended:
+        said = "no job ended"
+    else:
+        said = f"{len(report.succeeded)} of {ended} ended jobs succeeded"
+        said += f", {len(report.recovered)} of them after a failure" if report.recovered else ""
+    groups = {"failed": report.failed, "refused": report.refused, "cancelled": report.cancelled, "late": report.late}
+    groups |= {"running": report.running, "waiting": report.waiting}
+    rest = [f"{len(lines)} {word}" for word, lines in groups.items() if lines]
+    return f"{'; '.join([said, ', '.join(rest)]) if rest else said}."

@@ -1,0 +1,69 @@
+"""`orc report`: the morning after a night of jobs."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Home, client_of
+from orchestrator.service.terminal.output import tell
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from orchestrator.service.views.morning import ReportView
+
+STYLES = {"Failed": "red", "Refused": "red", "Late": "yellow", "Recovered": "cyan", "Succeeded": "green"}
+
+
+class ReportFormat(StrEnum):
+    """Forms of the report."""
+
+    TEXT = "text"
+    MARKDOWN = "markdown"
+    HTML = "html"
+
+
+def report(
+    home: Home = DEFAULT_HOME,
+    since: Annotated[
+        str, typer.Option("--since", metavar="WHEN", help="Begin: 18:00, 12h or '2026-11-24 18:00'.")
+    ] = "24h",
+    form: Annotated[ReportFormat, typer.Option("--format", help="Form of the report.")] = ReportFormat.TEXT,
+    as_json: AsJson = False,
+) -> None:
+    """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
+    from orchestrator.service.commands.report import html, markdown, since_of
+
+    view = client_of(home).report(since_of(since, time.time()))
+    if as_json or form is ReportFormat.TEXT:
+        tell(dict(view), as_json, _panel(view))
+    else:
+        print(markdown(view) if form is ReportFormat.MARKDOWN else html(view), end="")
+
+
+def _panel(view: ReportView) -> RenderableType:
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from orchestrator.service.commands.report import cost_words, gantt, sections, shown, title
+
+    parts: list[RenderableType] = [Text(title(view), style="bold"), Text(view["summary"]), Text(cost_words(view))]
+    if chart := gantt(view):
+        parts += [Text(), Text(chart, no_wrap=True, overflow="crop")]
+    if view["to_do"]:
+        parts += [Text(), Text("To do", style="bold"), *(Padding(said, (0, 0, 0, 2)) for said in view["to_do"])]
+    for heading, rows in sections(view):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for job, said in shown(rows):
+            table.add_row(Text(f"  {job}"), Text(said))
+        parts += [Text(), Text(f"{heading} ({len(rows)})", style=f"bold {STYLES.get(heading, '')}".strip()), table]
+    return Group(*parts)

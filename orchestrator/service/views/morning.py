@@ -1,0 +1,77 @@
+"""The view of the morning report, for every form in which people read it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from typing_extensions import TypedDict
+
+from orchestrator.scheduling.reports.morning import MorningReport, summary
+
+
+class LineView(TypedDict):
+    """One job in a sentence."""
+
+    id: str
+    name: str
+    user: str
+    said: str
+
+
+class MissView(TypedDict):
+    """An attempt that needed other memory than predicted."""
+
+    attempt: str
+    plan: str
+    predicted_bytes: int
+    measured_bytes: int  # allocated peak
+    ran_out: bool  # it needed at least `measured_bytes`
+    said: str
+
+
+class CostView(TypedDict):
+    """Device-seconds within the time of the report."""
+
+    trained_s: float
+    lost_s: float  # by attempts that failed
+    probing_s: float
+    idle_s: float
+
+
+class SpanView(TypedDict):
+    """Devices of one node that an attempt held, cut to the time of the report."""
+
+    node: str
+    devices: list[int]
+    from_s: float
+    until_s: float
+    job: str
+    outcome: str  # "running", "succeeded", or a FailureKind
+
+
+class ReportView(TypedDict):
+    """The morning report."""
+
+    since_s: float  # since 1970
+    until_s: float
+    summary: str
+    succeeded: list[LineView]
+    recovered: list[LineView]  # of those that succeeded
+    failed: list[LineView]
+    refused: list[LineView]
+    cancelled: list[LineView]
+    late: list[LineView]
+    running: list[LineView]
+    waiting: list[LineView]
+    misses: list[MissView]
+    cost: CostView
+    to_do: list[str]
+    nodes: dict[str, int]  # devices of each
+    spans: list[SpanView]
+
+
+def report_view(report: MorningReport) -> ReportView:
+    """The report as JSON."""
+    misses = [{**asdict(miss), "said": miss.said} for miss in report.misses]
+    view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses}  # type: ignore[typeddict-item]
+    return view

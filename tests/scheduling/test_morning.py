@@ -1,0 +1,91 @@
+"""Laws of the morning report, on seeded nights of the simulated world."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.scheduling.reports.morning import NOT_LOST, MorningReport, ended_at_s, morning_report, summary
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import State
+from tests.scheduling.world import MemoryJournal, backend_of, play, random_rush, random_scenario, random_tide
+
+NIGHTS = [(night, seed) for night in (random_scenario, random_rush, random_tide) for seed in range(2)]
+
+
+@pytest.fixture(scope="module", params=NIGHTS, ids=lambda night: f"{night[0].__name__}-{night[1]}")
+def state(request: pytest.FixtureRequest) -> State:
+    night, seed = request.param
+    scenario = night(random.Random(f"{night.__name__} {seed}"))
+    return play(scenario, MemoryJournal(), backend_of(scenario))
+
+
+def told(state: State, since_s: float | None = None, until_s: float | None = None) -> MorningReport:
+    """The report of the whole night, or of a part of it."""
+    begin_s = min(job.submitted_at_s for job in state.jobs.values())
+    end_s = max(ended_at_s(job) for job in state.jobs.values())
+    return morning_report(
+        state, state.jobs.values(), begin_s if since_s is None else since_s, end_s if until_s is None else until_s
+    )
+
+
+def failed_attempts(job: Job) -> int:
+    return sum(one.failure is not None and one.failure.kind not in NOT_LOST for one in job.attempts)
+
+
+def test_each_job_stands_in_the_list_of_its_status_and_in_no_other(state: State) -> None:
+    report = told(state)
+    lists = {
+        JobStatus.SUCCEEDED: report.succeeded,
+        JobStatus.FAILED: report.failed,
+        JobStatus.REFUSED: report.refused,
+        JobStatus.CANCELLED: report.cancelled,
+        JobStatus.RUNNING: report.running,
+        JobStatus.QUEUED: report.waiting,
+    }
+    said = {line.id: status for status, lines in lists.items() for line in lines}
+    assert said == {job.id: job.status for job in state.jobs.values()}
+    assert sum(map(len, lists.values())) == len(state.jobs)
+
+
+def test_recovered_are_the_succeeded_jobs_with_a_failed_attempt_and_each_says_its_failures(state: State) -> None:
+    said = {line.id: line.said.count("; then ") + 1 for line in told(state).recovered}
+    succeeded = [job for job in state.jobs.values() if job.status is JobStatus.SUCCEEDED]
+    assert said == {job.id: failed_attempts(job) for job in succeeded if failed_attempts(job)}
+
+
+def test_the_device_seconds_are_those_of_the_attempts_and_two_halves_add_up(state: State) -> None:
+    report = told(state)
+    attempts = [one for job in state.jobs.values() for one in job.attempts]
+    devices = {one.name: sum(len(part.devices) for part in one.placement) for one in attempts}
+    held_s = sum(devices[one.name] * ((one.ended_at_s or report.until_s) - one.launched_at_s) for one in attempts)
+    assert report.cost.held_s == pytest.approx(held_s)
+    middle_s = (report.since_s + report.until_s) / 2
+    first, second = told(state, until_s=middle_s), told(state, since_s=middle_s)
+    assert first.cost.held_s + second.cost.held_s == pytest.approx(held_s)
+    assert first.cost.lost_s + second.cost.lost_s == pytest.approx(report.cost.lost_s)
+
+
+def test_a_job_that_ended_before_the_span_is_left_out(state: State) -> None:
+    middle_s = sorted(ended_at_s(job) for job in state.jobs.values())[len(state.jobs) // 2]
+    report = told(state, since_s=middle_s)
+    lines = (*report.succeeded, *report.failed, *report.refused, *report.cancelled)
+    assert {line.id for line in lines} == {job.id for job in state.jobs.values() if ended_at_s(job) >= middle_s}
+
+
+def test_every_failed_and_refused_job_has_something_to_do_with_its_command(state: State) -> None:
+    report = told(state)
+    for line in (*report.failed, *report.refused):
+        assert any(said.startswith(f"{line.id}: ") and "`orc " in said for said in report.to_do), line.id
+
+
+def test_a_report_of_500_jobs_takes_less_than_a_second(state: State) -> None:
+    jobs = list(state.jobs.values())
+    many = {f"{job.id}-{k}": replace(job, id=f"{job.id}-{k}") for k in range(500 // len(jobs) + 1) for job in jobs}
+    began_s = time.perf_counter()
+    report = told(replace(state, jobs=many))
+    assert time.perf_counter() - began_s < 1.0
+    assert summary(report).endswith(".")

@@ -1,0 +1,110 @@
+"""Laws of `orc report`: its span of time, its forms, and what the service answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from orchestrator.service.commands.report import SHOWN_MAX, html, markdown, sections, since_of
+from orchestrator.service.views.morning import ReportView
+from orchestrator.specs.access import Role
+from orchestrator.specs.errors import SpecError
+from tests.service.test_api import World
+
+NOW = datetime(2026, 11, 25, 7, 30)
+HOSTILE = "<script>alert(1)</script> `x`\n# heading ![pixel](https://example.org/p.png)"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.journal.close()
+
+
+@pytest.fixture
+def view(world: World) -> ReportView:
+    """The report of a service in which one job succeeded."""
+    world.submit()
+    world.turn_until("succeeded")
+    answer = world.by(Role.VIEWER).get("/report?since_s=0")
+    assert answer.status_code == 200, answer.text
+    found: ReportView = answer.json()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("18:00", datetime(2026, 11, 24, 18)),
+        ("07:30", NOW),
+        ("6:15", datetime(2026, 11, 25, 6, 15)),
+        ("12h", datetime(2026, 11, 24, 19, 30)),
+        ("2026-11-23 18:00", datetime(2026, 11, 23, 18)),
+        ("2026-11-23", datetime(2026, 11, 23)),
+    ],
+)
+def test_since_is_the_last_such_time_a_duration_or_a_date(text: str, moment: datetime) -> None:
+    assert since_of(text, NOW.timestamp()) == moment.timestamp()
+
+
+@pytest.mark.parametrize("text", ["", "25:00", "yesterday", "2027-01-01", "-3h", "9" * 400 + "h"])
+def test_another_since_is_one_clear_error(text: str) -> None:
+    with pytest.raises(SpecError, match="no moment in the past"):
+        since_of(text, NOW.timestamp())
+
+
+def test_the_service_reports_the_job_that_succeeded_and_its_devices(view: ReportView) -> None:
+    assert [line["id"] for line in view["succeeded"]] == ["lm-1"]
+    assert view["summary"] == "1 of 1 ended jobs succeeded."
+    assert view["cost"]["trained_s"] == sum(
+        len(span["devices"]) * (span["until_s"] - span["from_s"]) for span in view["spans"]
+    )
+    json.dumps(view)
+
+
+def test_an_infinite_or_negative_moment_is_refused(world: World) -> None:
+    for text in ("inf", "nan", "-1", "x"):
+        assert world.client.get(f"/report?since_s={text}").status_code == 422
+
+
+class Tags(HTMLParser):
+    """The tags of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, _attrs: object) -> None:
+        self.tags.add(tag)
+
+
+def hostile(view: ReportView) -> ReportView:
+    line = {"id": HOSTILE, "name": HOSTILE, "user": HOSTILE, "said": HOSTILE}
+    return {**view, "failed": [line], "to_do": [HOSTILE], "summary": HOSTILE}  # type: ignore[typeddict-item]
+
+
+def test_a_hostile_name_stays_text_in_html_and_in_markdown(view: ReportView) -> None:
+    page = Tags()
+    page.feed(html(hostile(view)))
+    assert "script" not in page.tags
+    assert not page.tags & {"link", "img", "iframe", "style"}  # mail programs would drop them
+    text = markdown(hostile(view))
+    assert "\n# heading" not in text
+    assert "<script" not in text.replace("`<script>", "")
+    outside = [part for line in text.splitlines() for part in line.split("`")[::2]]
+    assert not any("![" in part for part in outside)
+
+
+def test_every_section_stands_in_both_forms_and_a_long_one_is_counted(view: ReportView) -> None:
+    many = [{"id": f"job-{k}", "name": "", "user": "", "said": "x"} for k in range(SHOWN_MAX + 5)]
+    long: ReportView = {**view, "waiting": many}  # type: ignore[typeddict-item]
+    for heading, _ in sections(long):
+        assert f"## {heading}\n" in markdown(long)
+        assert f"<h2>{heading} (" in html(long)
+    assert "`...`: 5 more" in markdown(long)
