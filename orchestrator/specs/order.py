@@ -12,3 +12,4 @@ class Order(StrEnum):
     FIFO = "fifo"
     EASY = "easy"
     EDF = "edf"
+    SJF = "sjf"

@@ -15,7 +15,7 @@ from orchestrator.specs.state import State
 from tests.scheduling import laws_of_moves, laws_of_turns
 from tests.scheduling.transition import Law, Transition, of
 
-Key = Callable[[Job, float], float]
+Key = Callable[[Job, State], float]
 
 
 def in_order_of(key: Key) -> Law:
@@ -58,16 +58,20 @@ def nothing_is_preempted(t: Transition) -> Iterator[str]:
             yield f"{stop.job_id} is stopped: {job.attempts[-1].moved_for}"
 
 
-def submission(_job: Job, _at_s: float) -> float:
+def submission(_job: Job, _state: State) -> float:
     return 0.0
 
 
-def deadline(job: Job, _at_s: float) -> float:
+def deadline(job: Job, _state: State) -> float:
     return float("inf") if job.deadline_s is None else job.deadline_s
 
 
+def length(job: Job, state: State) -> float:
+    return index_of(state).options.size_of(job)[1]
+
+
 def _place(key: Key, job: Job, state: State) -> tuple[float, int]:
-    return key(job, state.at_s), job.order
+    return key(job, state), job.order
 
 
 def _eligible(state: State) -> list[Job]:
@@ -99,4 +103,5 @@ LAWS: Mapping[Order, tuple[Law, ...]] = {
     Order.FIFO: (nothing_is_preempted, in_order_of(submission)),
     Order.EASY: (nothing_is_preempted, only_the_first_is_promised(submission)),
     Order.EDF: (nothing_is_preempted, only_the_first_is_promised(deadline)),
+    Order.SJF: (nothing_is_preempted, only_the_first_is_promised(length)),
 }

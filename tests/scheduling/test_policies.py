@@ -11,6 +11,7 @@ import pytest
 from orchestrator.scheduling.policies.easy import EasyPolicy
 from orchestrator.scheduling.policies.edf import EdfPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
+from orchestrator.scheduling.policies.sjf import SjfPolicy
 from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.order import Order
@@ -53,6 +54,10 @@ def deadlines_are_not_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EdfPolicy, "rank", lambda *_: 0.0)
 
 
+def lengths_are_not_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SjfPolicy, "rank", lambda *_: 0.0)
+
+
 def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
     def preempt(policy: EasyPolicy, state: State, waits: Sequence[object], _late: object) -> Preemption:
         running = [job for job in policy._index.running.values() if job.attempts[-1].status is AttemptStatus.RUNNING]
@@ -66,6 +71,7 @@ PLANTED = {
     overtaking_is_allowed: (Order.FIFO, "starts past"),
     the_newest_job_is_first: (Order.EASY, "which is first, has none"),
     deadlines_are_not_read: (Order.EDF, "which is first, has none"),
+    lengths_are_not_read: (Order.SJF, "which is first, has none"),
     a_running_job_is_stopped: (Order.EASY, "is stopped"),
 }
 

@@ -8,6 +8,7 @@ from orchestrator.scheduling.policies.adaptive import AdaptivePolicy
 from orchestrator.scheduling.policies.easy import EasyPolicy
 from orchestrator.scheduling.policies.edf import EdfPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
+from orchestrator.scheduling.policies.sjf import SjfPolicy
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.order import Order
@@ -18,6 +19,7 @@ POLICIES: Mapping[Order, Callable[[SchedulerIndex], QueuePolicy]] = {
     Order.FIFO: FifoPolicy,
     Order.EASY: EasyPolicy,
     Order.EDF: EdfPolicy,
+    Order.SJF: SjfPolicy,
 }
 
 

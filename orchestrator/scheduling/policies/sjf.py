@@ -1,0 +1,14 @@
+"""sjf: shortest job first (Smith 1956, Naval Research Logistics Quarterly 3:59) with EASY backfill."""
+
+from __future__ import annotations
+
+from orchestrator.scheduling.policies.easy import EasyPolicy
+from orchestrator.specs.job_record import Job
+
+
+class SjfPolicy(EasyPolicy):
+    """By the seconds that the job needs; long jobs may starve while short ones come."""
+
+    def rank(self, job: Job) -> float:
+        """Seconds of the job's work that is left, with its launch."""
+        return self._index.options.size_of(job)[1]
