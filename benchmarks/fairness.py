@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks import peers
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.scheduler import cluster_of
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
 from orchestrator.service.commands.simulate import Outcome, simulate
+from orchestrator.specs.order import Order
 from orchestrator.specs.policy import UNSHARED, PolicySpec
 
 SEEDS = 10
@@ -33,6 +33,7 @@ FLOOD = 2000  # jobs at once: about two days of the cluster
 QUIET = 100  # jobs, one after another: a tenth of the cluster
 EVERY_S = 660.0  # between them, on average
 ALIKE = PolicySpec(teams=[{"name": "lab", "users": ["flood", "quiet"]}])
+FIFO = PolicySpec(order=Order.FIFO)
 TWO_TO_ONE = PolicySpec(teams=[{"name": "large", "shares": 2, "users": ["ada"]}, {"name": "small", "users": ["bob"]}])
 
 
@@ -49,7 +50,7 @@ def figures() -> list[Figure]:
     nights = [night(seed) for seed in range(SEEDS)]
     fair = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, ALIKE, seed))]
     alone = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, UNSHARED, seed))]
-    fifo = [one for seed, trace in enumerate(nights) for one in waits(trace, first_come(trace, seed))]
+    fifo = [one for seed, trace in enumerate(nights) for one in waits(trace, ours(trace, FIFO, seed))]
     say(f"{SEEDS} nights of two teams with shares 2 : 1")
     large = [share_of(seed) for seed in range(SEEDS)]
     return [
@@ -90,10 +91,6 @@ def arrival(at_s: float, user: str, draw: random.Random) -> Arrival:
 def ours(trace: Trace, policy: PolicySpec, seed: int) -> tuple[Outcome, ...]:
     cluster = cluster_of(DEVICES // 8, LAUNCH_S).model_copy(update={"policy": policy})
     return simulate(trace, cluster, seed=seed).outcomes
-
-
-def first_come(trace: Trace, seed: int) -> tuple[Outcome, ...]:
-    return peers.play(peers.FIFO, trace, cluster_of(DEVICES // 8, LAUNCH_S), seed=seed).outcomes
 
 
 def waits(trace: Trace, outcomes: Sequence[Outcome]) -> list[Waited]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks import peers
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.side_by_side import SideBySide, measured, ranged
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, read_trace, request_of
 from orchestrator.service.commands.simulate import Outcome, Simulated, simulate
 from orchestrator.specs.cluster import ClusterSpec
+from orchestrator.specs.order import Order
 
 GUARANTEED = 194  # jobs of mt (reference/scheduling.md, section 2)
 RUBICK_MT_S = 4017.30  # mean completion of Rubick's SLA variant in its own simulator (the same section)
@@ -132,13 +132,13 @@ def _best_plan(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, s
     found = []
     for name, trace in (("base", base), (where, best)):
         inputs = shake(trace)
-        for queue, play in _queues(cluster).items():
+        for queue, hardware in _queues(cluster).items():
             for how, change in (("as submitted", as_submitted), ("with a choice", None)):
                 if change is None and queue != OURS:
                     continue
                 say(f"{name}, {len(inputs)} shaken inputs {how}: {queue}")
                 played = inputs if change is None else [_all(one, change) for one in inputs]
-                runs = [measured(play(one, seed)) for seed, one in enumerate(played)]
+                runs = [measured(simulate(one, hardware, seed=seed)) for seed, one in enumerate(played)]
                 shown.add(f"{name.partition(',')[0]} on 8x8, {how}", queue, runs)
                 completions = [one["mean completion"] for one in runs]
                 title = ranged(f"{name}, jobs {how}, {queue}: mean completion", completions)
@@ -149,9 +149,5 @@ def _best_plan(folder: Path, base: Trace, cluster: ClusterSpec, shake: Shaken, s
 OURS = "ours"
 
 
-def _queues(cluster: ClusterSpec) -> Mapping[str, Callable[[Trace, int], Simulated]]:
-    return {
-        OURS: lambda trace, seed: simulate(trace, cluster, seed=seed),
-        peers.EASY.name: lambda trace, seed: peers.play(peers.EASY, trace, cluster, seed=seed),
-        peers.SJF.name: lambda trace, seed: peers.play(peers.SJF, trace, cluster, seed=seed),
-    }
+def _queues(cluster: ClusterSpec) -> Mapping[str, ClusterSpec]:
+    return {OURS: cluster, **{order.value: cluster.ordered(order) for order in (Order.EASY, Order.SJF)}}

@@ -1,8 +1,9 @@
-"""`make bench-scheduler`: our queue beside other people's, on published traces and shaken copies of them.
+"""`make bench-scheduler`: the policy `adaptive` ("ours") beside the other policies, on published and shaken traces.
 
-One world for all: same jobs, same true times, same launch cost. What each queue is told: ours the measured times of all
-numbers of devices (with an error where it says so), peers the time of the number that the user asked for, with the best
-plan for it. Nobody learns while it runs. Every figure over shaken inputs is the mean, with the range in its name.
+One scheduler and one world for all: same jobs, same true times, same launch cost. `adaptive` is told the measured times
+of all numbers of devices (with an error where it says so). The others get jobs with the number of devices that the user
+asked for, and the best plan for it. No policy learns while it runs. Every figure over shaken inputs is the mean, with
+the range in its name.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from statistics import fmean
 
 from rich.console import Console
 
-from benchmarks import peers
 from benchmarks.decisions import decision_figures
 from benchmarks.figure import Figure, at_least, at_most, informs, say
 from benchmarks.promises import promise_figures
-from benchmarks.reproduced import Published, reproduced
 from benchmarks.side_by_side import Measured, SideBySide, measured, ranged
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged, read_trace, shaken
-from orchestrator.service.commands.simulate import Simulated, alone_s, simulate
+from orchestrator.service.commands.simulate import Simulated, alone_s, report_on, simulate
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
+from orchestrator.specs.order import Order
 from orchestrator.specs.policy import Objective
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -44,7 +44,7 @@ BUSY = 0.1  # of the jobs come when more devices are asked for than there are: a
 PHILLY_NODES = 64
 PENDING = (1000, 2000, 5000, 10_000)
 DECISIONS = 2000  # measured at each depth
-PEERS = (peers.FIFO, peers.EASY, peers.SJF, peers.LAS, peers.EDF)
+PEERS = tuple(one for one in Order if one is not Order.ADAPTIVE)
 YARDSTICK = 5_000_000
 Play = Callable[[Trace, int], Simulated]  # a trace and a seed to what became of its jobs
 OURS = "ours"
@@ -54,10 +54,9 @@ BOUND = "bound of any queue"
 def figures() -> list[Figure]:
     """Everything that a simulation can show; needs the published traces, except for the time of decisions."""
     began_s = time.monotonic()
-    rows, unmet = reproduced(PEERS, published_of_peers(), TRACES)
-    shown = SideBySide(unmet)
+    shown = SideBySide()
     found = [
-        *rows,
+        *published_of_peers(),
         informs(f"this machine: a loop of {YARDSTICK:,} additions of squares", yardstick_s(), "s"),
     ]
     found += decision_figures(cluster_of(256, 30.0), PENDING, DECISIONS)
@@ -93,26 +92,14 @@ def cluster_of(nodes: int, launch_s: float, devices: int = 8) -> ClusterSpec:
     )
 
 
-def published_of_peers() -> list[Published]:
-    """Of Tiresias, as petuum/adaptdl (osdi21-artifact) ran it, and as pkusys/ElasticFlow did for its figure 8a.
+def published_of_peers() -> list[Figure]:
+    """What others published of Tiresias, as data: no input of these runs is in shared/traces, and none is played.
 
-    Seconds of a launch on 16 x 4 T4 are those of ElasticFlow's simulator.
+    petuum/adaptdl (osdi21-artifact) ran it for Pollux, and pkusys/ElasticFlow for its figure 8a.
     """
-    cluster = cluster_of(16, ELASTICFLOW_LAUNCH_S, 4)
     return [
-        Published(
-            peer=peers.LAS,
-            source=source,
-            measure=measure,
-            value=value,
-            unit=unit,
-            cluster=cluster,
-            path=path,
-        )
-        for source, measure, value, unit, path in (
-            ("Pollux's workload 6", "mean completion", 3469.69375, "s", None),
-            ("ElasticFlow's 195 jobs", "deadlines met", 0.2872, "", ELASTICFLOW),
-        )
+        informs("Tiresias, as published: mean completion of Pollux's workload 6", 3469.69375, "s"),
+        informs("Tiresias, as published: deadlines met of ElasticFlow's 195 jobs", 0.2872, ""),
     ]
 
 
@@ -125,8 +112,20 @@ def ours(cluster: ClusterSpec, sigma: float = 0.0) -> Play:
     return lambda trace, seed: simulate(misjudged(trace, sigma, seed), cluster, seed=seed)
 
 
-def theirs(peer: peers.Peer, cluster: ClusterSpec) -> Play:
-    return lambda trace, seed: peers.play(peer, trace, cluster, seed=seed)
+def theirs(order: Order, cluster: ClusterSpec) -> Play:
+    """Another policy, with as many devices for each job as its user asked for; slowdowns count from the best number."""
+
+    def play(trace: Trace, seed: int) -> Simulated:
+        asked = replace(trace, arrivals=tuple(map(as_asked, trace.arrivals)))
+        run = simulate(asked, cluster.ordered(order), seed=seed)
+        devices = sum(node.devices * node.count for node in cluster.nodes)
+        outcomes = tuple(
+            replace(one, alone_s=cluster.launch_cost + alone_s(arrival, devices))
+            for arrival, one in zip(trace.arrivals, run.outcomes, strict=True)
+        )
+        return replace(run, report=report_on(trace, cluster.ordered(order), seed, outcomes), outcomes=outcomes)
+
+    return play
 
 
 def shakes(trace: Trace, count: int) -> list[Trace]:
@@ -145,7 +144,7 @@ def mean_of(measure: str, runs: Sequence[Measured]) -> float:
 
 
 def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
-    """`base.csv` on 8 nodes x 8 GPUs with 260 s to launch. Without deadlines EDF is FIFO with backfill."""
+    """`base.csv` on 8 nodes x 8 GPUs with 260 s to launch. Without deadlines `edf` is `easy`."""
     trace, cluster = published("plans", "workloads", "base.csv"), cluster_of(8, PLANS_LAUNCH_S)
     alike = shakes(trace, count)
     found = bounds_as_published("base", trace, cluster)
@@ -154,7 +153,7 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
         (OURS, ours(cluster), 1100.0, 61_500.0),
         ("ours, for the makespan", ours(cluster.aiming(Objective.MAKESPAN)), 1850.0, 58_680.0),
         ("ours, told lognormal(0.5)", ours(cluster, 0.5), 1800.0, None),
-        *((peer.name, theirs(peer, cluster), None, None) for peer in PEERS),
+        *((order.value, theirs(order, cluster), None, None) for order in PEERS),
     ):
         say(f"base.csv, {count} shaken inputs: {name}")
         exact, runs = measured(play(trace, 0)), over(alike, play)
@@ -171,7 +170,7 @@ def plans_figures(count: int, shown: SideBySide) -> list[Figure]:
     say(f"base.csv, {count} shaken inputs: other costs of a launch, and no choice of devices")
     for launch_s in (20.0, 60.0):
         hardware = cluster_of(8, launch_s)
-        for name, play in ((OURS, ours(hardware)), (peers.SJF.name, theirs(peers.SJF, hardware))):
+        for name, play in ((OURS, ours(hardware)), (Order.SJF.value, theirs(Order.SJF, hardware))):
             completions = [one["mean completion"] for one in over(alike, play)]
             title = ranged(f"base, {name}: mean completion with {launch_s:.0f} s to launch", completions)
             found.append(informs(title, fmean(completions), "s"))
@@ -239,7 +238,9 @@ def immovable(arrival: Arrival) -> Arrival:
 
 
 def as_asked(arrival: Arrival) -> Arrival:
-    """The job with no choice but the number of devices that its user asked for."""
+    """The job with no choice but the number of devices that its user asked for, where the trace tells that."""
+    if arrival.rigid_devices is None:
+        return arrival
     speeds = tuple(one for one in arrival.spec.speeds if one[0] == arrival.rigid_devices)
     assert speeds, arrival.spec.name
     gpus = arrival.spec.gpus.model_copy(update={"min": arrival.rigid_devices, "max": arrival.rigid_devices})
@@ -250,10 +251,10 @@ def as_asked(arrival: Arrival) -> Arrival:
 
 
 def deadline_figures(nodes: Mapping[str, tuple[int, int]], count: int, shown: SideBySide) -> list[Figure]:
-    """Production traces with deadlines, on a busy and on a large cluster: against EDF, and against each job alone.
+    """Production traces with deadlines, on a busy and on a large cluster: against `edf`, and against each job alone.
 
-    Twice EDF's is asked for where the cluster is busy; elsewhere EDF alone meets too many for that, and what each job
-    could do alone is asked for, within a tenth.
+    Twice that of `edf` is asked for where the cluster is busy. Elsewhere `edf` alone meets too many for that, and what
+    each job could do alone is asked for, within a tenth.
     """
     found = []
     for number, sizes in nodes.items():
@@ -263,12 +264,12 @@ def deadline_figures(nodes: Mapping[str, tuple[int, int]], count: int, shown: Si
             cluster, where = cluster_of(size, 0.0), f"cluster{number} on {size}x8"
             met, edf, alone, slower = _deadlines_met(where, alike, cluster, shown)
             crowd = share(comes_to_a_crowd(trace, 8 * size))
-            over_edf, of_bound = f"{where}: deadlines met over EDF's", f"{where}: deadlines met over the bound"
+            over_edf, of_bound = f"{where}: deadlines met over those of edf", f"{where}: deadlines met over the bound"
             is_busy = crowd >= BUSY
             found += [
                 informs(f"{where}: jobs that come when more devices are asked for than there are", crowd, ""),
                 informs(ranged(f"{where}: deadlines that each job alone can meet", alone), fmean(alone), ""),
-                at_most(f"{where}: mean completion over EDF's", slower, "x", 1.0),
+                at_most(f"{where}: mean completion over that of edf", slower, "x", 1.0),
                 at_least(over_edf, met / edf, "x", 2.0) if is_busy else informs(over_edf, met / edf, "x"),
                 informs(of_bound, met / fmean(alone), "")
                 if is_busy
@@ -296,8 +297,8 @@ def elasticflow_figures(count: int, shown: SideBySide) -> list[Figure]:
     return [
         at_least(f"{where}: deadlines met (ElasticFlow's own: 0.728)", met, "", 0.82),
         *harder,
-        at_most(f"{where}: mean completion over EDF's", slower, "x", 1.0),
-        informs(f"{where}: deadlines met over EDF's", met / edf, "x"),
+        at_most(f"{where}: mean completion over that of edf", slower, "x", 1.0),
+        informs(f"{where}: deadlines met over those of edf", met / edf, "x"),
         informs(ranged(f"{where}: deadlines that each job alone can meet", alone), fmean(alone), ""),
     ]
 
@@ -305,15 +306,15 @@ def elasticflow_figures(count: int, shown: SideBySide) -> list[Figure]:
 def _deadlines_met(
     where: str, alike: Sequence[Trace], cluster: ClusterSpec, shown: SideBySide
 ) -> tuple[float, float, list[float], float]:
-    """The share of deadlines met by our queue, by EDF, and by each job alone; our mean completion over EDF's."""
+    """Shares of deadlines met by our queue, by `edf` and by each job alone; our mean completion over that of `edf`."""
     runs = {}
-    for name, play in ((OURS, ours(cluster)), *((peer.name, theirs(peer, cluster)) for peer in PEERS)):
+    for name, play in ((OURS, ours(cluster)), *((order.value, theirs(order, cluster)) for order in PEERS)):
         say(f"{where}, {len(alike)} shaken inputs: {name}")
         runs[name] = over(alike, play)
         shown.add(where, name, runs[name])
     alone = [share(can_be_met(one, cluster)) for one in alike]
     shown.add(where, "bound of each job alone", [{"deadlines met": one} for one in alone])
-    mine, edf = runs[OURS], runs[peers.EDF.name]
+    mine, edf = runs[OURS], runs[Order.EDF.value]
     slower = mean_of("mean completion", mine) / mean_of("mean completion", edf)
     return mean_of("deadlines met", mine), mean_of("deadlines met", edf), alone, slower
 
@@ -360,15 +361,15 @@ def philly_figures(shown: SideBySide) -> list[Figure]:
     replay_s, decided_s, mine = time.process_time() - begin_s, sum(run.decisions_s), measured(run)
     yard_s = yardstick_s()
     del run
-    say(f"{name}: {peers.EASY.name}")
-    backfilled = measured(peers.play(peers.EASY, trace, cluster, seed=0))
+    say(f"{name}: {Order.EASY}")
+    backfilled = measured(theirs(Order.EASY, cluster)(trace, 0))
     shown.add(name, OURS, [mine])
-    shown.add(name, peers.EASY.name, [backfilled])
+    shown.add(name, Order.EASY.value, [backfilled])
     ratio = mine["mean completion"] / backfilled["mean completion"]
     return [
         at_most(f"{name}: replay of {len(trace.arrivals)} jobs on one core", replay_s, "CPU s", 120.0),
         informs(f"{name}: of it in decisions", decided_s, "s"),
         informs(f"{name}: that loop of {YARDSTICK:,} right after it", yard_s, "CPU s"),
-        at_most(f"{name}: mean completion over that of {peers.EASY.name}", ratio, "x", 0.5),
+        at_most(f"{name}: mean completion over that of {Order.EASY}", ratio, "x", 0.5),
         at_most(f"{name}: jobs not finished", mine["jobs not finished"], "", 0),
     ]

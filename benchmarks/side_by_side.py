@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from rich.table import Table
@@ -25,7 +25,7 @@ UNITS = {
 
 
 def measured(run: Simulated) -> Measured:
-    """What one run shows. A decision's time is that of this machine, of a peer with its launches."""
+    """What one run shows. A decision's time is that of this machine."""
     report = run.report
     return {
         "mean completion": report["mean_completion_s"],
@@ -42,16 +42,14 @@ def measured(run: Simulated) -> Measured:
 
 
 class SideBySide:
-    """One row for each queue on each cluster; those of `unmet` are said not to reach what they published."""
+    """One row for each queue on each cluster."""
 
-    def __init__(self, unmet: Collection[str] = ()) -> None:
-        self._unmet = unmet
+    def __init__(self) -> None:
         self._rows: list[tuple[str, str, Sequence[Measured]]] = []
 
     def add(self, where: str, queue: str, runs: Sequence[Measured]) -> None:
         """A queue's runs on the shaken inputs."""
-        name = f"{queue}, not reproduced" if queue in self._unmet else queue
-        self._rows.append((where, name, runs))
+        self._rows.append((where, queue, runs))
 
     def figures(self) -> list[Figure]:
         """Every cell: the mean, with the range in its name."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks import decisions, peers, scheduler
+from benchmarks import decisions, scheduler
 from benchmarks.__main__ import table
 from benchmarks.figure import at_most, informs
-from benchmarks.reproduced import Published, reproduced
 from benchmarks.side_by_side import UNITS, SideBySide
 from orchestrator.backends.simulated.traces import Arrival, Trace, job_spec_from_trace
+from orchestrator.specs.order import Order
 
 ONE_NODE = scheduler.cluster_of(1, 10.0)
 
@@ -22,13 +21,14 @@ def arrival(at_s: float, steps: int, speeds: dict[int, float], **said: object) -
     return Arrival(at_s=at_s, spec=job_spec_from_trace("job", speeds, steps), **said)
 
 
-def test_peers_get_what_users_asked_for_and_ours_may_choose() -> None:
+def test_other_policies_get_what_users_asked_for_and_adaptive_may_choose() -> None:
     """Eight devices are barely faster than one: who must take what was asked for runs one job after the other."""
     jobs = tuple(arrival(0.0, 100, {1: 1.0, 8: 0.9}, rigid_devices=8) for _ in range(4))
     trace = Trace(name="night", arrivals=jobs)
-    for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(peers.EASY, ONE_NODE), 8)):
+    for play, width in ((scheduler.ours(ONE_NODE), 1), (scheduler.theirs(Order.EASY, ONE_NODE), 8)):
         outcomes = play(trace, 0).outcomes
         assert {process.attempt.plan.world_size for one in outcomes for process in one.attempts} == {width}
+        assert {one.alone_s for one in outcomes} == {10.0 + 90.0}, "alone is the best number of devices for all"
     rigid = Trace(name="night", arrivals=tuple(map(scheduler.as_asked, jobs)))
     (first, *_) = scheduler.ours(ONE_NODE)(rigid, 0).outcomes
     assert first.attempts[0].attempt.plan.world_size == 8
@@ -44,9 +44,9 @@ def test_backfill_takes_what_the_head_cannot_use_and_never_delays_it() -> None:
             arrival(3.0, 50, {4: 1.0}, rigid_devices=4),  # ends before
         ),
     )
-    started = [one.started_at_s for one in peers.play(peers.EASY, trace, ONE_NODE, seed=0).outcomes]
+    started = [one.started_at_s for one in scheduler.theirs(Order.EASY, ONE_NODE)(trace, 0).outcomes]
     assert started == [0.0, 110.0, 220.0, 3.0]
-    in_order = [one.started_at_s for one in peers.play(peers.FIFO, trace, ONE_NODE, seed=0).outcomes]
+    in_order = [one.started_at_s for one in scheduler.theirs(Order.FIFO, ONE_NODE)(trace, 0).outcomes]
     assert in_order == [0.0, 110.0, 220.0, 220.0]
 
 
@@ -66,37 +66,13 @@ def test_a_job_comes_to_a_crowd_where_more_devices_are_asked_for_than_there_are(
 def test_side_by_side_has_every_measure_of_every_queue() -> None:
     shown = SideBySide()
     trace = Trace(name="night", arrivals=(arrival(0.0, 100, {8: 1.0}, rigid_devices=8, deadline_s=200.0),) * 2)
-    for name, play in (("ours", scheduler.ours(ONE_NODE)), ("FIFO", scheduler.theirs(peers.FIFO, ONE_NODE))):
+    for name, play in (("ours", scheduler.ours(ONE_NODE)), ("fifo", scheduler.theirs(Order.FIFO, ONE_NODE))):
         shown.add("one node", name, scheduler.over([trace, trace], play))
     found = {one["figure"]: one["value"] for one in shown.figures()}
-    assert found["one node, FIFO: makespan (220 to 220)"] == 220.0
+    assert found["one node, fifo: makespan (220 to 220)"] == 220.0
     assert found["one node, ours: deadlines met (0.5 to 0.5)"] == 0.5
     assert len(found) == 2 * len(UNITS)
     assert shown.table().row_count == 2
-
-
-def test_a_peer_counts_once_it_reaches_its_published_figure_within_two_percent(tmp_path: Path) -> None:
-    """100 steps of a second on each of two devices, and ten to launch: a makespan of 110 s."""
-    columns = "job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration"
-    (tmp_path / "night.csv").write_text(f"{columns}\n1,0,100,bert,150,8,1,100\n2,0,100,bert,100,8,1,100\n")
-
-    def published(value: float, path: tuple[str, ...] | None) -> Published:
-        said = {"source": "a night", "measure": "makespan", "unit": "s", "cluster": ONE_NODE}
-        return Published(peer=peers.LAS, value=value, path=path, **said)
-
-    for value, path, verdict, meets in (
-        (112.0, ("night.csv",), "reproduced: a night", True),
-        (113.0, ("night.csv",), "not reproduced: a night", False),
-        (110.0, None, "its input is not in shared/traces", False),
-        (110.0, ("away.csv",), "its input is not in shared/traces", False),
-    ):
-        (textbook, row), unmet = reproduced((peers.FIFO, peers.LAS), [published(value, path)], tmp_path)
-        assert textbook["figure"].startswith(peers.FIFO.name)
-        assert f": {verdict}" in row["figure"] or row["figure"].endswith(verdict)
-        assert unmet == (set() if meets else {peers.LAS.name})
-    shown = SideBySide(unmet)
-    shown.add("one node", peers.LAS.name, [{"makespan": 110.0}])
-    assert shown.figures()[0]["figure"] == f"one node, {peers.LAS.name}, not reproduced: makespan"
 
 
 def test_a_bound_stands_beside_the_queues_in_what_it_bounds() -> None:

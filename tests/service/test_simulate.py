@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import peers
+from benchmarks import scheduler
 from orchestrator.backends.simulated.process import Process
 from orchestrator.backends.simulated.traces import Arrival, Trace, misjudged
 from orchestrator.cli import main
@@ -26,6 +26,7 @@ from orchestrator.specs.cluster import ClusterSpec, NodeSpec, idle_nodes
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, Submitted
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.order import Order
 from orchestrator.specs.state import State
 
 LAUNCH_COST_S = 30.0
@@ -109,29 +110,14 @@ def test_the_laws_of_the_world_hold_under_the_production_queue(seed: int, troubl
         assert {FailureKind.DEVICE_OOM, FailureKind.NODE_LOST} <= endings, "the storm left nobody out"
 
 
-@pytest.mark.parametrize("peer", [peers.FIFO, peers.EASY, peers.SJF, peers.LAS], ids=lambda peer: peer.name)
-def test_the_laws_of_the_world_hold_under_every_peer(peer: peers.Peer) -> None:
+@pytest.mark.parametrize("order", scheduler.PEERS)
+def test_the_laws_of_the_world_hold_under_every_policy_that_the_benchmark_compares(order: Order) -> None:
     trace = day(7)
-    outcomes = peers.play(peer, trace, CLUSTER, seed=7).outcomes
+    outcomes = scheduler.theirs(order, CLUSTER)(trace, 7).outcomes
     assert breaches(trace, outcomes) == []
     assert all(one.ended_at_s is not None for one in outcomes)
     widths = [process.attempt.plan.world_size for process in attempts(outcomes)]
-    assert peer.preempts or widths == [one.rigid_devices for one in trace.arrivals]
-
-
-def test_a_preempted_job_continues_from_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiresias takes the devices of a long job for a short one, and gives them back."""
-    monkeypatch.setattr(peers, "DEMOTED_S", 600.0)
-    long = Arrival(at_s=0.0, spec=job("long", 2000, {4: 1.0}), rigid_devices=4)
-    short = Arrival(at_s=1000.0, spec=job("short", 100, {4: 1.0}), rigid_devices=4)
-    one_node = CLUSTER.model_copy(update={"nodes": (CLUSTER.nodes[0].model_copy(update={"count": 1}),)})
-    trace = Trace(name="two", arrivals=(long, short))
-    first, second = peers.play(peers.LAS, trace, one_node, seed=0).outcomes
-    assert [process.ending for process in first.attempts] == [FailureKind.CANCELLED, None]
-    before, after = first.attempts
-    assert after.first_step == pytest.approx(1000 - LAUNCH_COST_S, abs=peers.ROUND_S)
-    assert before.ended_at_s == second.attempts[0].launched_at_s
-    assert first.ended_at_s == pytest.approx(2000 + 100 + 3 * LAUNCH_COST_S, abs=peers.ROUND_S)
+    assert widths == [one.rigid_devices for one in trace.arrivals]
 
 
 def test_wrong_estimates_change_predictions_and_not_the_simulated_times() -> None:
