@@ -10,6 +10,7 @@ from orchestrator.planning.cost import Hardware
 from orchestrator.planning.frontier import Candidate, Frontier, fitting, needed_bytes
 from orchestrator.planning.search import frontier
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.pins import in_words
 from orchestrator.specs.job.spec import Degrade, GpuRange, JobSpec
 from orchestrator.specs.job.trainer import Knob
 from orchestrator.specs.plan import Degradation, Plan, in_short
@@ -61,8 +62,9 @@ def why_nothing_fits(
     assert closest is not None, "a frontier is never empty"
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
     needed = needed_bytes(closest, calibrated)
+    pinned = f" with {in_words(spec.plan)}" if spec.plan else ""
     lines = [
-        f"no plan fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
+        f"no plan{pinned} fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
         f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",
         *(f"  {format_bytes(count):>12}  {cause}" for cause, count in breakdown(estimate)),
         f"  {format_bytes(needed - estimate.device_bytes):>12}  margin",
@@ -106,8 +108,14 @@ def why_taken(fit_probability: float | None) -> str:
 
 def what_would_fit(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> tuple[str, ...]:
     """Changes by which the job would fit, each one really planned; empty where none of them helps."""
-    ways = (_more_devices, _larger_devices, _lower_precision, _shorter_samples)
+    ways = (_other_settings, _more_devices, _larger_devices, _lower_precision, _shorter_samples)
     return tuple(sentence for way in ways for sentence in way(spec, hardware, capacity_bytes, calibrated))
+
+
+def _other_settings(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:
+    best = _first_fit(_with(spec, plan=()), hardware, capacity_bytes, calibrated) if spec.plan else None
+    if best is not None:
+        yield f"another `plan` ({in_short(best.plan)}): {format_bytes(needed_bytes(best, calibrated))} each"
 
 
 def _more_devices(spec: JobSpec, hardware: Hardware, capacity_bytes: int, calibrated: Calibration) -> Iterator[str]:

@@ -21,15 +21,20 @@ from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
 from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
 from orchestrator.specs import replace as changed
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
-from orchestrator.specs.errors import IllegalPlan
+from orchestrator.specs.errors import IllegalPlan, SpecError
+from orchestrator.specs.job.pins import agrees, in_words
 from orchestrator.specs.job.spec import JobSpec, Retries
 from orchestrator.specs.plan import (
+    AXES,
     SETTINGS,
     ActivationCheckpointing,
     Degradation,
+    Engine,
+    ParallelLayout,
     Plan,
     Precision,
     Setting,
+    text_of,
     why_pipeline_stalls,
 )
 from orchestrator.specs.profile import MemoryEstimate, ModelProfile, OwnSettings, Segment, Source
@@ -123,8 +128,50 @@ def _frontier(spec: JobSpec, hardware: Hardware, overhead: Overhead, steps: tupl
         for one in _beaten_by_none(spec, hardware, variants, needs, steps)
     ]
     if not found:
-        raise why_no_strategy(spec, hardware)
+        raise _why_no_plan(spec, hardware)
     return Frontier(tuple(found))
+
+
+def _why_no_plan(spec: JobSpec, hardware: Hardware) -> SpecError:
+    """Which pinned setting has another value in every plan that has the other pinned ones, and which values there are.
+
+    Raises SpecError where the job has no plan without its pins either.
+    """
+    if not spec.plan or not any(True for _ in plans(_pinned(spec, ()), hardware)):
+        return why_no_strategy(spec, hardware)
+    for key, value in spec.plan:
+        others = tuple(pin for pin in spec.plan if pin[0] != key)
+        found = {getattr(plan.layout if key in AXES else plan, key) for plan in plans(_pinned(spec, others), hardware)}
+        if found:
+            beside = f" with {in_words(others)}" if others else ""
+            return SpecError(
+                f"no plan on {hardware.device.name} has it",
+                path=f"plan.{key}",
+                got=text_of(value),
+                allowed=f"{', '.join(map(text_of, sorted(found)))}{beside}",
+                hint=_why_illegal(spec),
+            )
+    what = f"no plan on {hardware.device.name} has these settings together"
+    return SpecError(what, path="plan", got=in_words(spec.plan), hint=_why_illegal(spec) or "leave some of them out")
+
+
+def _pinned(spec: JobSpec, pins: tuple[tuple[str, Any], ...]) -> JobSpec:
+    return spec.model_copy(update={"plan": pins})
+
+
+def _why_illegal(spec: JobSpec) -> str:
+    """What makes the pinned settings illegal on every engine, where the others are as usual; "" where nothing does."""
+    said = dict(spec.plan)
+    layout = ParallelLayout(**{axis: said.pop(axis) for axis in AXES if axis in said})
+    engines = (Engine.SCRIPT,) if spec.is_script else (Engine.TORCH, Engine.DEEPSPEED)
+    usual = {"micro_batch_size": 1, "gradient_accumulation_steps": layout.pp, "precision": spec.precision}
+    reasons = []
+    for engine in engines:
+        try:
+            Plan(layout=layout, **{"engine": engine, **usual, **said})
+        except IllegalPlan as error:
+            reasons.append(str(error))
+    return "; ".join(dict.fromkeys(reasons)) if len(reasons) == len(engines) else ""
 
 
 def _beaten_by_none(
@@ -257,12 +304,14 @@ def _fewest_shares(spec: JobSpec) -> int:
 
 def _variants(spec: JobSpec, hardware: Hardware) -> list[_Variant]:
     """What the user asked for, and what `degrade` allows besides, as far as the devices can compute it."""
-    asked, device = asked_settings(spec), hardware.device
+    asked, device, pins = asked_settings(spec), hardware.device, dict(spec.plan)
     touched = [one for one in SETTINGS if one.degradation is not Degradation.EXACT]
     choices = [[(asked[one.name], Degradation.EXACT), *_others(spec, device, one, asked[one.name])] for one in touched]
     found = []
     for chosen in product(*choices):
         values = {one.name: value for one, (value, _) in zip(touched, chosen, strict=True)}
+        if any(pins.get(name, value) != value for name, value in values.items()):
+            continue
         if device.has(values["precision"]):
             found.append(_Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
     return found
@@ -364,18 +413,29 @@ class _Family:
 
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[_Family]:
+    """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
+    pins = dict(spec.plan)
+    micro, steps, mode = (pins.get(name) for name in OF_A_FAMILY)
     for layout in layouts(spec, hardware):
+        if not agrees(layout, pins):
+            continue
         cuts = batch_cuts(spec, layout.dp)
+        if pins:
+            cuts = tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
         for strategy in strategies(spec, hardware, layout) if cuts else ():
+            if not agrees(strategy, pins):
+                continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
             try:  # which combinations are legal is said once, in specs.plan
                 example = _plan(strategy, variant, prod(pipeline))
             except IllegalPlan:
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
-            yield _Family(example=example, modes=checkpointing(spec, strategy), cuts=at_work)
+            modes = tuple(one for one in checkpointing(spec, strategy) if mode in (None, one))
+            yield _Family(example=example, modes=modes, cuts=at_work)
 
 
+OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")  # what its plans vary
 STRATEGY = tuple(one.name for one in fields(Strategy))
 _of_strategy = attrgetter(*STRATEGY)
 

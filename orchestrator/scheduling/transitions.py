@@ -160,6 +160,9 @@ def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
         return replace(job, status=JobStatus.QUEUED, reason=f"probed: {failure.reason}")
     if restart is None:
         return replace(job, status=JobStatus.FAILED, reason=f"{failure.kind}: {failure.reason}")
+    if restart.refutes_plan and job.spec.degrade.keeps_plan:
+        reason = f"{failure.kind}: {failure.reason} (degrade.allow is none: no other plan is tried)"
+        return replace(job, status=JobStatus.FAILED, reason=reason)
     endings = [one.failure.kind.restart for one in job.attempts if one.failure and not one.probe]
     used = sum(one is not None and one.budget == restart.budget for one in endings)
     allowed = getattr(job.spec.retries, restart.budget)

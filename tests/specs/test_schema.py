@@ -26,6 +26,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "array": {"name": "a-{lr}"},
     "max_concurrent": {"array": {"lr": ["1e-3", "1e-4"]}},
     "guarantee": {"steps": 100, "gpus": {"min": 1, "max": 8}},
+    "plan": {"knobs": {"micro_batch_size": {"flag": "--batch-size"}, "deepspeed_config": {"flag": "--deepspeed"}}},
     "model.weights": {"precision": "bf16"},
     "knobs.gradient_accumulation_steps": {"knobs": {"micro_batch_size": {"flag": "--batch-size"}}},
     "knobs.micro_batch_size.key": {"config": {"file": "train.yaml"}},

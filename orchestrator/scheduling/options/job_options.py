@@ -22,6 +22,7 @@ from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.specs.attempt import Attempt, FailureKind
 from orchestrator.specs.cluster import DeviceKind
 from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.pins import pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Engine, Plan
@@ -283,9 +284,12 @@ def _least_bytes(candidate: Candidate, calibrated: Calibration, measured: dict[P
 def _untried(job: Job, group: Group, calibrated: Calibration) -> Iterator[Candidate]:
     """The job's frontier without what reality refuted: on equal devices only plans below each refuted peak remain.
 
-    What is below is judged with what is known by now of the activations.
+    What is below is judged with what is known by now of the activations. A job that keeps its plan has no other.
     """
-    candidates = frontier(job.spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
+    spec, trained = job.spec, [one for one in job.attempts if not one.probe]
+    if trained and spec.degrade.keeps_plan:
+        spec = spec.model_copy(update={"plan": pins_of(trained[0].plan)})
+    candidates = frontier(spec, group.hardware, calibrated.correction, calibrated.overhead).candidates
     if not job.attempts:
         return iter(candidates)
     here = [attempt for attempt in job.attempts if attempt.device == group.hardware.device.name]

@@ -17,21 +17,20 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec, probe_of
 from orchestrator.service.views.records import EstimateView, estimate_view
 from orchestrator.specs.cluster import DeviceSpec, Node
-from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.pins import GIVEN, SHORT, setting_value, unknown_setting
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.parse import Override, together
 from orchestrator.specs.plan import (
     AXES,
-    SETTINGS,
     Degradation,
     Engine,
     Offload,
     OffloadTarget,
     ParallelLayout,
     Plan,
-    Setting,
     Sharding,
     ZeroStage,
     degradation,
@@ -39,9 +38,6 @@ from orchestrator.specs.plan import (
     settings,
 )
 from orchestrator.specs.profile import ModelProfile
-
-GIVEN = {key: one for one in SETTINGS if one.is_given for key in one.keys}  # what `--set` takes
-SHORT = {one.alias: one.name for one in SETTINGS if one.alias}
 
 
 class CandidateView(TypedDict):
@@ -234,10 +230,10 @@ def given_plan(spec: JobSpec, given: Sequence[Override]) -> Plan:
     Raises SpecError (unknown or impossible setting) and IllegalPlan (settings that exclude each other).
     """
     said = {SHORT.get(key, key): text for key, text in given}
-    problems = [_unknown_setting(key, text) for key, text in said.items() if key not in GIVEN]
+    problems = [unknown_setting(key, text, "--set") for key, text in said.items() if key not in GIVEN]
     if problems:
         raise together(problems, "--set")
-    values = {key: _value(GIVEN[key], key, text) for key, text in said.items()}
+    values = {key: setting_value(GIVEN[key], key, text, "--set") for key, text in said.items()}
     layout = ParallelLayout(**{"dp": spec.gpus.min} | {axis: values.pop(axis) for axis in AXES if axis in values})
     micro_batch_size = values.setdefault("micro_batch_size", 1)
     told_steps = values.pop("gradient_accumulation_steps", None)
@@ -296,31 +292,3 @@ def _degradation(spec: JobSpec, plan: Plan) -> Degradation:
     """The class of the plan's change against what the job asks for; a script's own sequence length is not known."""
     asked = asked_settings(spec)
     return degradation(asked | {"sequence_length": plan.sequence_length} if spec.is_script else asked, plan)
-
-
-def _unknown_setting(key: str, text: str) -> SpecError:
-    near = closest(key, (*GIVEN, *SHORT))
-    hint = f"did you mean {near!r}?" if near else ""
-    return SpecError(
-        "unknown setting of a plan", source="--set", path=key, got=text, allowed=", ".join(GIVEN), hint=hint
-    )
-
-
-def _value(setting: Setting, key: str, text: str) -> Any:
-    """The setting's value that the text says. Raises SpecError."""
-    choices = setting.choices
-    if text in choices:
-        return choices[text]
-    if choices:
-        near = closest(text, choices)
-        raise SpecError(
-            "not one of the possible values",
-            source="--set",
-            path=key,
-            got=text,
-            allowed=", ".join(choices),
-            hint=f"did you mean {near!r}?" if near else "",
-        )
-    if not text.isdecimal() or int(text) < 1:
-        raise SpecError("not a number of things", source="--set", path=key, got=text, allowed="1 or more")
-    return int(text)

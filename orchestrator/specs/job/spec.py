@@ -20,6 +20,7 @@ from orchestrator.specs import units
 from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
 from orchestrator.specs.job.frameworks import Framework, completed
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
+from orchestrator.specs.job.pins import Pins, check_pins
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
@@ -162,11 +163,11 @@ class DeclaredProfile(SpecModel):
 
 
 class Degrade(SpecModel):
-    """What a restart may change. `exact` changes are always allowed."""
+    """What a restart may change."""
 
-    allow: Literal["exact", "numeric", "semantic"] = Field(
+    allow: Literal["none", "exact", "numeric", "semantic"] = Field(
         default="exact",
-        description="Furthest change: exact (same mathematics), numeric (precision) or semantic (another training).",
+        description="Furthest change: none, exact (same mathematics), numeric (precision) or semantic (the training).",
         examples=["numeric"],
     )
     sequence_lengths: tuple[int, ...] = Field(
@@ -177,7 +178,13 @@ class Degrade(SpecModel):
 
     @property
     def limit(self) -> Degradation:
-        return Degradation[self.allow.upper()]
+        """How far the plans of the job may leave what it asks for."""
+        return Degradation.EXACT if self.keeps_plan else Degradation[self.allow.upper()]
+
+    @property
+    def keeps_plan(self) -> bool:
+        """Whether every attempt has the plan of the first one."""
+        return self.allow == "none"
 
 
 class Retries(SpecModel):
@@ -412,6 +419,11 @@ class JobSpec(SpecModel):
     )
     measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
     relative_to: SkipJsonSchema[OwnSettings | None] = None  # of its family, those that outcomes are told by: as above
+    plan: Pins = Field(
+        default=(),
+        description="Settings that every plan of the job has; what is left out is planned.",
+        examples=[{"zero_stage": 3, "micro_batch": 2}],
+    )
     degrade: Degrade = Field(
         default=Degrade(),
         description="What a restart on a cheaper plan may change.",
@@ -506,7 +518,21 @@ class JobSpec(SpecModel):
         check(self.command, self.launch, self.knobs, self.config, self.phases)
         if self.degrade.sequence_lengths and self.degrade.limit is not Degradation.SEMANTIC:
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
+        if self.plan:
+            self._check_plan()
         return self
+
+    def _check_plan(self) -> None:
+        """Raises SpecError for a pinned setting that no plan of the job has."""
+        knob = self.knobs.sequence_length
+        own = self.data.sequence_length if self.model is not None else knob and knob.default and int(knob.default)
+        check_pins(
+            self.plan,
+            knobs=self.knobs if self.is_script else None,
+            precision=self.precision,
+            other_precision=self.degrade.limit >= Degradation.NUMERIC,
+            lengths=(own or None, *self.degrade.sequence_lengths),
+        )
 
     def _check_guarantee(self) -> None:
         """What is promised starts at a time that can be told, and ends at one."""

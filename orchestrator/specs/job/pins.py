@@ -1,0 +1,161 @@
+"""Settings of a plan by name: what `plan:` of a job, `--plan` and `orc estimate --set` say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+from orchestrator.specs.errors import SpecError, closest
+from orchestrator.specs.job.trainer import Knobs
+from orchestrator.specs.plan import AXES, SETTINGS, Engine, Offload, Plan, Precision, Setting, ZeroStage, text_of
+
+GIVEN = {key: one for one in SETTINGS if one.is_given for key in one.keys}  # settings that people may give
+SHORT = {one.alias: one.name for one in SETTINGS if one.alias}
+KNOB_OF = {  # of a script, by the setting that it takes; a pin of another one has to be its default
+    "micro_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "activation_checkpointing": "activation_checkpointing",
+    "precision": "precision",
+    "sequence_length": "sequence_length",
+    "zero_stage": "zero_stage",
+    "offload": "deepspeed_config",
+}
+
+
+def unknown_setting(key: str, given: object, source: str = "") -> SpecError:
+    """The error for a name that is no setting."""
+    near = closest(key, (*GIVEN, *SHORT))
+    hint = f"did you mean {near!r}?" if near else ""
+    return SpecError(
+        "unknown setting of a plan", source=source, path=key, got=given, allowed=", ".join(GIVEN), hint=hint
+    )
+
+
+def setting_value(setting: Setting, key: str, given: object, source: str = "") -> Any:
+    """The setting's value that a text or a number says. Raises SpecError."""
+    choices, text = setting.choices, str(given)
+    if text in choices:
+        return choices[text]
+    if choices:
+        near = closest(text, choices)
+        raise SpecError(
+            "not one of the possible values",
+            source=source,
+            path=key,
+            got=given,
+            allowed=", ".join(choices),
+            hint=f"did you mean {near!r}?" if near else "",
+        )
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError("not a number of things", source=source, path=key, got=given, allowed="1 or more")
+    return int(text)
+
+
+def _read(said: object) -> object:
+    """The pairs of a mapping, in the order of the settings. Raises SpecError."""
+    if isinstance(said, tuple):
+        return said
+    if not isinstance(said, Mapping):
+        raise SpecError("the value is of the wrong kind", got=said, allowed="a section of `setting: value`")
+    values: dict[str, Any] = {}
+    for given, value in said.items():
+        key = SHORT.get(str(given), str(given))
+        if key not in GIVEN:
+            raise unknown_setting(key, value)
+        if key in values:
+            raise SpecError("the setting is given twice", path=str(given), got=value)
+        values[key] = setting_value(GIVEN[key], str(given), value)
+    return tuple((key, values[key]) for key in GIVEN if key in values)
+
+
+Pins = Annotated[  # settings of a plan with their values
+    tuple[tuple[str, Any], ...],
+    BeforeValidator(_read),
+    PlainSerializer(
+        lambda pins: {key: value.value if isinstance(value, Enum) else value for key, value in pins},
+        return_type=dict[str, str | int],
+    ),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"enum": [*GIVEN, *SHORT]},
+            "additionalProperties": {"type": ["string", "integer"]},
+        }
+    ),
+]
+
+
+def pins_of(plan: Plan) -> tuple[tuple[str, Any], ...]:
+    """The pins that only this plan of its job has."""
+    said = ((key, getattr(plan.layout if key in AXES else plan, key)) for key in GIVEN)
+    return tuple((key, value) for key, value in said if value is not None)
+
+
+def agrees(part: object, pins: Mapping[str, Any]) -> bool:
+    """Whether a layout, or another part of a plan, has the pinned value in each setting that it has."""
+    return all(getattr(part, key, value) == value for key, value in pins.items())
+
+
+def in_words(pins: tuple[tuple[str, Any], ...]) -> str:
+    """`zero_stage=3, micro_batch_size=2`."""
+    return ", ".join(f"{key}={text_of(value)}" for key, value in pins)
+
+
+def check_pins(
+    pins: tuple[tuple[str, Any], ...],
+    *,
+    knobs: Knobs | None,
+    precision: Precision,
+    other_precision: bool,
+    lengths: tuple[int | None, ...],
+) -> None:
+    """Raises SpecError for a pin that the job cannot have on any hardware.
+
+    `knobs` are those of a script, None for a model. `lengths` are the sequence lengths that it may have, and
+    `other_precision` says whether it may have another precision than its own.
+    """
+    said = dict(pins)
+    if (engine := said.get("engine")) is not None and (engine is Engine.SCRIPT) is not (knobs is not None):
+        ours = "torch, deepspeed" if knobs is None else "script"
+        raise SpecError("the job has another engine", path="plan.engine", got=engine.value, allowed=ours)
+    if knobs is not None:
+        for key in _without_knob(said, knobs, precision):
+            knob = KNOB_OF.get(key)
+            hint = f"declare `knobs.{knob}`, or leave the setting out" if knob else "leave the setting out"
+            raise SpecError("no knob of the script takes this", path=f"plan.{key}", got=text_of(said[key]), hint=hint)
+    if said.get("precision", precision) is not precision and not other_precision:
+        raise SpecError(
+            "the job computes in another precision",
+            path="plan.precision",
+            got=said["precision"].value,
+            allowed=precision.value,
+            hint=f"say `precision: {said['precision'].value}`, or `degrade: {{allow: numeric}}`",
+        )
+    if "sequence_length" in said and said["sequence_length"] not in lengths:
+        raise SpecError(
+            "the job has another sequence length",
+            path="plan.sequence_length",
+            got=said["sequence_length"],
+            allowed=", ".join(str(length) for length in lengths if length is not None),
+            hint="name it in `degrade.sequence_lengths`, with `degrade.allow: semantic`",
+        )
+
+
+def _without_knob(said: Mapping[str, Any], knobs: Knobs, precision: Precision) -> Iterator[str]:
+    """The pinned settings that the script cannot be told."""
+    is_sharded_by_deepspeed = bool(knobs.zero_stages) and not knobs.is_sharded_by_fsdp
+    for key, value in said.items():
+        usual = precision if key == "precision" else GIVEN[key].usual
+        if key in ("engine", "dp", "tp") or value == usual:
+            continue
+        if key == "zero_stage":
+            is_told = value is ZeroStage.NONE or value in knobs.zero_stages
+        elif key == "offload":
+            is_told = value is Offload.NONE or is_sharded_by_deepspeed
+        else:
+            is_told = getattr(knobs, KNOB_OF.get(key, ""), None) is not None or (key == "pp" and value == 1)
+        if not is_told:
+            yield key

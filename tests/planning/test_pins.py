@@ -1,0 +1,112 @@
+"""Laws of `plan:`: exactly the plans that agree with it are planned, also where others beat them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.memory.calibration.calibrate import UNMEASURED
+from orchestrator.planning.explain import why_nothing_fits
+from orchestrator.planning.frontier import needed_bytes
+from orchestrator.planning.search import frontier, plans
+from orchestrator.specs.cluster import DeviceKind
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.job.pins import agrees, pins_of
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import parse_job
+from orchestrator.specs.plan import Plan
+from orchestrator.specs.units import format_bytes
+from tests.planning.test_search import KNOBS, SIZES, WORK, job, machine
+
+ONE_NODE = machine(DeviceKind.CUDA, 4, 1, "80GiB", nvme=False)
+DECODER: dict[str, Any] = {"model": {"decoder": SIZES}}
+MODEL = "name: a\nglobal_batch_size: 8\nmodel: {hf: ./model}\ndata: {text: [corpus.txt]}\n"
+SCRIPT = "name: a\nglobal_batch_size: 8\ncommand: python train.py\n"
+
+
+def has(plan: Plan, pins: tuple[tuple[str, Any], ...]) -> bool:
+    said = dict(pins)
+    return agrees(plan, said) and agrees(plan.layout, said)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(WORK), st.sampled_from(("exact", "numeric")), st.data())
+def test_a_pinned_job_has_every_plan_that_agrees_and_no_other(work: dict[str, Any], allow: str, data: Any) -> None:
+    spec = job(work, 8, (1, 3), allow)
+    every = list(plans(spec, ONE_NODE))
+    whole = dict(pins_of(data.draw(st.sampled_from(every))))
+    names = data.draw(st.sets(st.sampled_from(sorted(whole)), min_size=1))
+    pins = tuple((name, whole[name]) for name in whole if name in names)
+    found = list(plans(spec.model_copy(update={"plan": pins}), ONE_NODE))
+    assert found == [plan for plan in every if has(plan, pins)]
+    assert all(has(one.plan, pins) for one in frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates)
+
+
+def test_a_plan_that_others_beat_is_found_where_it_is_pinned() -> None:
+    spec = job(DECODER, 8, (1, 3), "exact")
+    best = {one.plan for one in frontier(spec, ONE_NODE).candidates}
+    beaten = [plan for plan in plans(spec, ONE_NODE) if plan not in best]
+    assert len(beaten) > 100
+    for plan in beaten[::37]:
+        (only,) = frontier(spec.model_copy(update={"plan": pins_of(plan)}), ONE_NODE).candidates
+        assert only.plan == plan
+
+
+def test_what_a_file_pins_is_read_back_as_it_was_said() -> None:
+    spec = parse_job(MODEL + "plan: {zero_stage: 3, micro_batch: 2, offload: none, dp: 2}\n", "job.yaml")
+    assert spec.model_dump(mode="json")["plan"] == {"dp": 2, "zero_stage": 3, "micro_batch_size": 2, "offload": "none"}
+    assert JobSpec.model_validate(spec.model_dump(mode="json")) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "what"),
+    [
+        (MODEL + "plan: {zero: 3}", "plan.zero", "unknown setting"),
+        (MODEL + "plan: {zero_stage: 4}", "plan.zero_stage", "not one of the possible values"),
+        (MODEL + "plan: {dp: 0}", "plan.dp", "not a number of things"),
+        (MODEL + "plan: {micro_batch: 1, micro_batch_size: 1}", "plan.micro_batch_size", "given twice"),
+        (MODEL + "plan: [3]", "plan", "wrong kind"),
+        (MODEL + "plan: {engine: script}", "plan.engine", "another engine"),
+        (MODEL + "plan: {precision: bf16}", "plan.precision", "another precision"),
+        (MODEL + "plan: {sequence_length: 64}", "plan.sequence_length", "another sequence length"),
+        (SCRIPT + "plan: {engine: torch}", "plan.engine", "another engine"),
+        (SCRIPT + "plan: {zero_stage: 3}", "plan.zero_stage", "no knob"),
+        (SCRIPT + "plan: {micro_batch: 2}", "plan.micro_batch_size", "no knob"),
+        (SCRIPT + "plan: {offload: optimizer}", "plan.offload", "no knob"),
+        (SCRIPT + "plan: {pp: 2}", "plan.pp", "no knob"),
+    ],
+)
+def test_a_pin_that_no_plan_can_have_is_refused_where_it_is_said(text: str, path: str, what: str) -> None:
+    with pytest.raises(SpecError, match=what) as raised:
+        parse_job(text, "job.yaml")
+    assert (raised.value.path, raised.value.source) == (path, f"job.yaml:{len(text.splitlines())}")
+
+
+def test_a_script_takes_the_pins_that_its_knobs_can_carry_out() -> None:
+    said = {"zero_stage": 3, "offload": "optimizer", "micro_batch": 2, "activation_checkpointing": "full"}
+    spec = job({"command": "python train.py", "knobs": KNOBS}, 8, (2, 0), "exact", plan=said)
+    found = {one.plan for one in frontier(spec, ONE_NODE).candidates}
+    assert [has(plan, spec.plan) for plan in found] == [True]
+
+
+def test_a_pin_without_a_plan_names_the_values_that_there_are() -> None:
+    spec = job(DECODER, 8, (2, 0), "exact", plan={"engine": "torch", "zero_stage": 1})
+    with pytest.raises(SpecError) as raised:
+        frontier(spec, ONE_NODE)
+    assert (raised.value.path, raised.value.allowed) == ("plan.engine", "deepspeed with zero_stage=1")
+    assert "stage 1 is DeepSpeed's" in raised.value.hint
+
+
+def test_a_pinned_plan_that_does_not_fit_is_refused_with_its_bytes_and_what_fits_instead() -> None:
+    spec = job(
+        DECODER, 8, (1, 0), "exact", plan={"zero_stage": 0, "micro_batch": 8, "activation_checkpointing": "none"}
+    )
+    needed = min(needed_bytes(one, UNMEASURED) for one in frontier(spec, ONE_NODE).candidates)
+    first, closest, *rest = why_nothing_fits(spec, ONE_NODE, needed - 1, UNMEASURED).splitlines()
+    pins = "zero_stage=0, micro_batch_size=8, activation_checkpointing=none"
+    assert first == f"no plan with {pins} fits {format_bytes(needed - 1)} of device"
+    assert f"needs {format_bytes(needed)} at its worst moment" in closest
+    assert any(line.startswith("would fit: another `plan` (1 gpu") for line in rest)
