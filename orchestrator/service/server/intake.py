@@ -21,6 +21,7 @@ from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.model import ModelSpec
 from orchestrator.specs.job.paths import KINDS_OF_FILES, paths_of
+from orchestrator.specs.job.pins import SHORT
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job.trainer import is_python
 from orchestrator.specs.parse import Override, parse_cluster, parse_job, parse_jobs, together
@@ -143,14 +144,20 @@ def read_cluster(path: Path | None) -> ClusterSpec:
     return cluster
 
 
-def read_overrides(settings: Sequence[str]) -> tuple[Override, ...]:
+def read_pins(said: str | None) -> tuple[Override, ...]:
+    """What `--plan zero_stage=3,micro_batch=2` overrides of a job file. Raises SpecError as `read_overrides`."""
+    pairs = read_overrides(said.split(",") if said else (), "--plan")
+    return tuple((f"plan.{SHORT.get(key, key)}", value) for key, value in pairs)
+
+
+def read_overrides(settings: Sequence[str], source: str = "--set") -> tuple[Override, ...]:
     """`key=value` settings as pairs. Raises SpecError if a `=` is missing or a key is repeated."""
     pairs = [setting.partition("=") for setting in settings]
     for key, equals, value in pairs:
         if not equals or not key:
-            raise SpecError("a setting is missing its `=`", source="--set", got=key, allowed="key=value")
+            raise SpecError("a setting is missing its `=`", source=source, got=key, allowed="key=value")
         if sum(key == other for other, _, _ in pairs) > 1:
-            raise SpecError("the setting is given twice", source="--set", path=key, got=value)
+            raise SpecError("the setting is given twice", source=source, path=key, got=value)
     return tuple((key, value) for key, _, value in pairs)
 
 
