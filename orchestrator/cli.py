@@ -21,8 +21,8 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, machines, report, simulation
-from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, client_of, service_of
+from orchestrator.service.terminal import access, comparing, machines, report, simulation
+from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
@@ -39,18 +39,6 @@ app = typer.Typer(
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override one key of the job file, by its dotted path; repeatable."
-    ),
-]
-Pinned = Annotated[
-    str | None,
-    typer.Option(
-        "--plan", metavar="SETTING=VALUE,...", help="Pin settings of the plan, as `plan:` of the job file does."
-    ),
-]
 
 
 # commands about the home folder itself
@@ -469,6 +457,7 @@ def init(
     sys.stdout.write(proposal(command, Path.cwd()))
 
 
+app.command()(comparing.compare)
 app.command()(simulation.simulate)
 app.command()(simulation.forecast)
 app.command()(simulation.replay)

@@ -28,9 +28,18 @@ class Mark(StrEnum):
     FITS = "fits"
     REFUTED = "ran out of memory"
     CHOSEN = "chosen"
+    PREDICTED = "predicted"
+    MEASURED = "measured"
 
 
-SYMBOLS = {Mark.TOO_BIG: "·", Mark.FITS: "○", Mark.REFUTED: "✗", Mark.CHOSEN: "●"}
+SYMBOLS = {
+    Mark.TOO_BIG: "·",
+    Mark.FITS: "○",
+    Mark.REFUTED: "✗",
+    Mark.CHOSEN: "●",
+    Mark.PREDICTED: "◇",
+    Mark.MEASURED: "◆",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,12 @@ class DeviceSpec(SpecModel):
         description="Bandwidth from device to `nvme_folder`, per device and direction.",
         examples=["3GB/s"],
     )
+    price_per_hour: float | None = Field(
+        default=None,
+        ge=0,
+        description="Price of one device for an hour, in any currency: `orc compare` shows costs; null: it shows none.",
+        examples=[2.5],
+    )
 
     @model_validator(mode="after")
     def _has_16_bits(self) -> DeviceSpec:
@@ -108,8 +114,10 @@ Window = tuple[float, float]  # from when to when, in seconds since 1970
 DeviceName = Annotated[str, Field(json_schema_extra={"enum": list(DEVICES)})]
 
 
-def _from_catalogue(device: object) -> object:
-    """What the catalogue says of a name; a description as it is."""
+def _from_catalogue(device: object) -> Any:
+    """What the catalogue says of a name, with a price where one stands beside it; a description as it is."""
+    if isinstance(device, dict) and set(device) == {"name", "price_per_hour"}:
+        return _from_catalogue(device["name"]) | {"price_per_hour": device["price_per_hour"]}
     if not isinstance(device, str):
         return device
     if device not in DEVICES:

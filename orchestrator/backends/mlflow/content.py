@@ -51,6 +51,11 @@ def run_key(job: Job, number: int) -> str:
     return f"{job.key}/{number}"
 
 
+def comparison_key(job: Job) -> str:
+    """The name, in every home, of the comparison that the job is a strategy of."""
+    return f"{job.array}@{job.submitted_at_s!r}"
+
+
 def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:
     """The run of a whole job; `compare` is the address of its attempts side by side, or empty."""
     ends = [attempt.ended_at_s for attempt in job.attempts if attempt.ended_at_s is not None]

@@ -19,11 +19,13 @@ STYLES: dict[Mark, dict[str, Any]] = {
     Mark.FITS: {"marker": "o", "s": 34, "facecolors": "white", "edgecolors": "#0072b2", "linewidths": 1.4},
     Mark.REFUTED: {"marker": "X", "s": 70, "color": "#d55e00"},
     Mark.CHOSEN: {"marker": "o", "s": 80, "color": "#009e73"},
+    Mark.PREDICTED: {"marker": "D", "s": 40, "facecolors": "white", "edgecolors": "#0072b2", "linewidths": 1.4},
+    Mark.MEASURED: {"marker": "D", "s": 50, "color": "#009e73"},
 }
 
 
-def figure(title: str, picture: Picture) -> Figure:
-    """Step time against bytes per device, both logarithmic."""
+def figure(title: str, picture: Picture, labelled: str = "attempt ") -> Figure:
+    """Step time against bytes per device, both logarithmic; `labelled` says what the numbers at points are of."""
     from matplotlib.figure import Figure  # mlflow brings matplotlib; pyplot keeps state, which threads share
 
     drawn = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
@@ -50,7 +52,7 @@ def figure(title: str, picture: Picture) -> Figure:
         if point.label:
             place = point.step_s, point.needed_bytes
             axes.annotate(
-                f"attempt {point.label}", place, xytext=(7, 5), textcoords="offset points", fontsize=9, zorder=9
+                f"{labelled}{point.label}", place, xytext=(7, 5), textcoords="offset points", fontsize=9, zorder=9
             )
     places, labels = zip(*second_ticks(*picture.span_s, TICKS_MAX), strict=True)
     axes.set_xticks(places, labels)
@@ -59,7 +61,8 @@ def figure(title: str, picture: Picture) -> Figure:
     axes.minorticks_off()
     axes.grid(color="#e8e8e8", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("time of an optimizer step (predicted)")
+    is_measured = any(point.mark is Mark.MEASURED for point in picture.points)
+    axes.set_xlabel(f"time of an optimizer step{'' if is_measured else ' (predicted)'}")
     axes.set_ylabel("memory that each device needs")
     axes.set_title(f"{title} on {picture.device}", loc="left", fontsize=11)
     drawn.legend(loc="outside lower center", ncols=len(STYLES), fontsize=9, frameon=False)

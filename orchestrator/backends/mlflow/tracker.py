@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from orchestrator.backends.mlflow.content import (
     RunContent,
     attempt_content,
     compare_url,
+    comparison_key,
     job_content,
     parse_curves,
     run_key,
@@ -21,6 +22,7 @@ from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ports import OutboxRow, Tracker
 from orchestrator.backends.redaction import hider
+from orchestrator.scheduling.reports.comparison import strategy_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import Job
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "orchestrator"
 ADDRESS_FILE = "mlflow_url"  # in the home: of an MLflow server that is not the home's own
+COMPARISON_TAG = "orc.comparison"  # of the runs of strategies that are compared
+RUNS_MAX = 1000  # of one comparison
 REQUEST_TIMEOUT_S = 5
 REFUSED = "INVALID_PARAMETER_VALUE"
 POINTS = 500  # per request; 1,000 took 0.4 s idle and eight times as much under load (reference measurement)
@@ -128,13 +132,19 @@ class MlflowTracker(Tracker):
 
     def _send_job(self, contact: _Contact, job: Job) -> None:
         hide, state = hider(job.spec, os.environ), self._state()
-        parent = self._open(contact, job, 0, job_content(job, hide, ""), {})
+        own = job_content(job, hide, "")
+        compared = self._comparison_tags(contact, job)
+        is_recorded = not compared or (job.status.ended and not job.attempts)  # else its attempts stand for it
+        parent = self._open(contact, job, 0, own, compared) if is_recorded else ""
         ids = []
         for attempt in job.attempts:
             key = run_key(job, attempt.number)
             said = explain_attempt(state, job, attempt) if attempt.status is AttemptStatus.ENDED else ()
             content = attempt_content(job, attempt, hide, said, observation_of(state, job, attempt))
-            ids.append(self._open(contact, job, attempt.number, content, {"mlflow.parentRunId": parent}))
+            if compared:
+                content = replace(content, name=strategy_of(attempt.plan), params={**own.params, **content.params})
+            tags = compared or {"mlflow.parentRunId": parent}
+            ids.append(self._open(contact, job, attempt.number, content, tags))
             if key in contact.closed:
                 continue
             path = JobFolder(self._home, job.id).attempt(attempt.number).metrics
@@ -143,9 +153,41 @@ class MlflowTracker(Tracker):
             self._send_content(contact, key, content)
             if attempt.status is AttemptStatus.ENDED:
                 del self._curves[key]
+        if compared and job.status.ended:
+            self._close_comparison(contact, job, compared)
+        if not is_recorded:
+            return
         compare = compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
         picture = picture_of(state, job) if job.status.ended else None
         self._send_content(contact, run_key(job, 0), job_content(job, hide, compare, picture))
+
+    def _comparison_tags(self, contact: _Contact, job: Job) -> dict[str, str]:
+        """Tags of the runs of a strategy of `orc compare`, whose parent is one run of all; empty for other jobs."""
+        if job.array is None or job.spec.member is None or not job.spec.member.compared:
+            return {}
+        key = f"comparison {comparison_key(job)}"
+        if key not in contact.run_ids:
+            tags = {"orc.run": key, "orc.comparison_of": job.spec.family_name}
+            runs = self._find(contact, key)
+            run = (
+                runs[0]
+                if runs
+                else contact.client.create_run(
+                    contact.experiment_id, start_time=int(1000 * job.submitted_at_s), tags=tags, run_name=job.array
+                )
+            )
+            contact.run_ids[key] = run.info.run_id
+        return {"mlflow.parentRunId": contact.run_ids[key], COMPARISON_TAG: comparison_key(job)}
+
+    def _close_comparison(self, contact: _Contact, job: Job, tags: Mapping[str, str]) -> None:
+        """End the run of a comparison all of whose jobs have ended."""
+        assert job.spec.member is not None, job.id
+        runs = compared_runs(contact.client, contact.experiment_id, tags[COMPARISON_TAG])
+        if (
+            len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None})
+            >= job.spec.member.of
+        ):
+            contact.client.set_terminated(tags["mlflow.parentRunId"], "FINISHED")
 
     def _open(self, contact: _Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
         """The id of the run with this key, found or created."""
@@ -234,6 +276,25 @@ class HomeMlflow(MlflowTracker):
     def shut_down(self) -> None:
         """End the server; records stay in the home."""
         self._server.stop()
+
+
+def compared_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
+    """The runs of a comparison's strategies, without their parent."""
+    return list(client.search_runs([experiment_id], f"tags.`{COMPARISON_TAG}` = '{key}'", max_results=RUNS_MAX))
+
+
+def comparison_url(tracking_uri: str, key: str, jobs: int) -> str | None:
+    """MLflow's page that shows the strategies of a comparison side by side; None before it has a run of each job."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        contact = _Contact(tracking_uri)
+        runs = compared_runs(contact.client, contact.experiment_id, key)
+    except MlflowException:  # not reached: there is no page either
+        return None
+    if not runs or len({run.data.tags.get("orc.job_id") for run in runs}) < jobs:
+        return None
+    return compare_url(tracking_uri, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
 
 
 def tracker_of(home: Path, state: Callable[[], State]) -> MlflowTracker:

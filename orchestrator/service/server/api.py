@@ -19,7 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.mlflow.content import comparison_key
+from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.reports.comparison import comparison
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.service.server.answers import (
@@ -46,7 +49,7 @@ from orchestrator.service.server.answers import (
     answers,
     answers_bytes,
 )
-from orchestrator.service.server.attempt_files import beats, read_from, view_of
+from orchestrator.service.server.attempt_files import beats, metric_lines, read_from, view_of
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
@@ -70,6 +73,7 @@ from orchestrator.service.server.requests import (
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
+from orchestrator.service.views.comparison import ComparisonView, comparison_view, read_curve
 from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.service.views.records import (
     ExplanationView,
@@ -104,6 +108,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/jobs"): Role.VIEWER,
     ("GET", "/jobs/{job_id}"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/comparison"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
     ("GET", "/cluster"): Role.VIEWER,
@@ -228,6 +233,16 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
     def explanation(job_id: str) -> dict[str, Any]:
         return dict(explanation_view(controller.state, _job(service, job_id)))
+
+    @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
+    def compared(job_id: str) -> dict[str, Any]:
+        """The strategies of `orc compare`, by the id of one of their jobs."""
+        jobs = _compared(service, _job(service, job_id))
+        curves = {one.id: read_curve(metric_lines(service.home, one)) for one in jobs}
+        found = comparison(controller.state, jobs, curves)
+        address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
+        link = comparison_url(address, comparison_key(jobs[0]), ran) if address and ran else None
+        return dict(comparison_view(found, link))
 
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
@@ -499,6 +514,15 @@ def _job(service: Service, job_id: str) -> Job:
     if job is None:
         raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
     return job
+
+
+def _compared(service: Service, job: Job) -> list[Job]:
+    """The jobs of the comparison that the job is of, which were submitted in one transaction."""
+    member = job.spec.member
+    if member is None or not member.compared:
+        raise ServiceError(f"{job.id} is of no comparison. `orc compare FILE` makes one")
+    first = job.order - member.number
+    return [_job(service, f"{job.spec.name}-{first + number}") for number in range(member.of)]
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

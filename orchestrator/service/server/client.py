@@ -17,6 +17,7 @@ import httpx
 from orchestrator.service.server.logins import Login
 from orchestrator.service.transfer.archive import Limits, unpack
 from orchestrator.service.transfer.outputs import ENTRIES_MAX
+from orchestrator.service.views.comparison import ComparisonView
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
 from orchestrator.service.views.teams import TeamView
@@ -156,6 +157,10 @@ class Client:
     def explanation(self, job_id: str) -> ExplanationView:
         """A job's predictions and measurements, and the corrections learned from them."""
         return self._json("GET", f"/jobs/{job_id}/explanation")
+
+    def comparison(self, job_id: str) -> ComparisonView:
+        """The strategies of a comparison side by side, by the id of one of their jobs."""
+        return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
 
     def observe(self, observations: Sequence[Observation]) -> int:
         """Send outcomes that were measured elsewhere; returns how many were new."""

@@ -21,6 +21,18 @@ Cluster = Annotated[
     Path | None,
     typer.Option("--cluster", help="Cluster file (YAML); without it, the hardware of the service or of this machine."),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override one key of the job file, by its dotted path; repeatable."
+    ),
+]
+Pinned = Annotated[
+    str | None,
+    typer.Option(
+        "--plan", metavar="SETTING=VALUE,...", help="Pin settings of the plan, as `plan:` of the job file does."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 

@@ -255,8 +255,17 @@ def explanation_view(state: State, job: Job) -> ExplanationView:
     return ExplanationView(
         job=job_view(job, policy=state.policy),
         lessons=[list(explain_attempt(state, job, attempt)) for attempt in job.attempts],
-        picture=None if picture is None else _picture_view(picture),
+        picture=None if picture is None else picture_view(picture),
     )
+
+
+def picture_view(picture: Picture) -> PictureView:
+    """The picture as JSON."""
+    points = [
+        PointView(step_s=one.step_s, needed_bytes=one.needed_bytes, mark=one.mark.value, label=one.label)
+        for one in picture.points
+    ]
+    return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
 
 
 def picture_from_view(view: PictureView) -> Picture:
@@ -331,14 +340,6 @@ def _outcome(attempt: Attempt) -> str:
 
 def _placement(placement: Placement) -> str:
     return ", ".join(f"{part.node}[{','.join(str(device) for device in part.devices)}]" for part in placement)
-
-
-def _picture_view(picture: Picture) -> PictureView:
-    points = [
-        PointView(step_s=one.step_s, needed_bytes=one.needed_bytes, mark=one.mark.value, label=one.label)
-        for one in picture.points
-    ]
-    return PictureView(device=picture.device, capacity_bytes=picture.capacity_bytes, points=points)
 
 
 @cache

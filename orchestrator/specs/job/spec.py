@@ -222,6 +222,7 @@ class Member(SpecModel):
     number: int = Field(ge=0)  # 0, 1, 2 ...
     of: int = Field(ge=1)
     max_concurrent: int = Field(ge=1)  # of them run at once
+    compared: bool = False  # each is one strategy of `orc compare`
 
 
 def _dependencies(said: object) -> object:

@@ -1,0 +1,215 @@
+"""`orc compare`: runs a job under several strategies, waits for them and shows what each cost and gave."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
+from orchestrator.service.terminal.output import console_on, tell
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from orchestrator.service.server.client import Client
+    from orchestrator.service.views.comparison import ComparisonView
+
+LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
+LINK_POLL_S = 0.5
+PICTURES = (".png", ".svg")
+
+
+def compare(
+    job: Annotated[
+        str, typer.Argument(metavar="FILE|JOB", help="Job file (YAML), or a job of a comparison to show again.")
+    ],
+    asked: Annotated[
+        str,
+        typer.Option(
+            "--strategies",
+            metavar="WAYS",
+            help="`all` ways to shard, `frontier`, ZeRO stages as `zero=0..3`, or a file with a list of pins.",
+        ),
+    ] = "all",
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=2, help="Optimizer steps of each strategy; default: 30.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Longest wait for the strategies.")
+    ] = 3600.0,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="PNG or SVG file for a picture of memory and time.")
+    ] = None,
+    settings: Settings = None,
+    pins: Pinned = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Compare strategies: run a job under each for some steps, and show memory, time, loss and cost side by side."""
+    if picture is not None and picture.suffix not in PICTURES:
+        raise SpecError("no picture of this kind", path="--picture", got=str(picture), allowed=", ".join(PICTURES))
+    with closing(client_of(home)) as client:
+        job_id = (
+            _submitted(client, Path(job), asked, steps, settings, pins, home, as_json) if Path(job).is_file() else job
+        )
+        if Path(job).is_file() and not _wait(client, job_id, timeout_s, as_json):
+            print(f"jobs go on after {timeout_s:g} s; `orc compare {job_id}` shows them", file=sys.stderr)
+        found = _with_link(client, job_id)
+    if picture is not None:
+        _draw(found, picture)
+    tell(dict(found), as_json, comparison_panel(found))
+    if found["mlflow"] and not as_json:
+        print(f"MLflow: {found['mlflow']}")  # whole, so that a terminal can open it
+    raise typer.Exit(not found["complete"])
+
+
+def _submitted(
+    client: Client,
+    file: Path,
+    asked: str,
+    steps: int | None,
+    settings: Sequence[str] | None,
+    pins: str | None,
+    home: Path,
+    as_json: bool,
+) -> str:
+    """The id of the first job of a new comparison."""
+    from orchestrator.service.commands.compare import compared, strategies
+    from orchestrator.service.commands.hardware import hardware_of
+    from orchestrator.service.server.intake import read_overrides, read_pins
+    from orchestrator.service.server.sending import read_for
+
+    service = service_of(home)
+    overrides = (*read_overrides(settings or []), *read_pins(pins))
+    (spec,) = read_for(service, [file], overrides, home, only_one=True)
+    specs = compared(spec, strategies(spec, asked, *hardware_of(service, None)), steps)
+    ids, _, _ = client.submit_all([one.model_dump(mode="json") for one in specs])
+    length = "" if spec.is_script else f", {specs[0].training.max_steps} steps each"
+    print(f"{ids[0]}: {len(ids)} strategies{length}, one at a time", file=sys.stderr if as_json else sys.stdout)
+    return ids[0]
+
+
+def _wait(client: Client, first_id: str, timeout_s: float, as_json: bool) -> bool:
+    """Whether every job has ended in time; says how each ended."""
+    from orchestrator.service.terminal.follow import ENDS
+
+    console = console_on(sys.stderr if as_json else sys.stdout)
+    until_s = time.monotonic() + timeout_s
+    ids = [row["job_id"] for row in client.comparison(first_id)["rows"]]
+    for number, job_id in enumerate(ids, 1):
+        job, seen = client.job(job_id)
+        while job["status"] not in ENDS:
+            if time.monotonic() > until_s:
+                return False
+            job, seen = client.job(job_id, seen)
+        plan = job["attempts"][-1]["plan"] if job["attempts"] else ""
+        reason = "" if job["status"] == "succeeded" else f": {job['reason'].splitlines()[0]}"
+        line = f"{number}/{len(ids)} {job['status']} {plan}{reason}"
+        console.print(line, highlight=False, markup=False)
+    return True
+
+
+def _with_link(client: Client, job_id: str) -> ComparisonView:
+    """The comparison, with MLflow's page as soon as it is there."""
+    until_s = time.monotonic() + LINK_S
+    found = client.comparison(job_id)
+    has_runs = any(row["step_s"] is not None for row in found["rows"]) and "mlflow" in client.cluster()["trackers"]
+    while found["complete"] and has_runs and found["mlflow"] is None and time.monotonic() < until_s:
+        time.sleep(LINK_POLL_S)
+        found = client.comparison(job_id)
+    return found
+
+
+def _draw(found: ComparisonView, file: Path) -> None:
+    from orchestrator.backends.mlflow.frontier_png import figure
+    from orchestrator.service.views.records import picture_from_view
+
+    if found["picture"] is not None:
+        figure(f"Strategies of {found['name']}", picture_from_view(found["picture"]), "").savefig(file)
+
+
+def comparison_panel(found: ComparisonView) -> RenderableType:
+    """Two tables within 80 columns, the picture and the verdict."""
+    from orchestrator.planning.picture import drawn
+    from orchestrator.service.views.records import picture_from_view
+
+    rows = found["rows"]
+    parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _what_it_gave(rows), Text()]
+    if found["picture"] is not None:
+        parts += [*(Text(line) for line in drawn(picture_from_view(found["picture"]))), Text()]
+    reasons = [f"{number}  {row['reason'].splitlines()[0]}" for number, row in enumerate(rows, 1) if _is_odd(row)]
+    parts += [Text(line) for line in reasons] + ([Text()] if reasons else [])
+    parts.append(Text(found["verdict"], style="bold"))
+    return Group(*parts)
+
+
+def _memory_and_time(rows: Sequence[dict[str, Any]]) -> Table:
+    table = _table("STRATEGY", right=("PEAK", "PREDICTED", "STEP", "PREDICTED"))
+    table.add_column("END", no_wrap=True)
+    for number, row in enumerate(rows, 1):
+        table.add_row(
+            str(number),
+            row["strategy"],
+            _bytes(row["peak_bytes"]),
+            _bytes(row["predicted_peak_bytes"]),
+            _seconds(row["step_s"]),
+            _seconds(row["predicted_step_s"]),
+            row["outcome"],
+        )
+    return table
+
+
+def _what_it_gave(rows: Sequence[dict[str, Any]]) -> Table:
+    """Rows of two tables in one: what is not known of any strategy has no column."""
+    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "TOKENS/S": ("tokens_per_s", lambda rate: f"{rate:,.0f}"),
+        "SAMPLES/S": ("samples_per_s", lambda rate: f"{rate:,.1f}"),
+        "MFU": ("mfu", lambda share: f"{100 * share:.1f} %"),
+        "RESERVED": ("reserved_bytes", format_bytes),
+        "HOST": ("host_bytes", format_bytes),
+        "LOSS": ("loss", lambda loss: f"{loss:.4f}"),
+        "DISTANCE": ("loss_distance", lambda distance: f"{distance:.1g}"),
+        "OOMS": ("ooms", str),
+        "RESTARTS": ("restarts", str),
+        "DEVICE-S": ("device_s", lambda seconds: f"{seconds:,.0f}"),
+        "COST": ("money", lambda money: f"{money:.4g}"),
+    }
+    known = {name: said for name, said in columns.items() if any(row[said[0]] is not None for row in rows)}
+    if "TOKENS/S" in known:
+        del known["SAMPLES/S"]
+    table = _table(right=tuple(known))
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), *("-" if row[key] is None else words(row[key]) for key, words in known.values()))
+    return table
+
+
+def _table(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("#", justify="right", no_wrap=True)
+    for column in left:
+        table.add_column(column, overflow="fold")
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _is_odd(row: dict[str, Any]) -> bool:
+    return row["outcome"] not in ("finished", "pending")
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
