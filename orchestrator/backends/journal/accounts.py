@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -96,17 +97,29 @@ class Accounts:
     def __init__(self, transaction: Transaction, clock: Callable[[], float]) -> None:
         self._transaction = transaction
         self._clock = clock
-        self._known: dict[str, tuple[Principal, float]] = {}  # by digest, each with the time until which it counts
+        self._known: dict[str | int, tuple[Principal, float]] = {}  # by digest or number, each until when it counts
 
     def principal(self, token: str) -> Principal | None:
         """The user whose token this is; None where it is unknown, expired or revoked.
 
         Tokens have 256 random bits, so an equal digest is an equal token; comparing digests in SQL leaks none of it.
         """
-        if not token.startswith(PREFIX):
+        return self._admitted(_digest(token), _tokens.c.digest) if token.startswith(PREFIX) else None
+
+    def number_of(self, token: str) -> int | None:
+        """The number of the token's record; None where it admits nobody."""
+        if self.principal(token) is None:
             return None
-        now_s, digest = self._clock(), _digest(token)
-        known, until_s = self._known.get(digest, (None, 0.0))
+        with self._transaction() as connection:
+            return connection.execute(sa.select(_tokens.c.id).where(_tokens.c.digest == _digest(token))).scalar()
+
+    def principal_of(self, number: int) -> Principal | None:
+        """The user of the token of this number; None where it is unknown, expired or revoked."""
+        return self._admitted(number, _tokens.c.id)
+
+    def _admitted(self, key: str | int, column: sa.Column[Any]) -> Principal | None:
+        now_s = self._clock()
+        known, until_s = self._known.get(key, (None, 0.0))
         if known is not None and now_s < until_s:
             return known
         columns = (_tokens.c.id, _tokens.c.used_at, _tokens.c.expires_at, _users.c.name, _users.c.role)
@@ -114,7 +127,7 @@ class Accounts:
             sa.select(*columns)
             .join(_users, _users.c.name == _tokens.c.user)
             .where(
-                _tokens.c.digest == digest,
+                column == key,
                 _tokens.c.revoked_at.is_(None),
                 sa.or_(_tokens.c.expires_at.is_(None), _tokens.c.expires_at > now_s),
             )
@@ -128,7 +141,7 @@ class Accounts:
         principal = Principal(name=row.name, role=Role(row.role))
         if len(self._known) >= CACHE_MAX:
             self._known.clear()
-        self._known[digest] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
+        self._known[key] = (principal, min(now_s + CACHE_S, inf if row.expires_at is None else row.expires_at))
         return principal
 
     def set_user(self, name: str, role: Role) -> None:

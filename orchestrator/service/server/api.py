@@ -25,6 +25,8 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.comparison import comparison
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
+from orchestrator.service.pages.frame import as_page
+from orchestrator.service.pages.routes import PAGE_ROLES, add_pages
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
@@ -70,6 +72,7 @@ from orchestrator.service.server.requests import (
     TokenRequest,
     UserRequest,
 )
+from orchestrator.service.server.sessions import Sessions
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
@@ -174,11 +177,13 @@ def create_app(service: Service) -> FastAPI:
         owner=user_name(),
         accounts=service.accounts,
         hosts=service.hosts,
-        roles=ROLES,
+        roles=ROLES | PAGE_ROLES,
         body_bytes_max={("PUT", "/uploads/{digest}"): UPLOAD_BYTES_MAX},
         rates=limiter(),
         joining=JOINING,
         join_secret=lambda: secret_of(service.home),
+        sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
+        as_page=as_page,
     )
     app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)
@@ -190,6 +195,7 @@ def create_app(service: Service) -> FastAPI:
     _add_service_routes(app, service)
     _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
+    add_pages(app, service.controller, service.home, ROLES, gate)
     return app
 
 

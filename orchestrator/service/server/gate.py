@@ -21,10 +21,15 @@ from starlette.routing import Match
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
 from orchestrator.service.server.logs import REQUEST
+from orchestrator.service.server.sessions import Sessions, is_same_origin
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import ServiceError
 
+SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
+PAGES = "/ui"
+SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
+SIGNING_IN = ("/", SIGN_IN)  # with the files below STATIC: no session, nothing about jobs
 OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
@@ -51,13 +56,18 @@ class Gate:
     join_secret: Callable[[], str]  # of that token; empty: there is none
     body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
+    sessions: Sessions
+    as_page: Callable[[Request, Response], Awaitable[Response]]  # an answer below PAGES, as browsers take it
 
     async def __call__(self, request: Request, handler: Handler) -> Response:
         """The answer of the route, or why the request is refused: 401, 403, 411, 413, 429."""
         given_id = request.headers.get("x-request-id", "")
         request.state.id = given_id if REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
         REQUEST.set(request.state.id)
+        request.state.principal = None
         answer = await self._answered(request, handler)
+        if request.url.path.startswith(PAGES):
+            answer = await self.as_page(request, answer)
         answer.headers["X-Request-Id"] = request.state.id
         return answer
 
@@ -67,13 +77,19 @@ class Gate:
         host = _host_of(request)
         if host not in self.hosts:  # a page of another site, whose name was made to lead here
             return refusal(403, f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it")
-        principal = await run_in_threadpool(self._principal, request)
+        by_browser = "authorization" not in request.headers
+        if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
+            return refusal(403, "a page of another site sent this")
+        principal = await run_in_threadpool(self.principal, request)
+        request.state.principal = principal
+        if request.url.path in SIGNING_IN or request.url.path.startswith(STATIC):
+            return await self._signing_in(request, handler)
         if principal is None:
-            address = request.client.host if request.client else ""
-            if not self.rates.hit(WRONG_TOKENS, "wrong", address):
+            if by_browser and request.url.path.startswith(PAGES):
+                return refusal(401, "sign in")
+            if self.is_guessing(request):
                 return refusal(429, "too many wrong tokens from this address: wait a minute")
             return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
-        request.state.principal = principal
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
             return refusal(411, "a body needs its length")
@@ -95,8 +111,24 @@ class Gate:
             await run_in_threadpool(self._record, request, principal, answer.status_code)
         return answer
 
-    def _principal(self, request: Request) -> Principal | None:
-        given = request.headers.get("authorization", "")
+    async def _signing_in(self, request: Request, handler: Handler) -> Response:
+        """The form that a token is typed into takes no body but that."""
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or not length.isdecimal() or int(length) > SIGN_IN_BYTES_MAX:
+            return refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")
+        if request.method != "GET" and not is_same_origin(request):
+            return refusal(403, "a page of another site sent this")
+        return await handler(request)
+
+    def is_guessing(self, request: Request) -> bool:
+        """Count a wrong token; whether its address has sent too many."""
+        return not self.rates.hit(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
+
+    def principal(self, request: Request) -> Principal | None:
+        """Who sent the request, by its token, else by the session of its browser; None where neither admits anybody."""
+        given = request.headers.get("authorization")
+        if given is None:
+            return self.sessions.principal(request)
         if hmac.compare_digest(given.encode(), f"Bearer {self.owner_token}".encode()):
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         if given.startswith(f"Bearer {JOIN_PREFIX}"):

@@ -1,0 +1,49 @@
+"""When jobs are expected to start and end: reckoned aside, since it takes seconds, and only for pages that are read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from orchestrator.service.commands.replay import ExpectedJob, expected_jobs
+from orchestrator.specs.state import State
+
+FRESH_S = 10.0  # so long a forecast counts; a new one takes up to 2.5 s of a core
+PATIENCE_S = 0.15  # how long a page waits for the first one
+
+Expectations = Mapping[str, ExpectedJob]
+
+
+class Forecasts:
+    """The newest forecast of the live queue, at most FRESH_S old while it is asked for."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state = state
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="forecast")
+        self._lock = threading.Lock()
+        self._known: Expectations = {}
+        self._of: State | None = None
+        self._at_s = 0.0
+        self._pending: Future[None] | None = None
+
+    def newest(self) -> Expectations:
+        """What is known by now, by id of the job; a job that was submitted since is missing."""
+        with self._lock:
+            is_old = self._of is not self._state() or time.monotonic() > self._at_s + FRESH_S
+            is_idle = self._pending is None or self._pending.done()
+            is_due = not self._at_s or time.monotonic() > self._at_s + FRESH_S / 10
+            if is_old and is_idle and is_due:
+                self._pending = self._worker.submit(self._reckon)
+            pending = self._pending
+        if pending is not None:
+            wait([pending], PATIENCE_S)
+        return self._known
+
+    def _reckon(self) -> None:
+        state = self._state()
+        try:
+            self._known = {one["id"]: one for one in expected_jobs(state, time.time())}
+        finally:
+            self._of, self._at_s = state, time.monotonic()

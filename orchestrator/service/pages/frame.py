@@ -1,0 +1,158 @@
+"""What all pages share: templates, words for numbers, the headers that keep foreign code out, and refusals as pages."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.units import format_bytes, format_probability, format_seconds
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; script-src 'self'; style-src 'self'; img-src 'self' data:; object-src 'none'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+TITLES = {401: "Sign in", 403: "Not allowed", 404: "Not found", 409: "Refused", 422: "Not understood"}
+NAVIGATION = (  # path, words, and the role that it needs
+    ("queue", "Queue", Role.VIEWER),
+    ("cluster", "Cluster", Role.VIEWER),
+    ("night", "Night", Role.VIEWER),
+    ("teams", "Teams", Role.VIEWER),
+    ("submit", "Submit", Role.MEMBER),
+    ("audit", "Audit", Role.ADMIN),
+)
+TONES = {  # word of a status or an outcome -> its colour; others have the colour of failures
+    "succeeded": "good",
+    "running": "busy",
+    "launching": "busy",
+    "stopping": "wait",
+    "queued": "wait",
+    "cancelled": "calm",
+    "moved": "calm",
+    "probed": "calm",
+    "preempted": "calm",
+}
+
+
+def page(request: Request, template: str, *, status: int = 200, **data: Any) -> Response:
+    """The page of a template; only its live part where htmx asks for it."""
+    principal: Principal | None = request.state.principal
+    text = _ENVIRONMENT.get_template(f"{template}.html").render(
+        path=request.url.path,
+        address=str(request.url.path) + (f"?{request.url.query}" if request.url.query else ""),
+        principal=principal,
+        navigation=[(f"{PAGES}/{name}", words) for name, words, role in NAVIGATION if _may(principal, role)],
+        is_partial="hx-request" in request.headers,
+        zone=time.strftime("%Z"),
+        **data,
+    )
+    return HTMLResponse(text, status, headers={"Cache-Control": "no-store"})
+
+
+async def as_page(request: Request, answer: Response) -> Response:
+    """The answer with the headers of pages; a refusal of the gate or of a route becomes a page, or leads to sign in."""
+    if answer.headers.get("content-type", "").startswith("application/json"):
+        answer = _refused(request, answer.status_code, await _message(answer))
+    answer.headers.update(HEADERS)
+    return answer
+
+
+async def _message(answer: Response) -> str:
+    """Why a route refused, out of its answer, which a middleware sees as a stream."""
+    chunks = getattr(answer, "body_iterator", None)
+    body = answer.body if chunks is None else b"".join([chunk async for chunk in chunks])
+    return str(json.loads(body).get("error", ""))
+
+
+def _refused(request: Request, status: int, message: str) -> Response:
+    if status == 401:
+        return _to_sign_in(request)
+    return page(request, "error", status=status, title=TITLES.get(status, "Error"), message=message, code=status)
+
+
+def _to_sign_in(request: Request) -> Response:
+    """Leads to the form for a token, and back from there; htmx is told to load it as a page."""
+    came_from = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    address = f"{SIGN_IN}?next={quote(came_from, safe='')}" if request.method == "GET" else SIGN_IN
+    if "hx-request" in request.headers:
+        return Response(status_code=401, headers={"HX-Redirect": SIGN_IN})
+    return RedirectResponse(address, 303)
+
+
+def _may(principal: Principal | None, needed: Role) -> bool:
+    return principal is not None and principal.role.may(needed)
+
+
+# --------------------------------------------------------------------------------------------------- words and numbers
+
+
+def clock(at_s: float | None) -> Markup:
+    """A time of the service's zone, to the minute; the day where it is another one."""
+    if at_s is None:
+        return Markup("–")
+    there, now = time.localtime(at_s), time.localtime()
+    words = time.strftime("%H:%M" if there[:3] == now[:3] else "%a %d %b %H:%M", there)
+    return Markup('<time datetime="{}">{}</time>').format(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s)), words)
+
+
+def band(range_s: tuple[float, float] | None) -> str:
+    """The 80 % range of a time: `22:10–23:40`."""
+    if range_s is None or range_s[1] - range_s[0] < 60:
+        return ""
+    return "–".join(time.strftime("%H:%M", time.localtime(at_s)) for at_s in range_s)
+
+
+def duration(seconds: float | None) -> str:
+    """A duration for people; a dash where it is unknown."""
+    return "–" if seconds is None else format_seconds(max(0.0, seconds))
+
+
+def size(count: float | None) -> str:
+    """Bytes for people; a dash where they are unknown."""
+    return "–" if count is None else format_bytes(count)
+
+
+def tone(word: str) -> str:
+    """The colour of a status or an outcome."""
+    return TONES.get(word, "bad")
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("orchestrator.service.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: Mapping[str, Any] = {
+        "clock": clock,
+        "band": band,
+        "duration": duration,
+        "size": size,
+        "tone": tone,
+        "share": lambda share: "–" if share is None else format_probability(share),
+        "segment": lambda text: quote(str(text), safe=""),
+        "words": lambda text: str(text).replace("_", " "),
+    }
+    made.filters.update(filters)
+    made.globals.update(PAGES=PAGES, STATIC=STATIC, SIGN_IN=SIGN_IN)
+    return made
+
+
+_ENVIRONMENT = _environment()

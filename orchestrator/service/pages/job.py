@@ -1,0 +1,138 @@
+"""One job: its attempts side by side, its curves, its log, its plans and where their bytes go."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
+from orchestrator.service.views.records import AttemptView, ExplanationView, JobView, picture_from_view
+from orchestrator.specs.profile import Source
+from orchestrator.specs.run import JobFolder
+
+CURVE_BYTES_MAX = 4 * 2**20  # of the end of an attempt's curves: some 40,000 steps
+TAIL_BYTES = 32 * 2**10  # of a log
+ATTEMPTS_DRAWN = 6  # the newest ones
+Metric = tuple[float, float]  # step, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """What an attempt of our engines wrote at each optimizer step; a foreign script writes none."""
+
+    number: int
+    loss: Sequence[Metric]
+    step_s: Sequence[Metric]
+
+
+def attempt_rows(job: JobView) -> Sequence[Mapping[str, Any]]:
+    """The settings of plans by which any two attempts differ, with the value of each attempt."""
+    attempts = job["attempts"]
+    names = dict.fromkeys(name for attempt in attempts for name in attempt["settings"])
+    rows = [{"name": name, "values": [attempt["settings"].get(name, "–") for attempt in attempts]} for name in names]
+    return [
+        row | {"changed": [i > 0 and v != row["values"][i - 1] for i, v in enumerate(row["values"])]} for row in rows
+    ]
+
+
+def curves_of(home: Path, job: JobView) -> list[Curves]:
+    """The curves of the newest attempts that wrote any."""
+    numbers = [attempt["number"] for attempt in job["attempts"]][-ATTEMPTS_DRAWN:]
+    read = [_curves(JobFolder(home, job["id"]).attempt(number).metrics, number) for number in numbers]
+    return [curves for curves in read if curves.loss or curves.step_s]
+
+
+def _curves(path: Path, number: int) -> Curves:
+    rows = list(_rows(path))
+
+    def of(name: str) -> list[Metric]:
+        return [
+            (float(row["step"]), float(row[name]))
+            for row in rows
+            if isinstance(row.get(name), int | float) and math.isfinite(row[name]) and isinstance(row.get("step"), int)
+        ]
+
+    return Curves(number=number, loss=of("loss"), step_s=of("step_s"))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - CURVE_BYTES_MAX))
+            text = file.read(CURVE_BYTES_MAX).decode(errors="replace")
+    except OSError:  # not begun yet, or a script that keeps none
+        return
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the first one may be cut off, the last one half written
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def charts(curves: Sequence[Curves]) -> Mapping[str, Markup]:
+    """Loss and step time of each attempt."""
+    tones = [f"series-{index % 6}" for index in range(len(curves))]
+    named = [(f"attempt {one.number}", tone, one) for one, tone in zip(curves, tones, strict=True)]
+    return {
+        "loss": lines("Loss", [Line(name, tone, one.loss) for name, tone, one in named]),
+        "step_s": lines("Step time", [Line(name, tone, one.step_s) for name, tone, one in named], unit=" s", zero=True),
+    }
+
+
+def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping[str, Any]]:
+    """Predicted and measured peak of each attempt against the memory of its kind of device."""
+    progress = job["progress"]
+    rows = []
+    for attempt in job["attempts"]:
+        is_live = attempt is job["attempts"][-1] and attempt["ended_at_s"] is None
+        peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
+        capacity = capacities.get(attempt["device"])
+        most = max([one for one in (attempt["predicted_bytes"], peak, capacity) if one], default=1)
+        rows.append(
+            {
+                "number": attempt["number"],
+                "predicted": attempt["predicted_bytes"],
+                "peak": peak,
+                "capacity": capacity,
+                "most": most,
+                "outcome": attempt["outcome"],
+            }
+        )
+    return rows
+
+
+def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:
+    """The waterfall of an attempt; empty where nothing is known of its memory."""
+    estimate = attempt["estimate"]
+    if estimate["source"] == Source.ASSUMED:
+        return Markup("")
+    causes = [Cause(name, count) for name, count in estimate["by_cause"].items() if count]
+    return waterfall(causes, estimate["allocated_bytes"], attempt["peak_bytes"], capacity_bytes)
+
+
+def frontier_of(explanation: ExplanationView) -> Markup:
+    """The frontier as it is judged now; empty where nothing is known of it."""
+    view = explanation["picture"]
+    return Markup("") if view is None or not view["points"] else frontier(picture_from_view(view))
+
+
+def log_offset(home: Path, job_id: str, number: int, rank: int) -> int:
+    """Where the last TAIL_BYTES of a log begin."""
+    try:
+        return max(0, JobFolder(home, job_id).attempt(number).log(rank).stat().st_size - TAIL_BYTES)
+    except OSError:
+        return 0
+
+
+def tail(text: bytes, offset: int) -> str:
+    """The text of a log from a whole line on."""
+    shown = text.decode(errors="replace")
+    return shown.partition("\n")[2] if offset and "\n" in shown else shown

@@ -1,0 +1,181 @@
+"""The night: what ran on which device, what is expected to come, and what became of the jobs that ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.service.pages.forecasts import Expectations
+from orchestrator.service.pages.frame import tone
+from orchestrator.service.pages.svg import Bar, gantt
+from orchestrator.service.server.gate import PAGES
+from orchestrator.service.server.tally import device_seconds
+from orchestrator.service.views.records import attempt_view
+from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import State
+from orchestrator.specs.units import format_seconds
+
+LANES_MAX = 64  # devices with a lane of their own
+COMING_MAX = 30  # queued jobs with one
+ENDED_MAX = 1000  # that a report looks at
+HOURS = (1, 3, 12, 24, 72)  # that a page may look back
+MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
+
+
+def night_data(
+    state: State, archived: Iterable[Job], expected: Expectations, hours: float, now_s: float
+) -> Mapping[str, Any]:
+    """What the page of the night shows, from `hours` ago on."""
+    from_s = now_s - hours * 3600
+    known = {job.id: job for job in (*archived, *state.jobs.values())}
+    jobs = [job for job in known.values() if any((one.ended_at_s or now_s) >= from_s for one in job.attempts)]
+    ended = [job for job in known.values() if job.status.ended and _ended_at_s(job) >= from_s]
+    return {
+        "hours": hours,
+        "choices": HOURS,
+        "from_s": from_s,
+        "chart": _past(state, jobs, from_s, now_s),
+        "coming": _coming(expected, now_s),
+        "expected": sorted(
+            (one for one in expected.values() if one["start_s"] is not None), key=lambda one: one["start_s"] or 0.0
+        )[:COMING_MAX],
+        "spans": sorted(
+            ((job, attempt_view(one)) for job in jobs for one in job.attempts),
+            key=lambda span: -span[1]["launched_at_s"],
+        )[:200],
+        "report": report(state, jobs, ended, from_s, now_s),
+    }
+
+
+def report(state: State, jobs: Sequence[Job], ended: Sequence[Job], from_s: float, now_s: float) -> Mapping[str, Any]:
+    """The morning's report on jobs that had an attempt since `from_s`, and those that ended since then."""
+    rows = [_ending(job) for job in sorted(ended, key=_ended_at_s, reverse=True)]
+    used_s = lost_s = 0.0
+    oom = 0
+    for job in jobs:
+        for attempt in job.attempts:
+            spent_s = device_seconds(attempt, min(now_s, attempt.ended_at_s or now_s)) - device_seconds(
+                attempt, max(from_s, attempt.launched_at_s)
+            )
+            used_s += spent_s
+            lost_s += spent_s if attempt.failure is not None else 0.0
+            oom += attempt.failure is not None and attempt.failure.kind in MEMORY
+    is_recovered = {job.id for job in ended if job.status is JobStatus.SUCCEEDED and _ran_out(job)}
+    return {
+        "rows": rows,
+        "failed": [row for row in rows if row["job"].status is JobStatus.FAILED],
+        "recovered": [row for row in rows if row["job"].id in is_recovered],
+        "refused": [row for row in rows if row["job"].status is JobStatus.REFUSED],
+        "succeeded": sum(job.status is JobStatus.SUCCEEDED for job in ended),
+        "oom": oom,
+        "used_s": used_s,
+        "lost_s": lost_s,
+        "late": late(state, [job.id for job in state.jobs.values() if not job.status.ended]),
+    }
+
+
+def _ran_out(job: Job) -> bool:
+    return any(one.failure is not None and one.failure.kind in MEMORY for one in job.attempts)
+
+
+def _ending(job: Job) -> Mapping[str, Any]:
+    last = job.last
+    changes = [str(change) for one in job.attempts if one.change for change in one.change]
+    return {
+        "job": job,
+        "ended_at_s": _ended_at_s(job),
+        "changes": ", ".join(dict.fromkeys(changes)),
+        "why": (
+            last.failure.reason if last and last.failure and job.status is JobStatus.FAILED else job.reason
+        ).partition("\n")[0],
+        "ran_s": sum((one.ended_at_s or one.launched_at_s) - one.launched_at_s for one in job.attempts),
+    }
+
+
+def _ended_at_s(job: Job) -> float:
+    return job.last.ended_at_s if job.last and job.last.ended_at_s else job.submitted_at_s
+
+
+def _past(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
+    """One lane for each device; empty where nothing ran."""
+    devices = [(node.name, index) for node in state.nodes for index in range(node.devices)]
+    gone = {
+        (part.node, index) for job in jobs for one in job.attempts for part in one.placement for index in part.devices
+    }
+    lanes = {device: lane for lane, device in enumerate([*devices, *sorted(gone - {*devices})][:LANES_MAX])}
+    bars = [
+        Bar(
+            lane=lanes[part.node, index],
+            from_s=one.launched_at_s,
+            until_s=one.ended_at_s or now_s,
+            tone=tone(_outcome(one)),
+            words=f"{one.name}: {_outcome(one)}, {format_seconds((one.ended_at_s or now_s) - one.launched_at_s)}",
+            link=f"{PAGES}/jobs/{job.id}",
+            label=job.id,
+        )
+        for job in jobs
+        for one in job.attempts
+        for part in one.placement
+        for index in part.devices
+        if (part.node, index) in lanes and (one.ended_at_s or now_s) >= from_s
+    ]
+    if not bars:
+        return Markup("")
+    names = [f"{node}[{index}]" for node, index in lanes]
+    return gantt("What ran on each device", names, bars, from_s, now_s, now_s, _hours(from_s, now_s))
+
+
+def _coming(expected: Expectations, now_s: float) -> Markup:
+    """One lane for each job that is expected to run, with the range of its start and end; empty where there is none."""
+    known = [one for one in expected.values() if one["start_s"] is not None and one["end_s"] is not None]
+    told = sorted(known, key=lambda one: one["start_s"] or 0.0)[:COMING_MAX]
+    if not told:
+        return Markup("")
+    until_s = max(max(one["end_s"] or now_s, *(one["end_range_s"] or (0.0,))) for one in told)
+    bars = []
+    for lane, one in enumerate(told):
+        start_s, end_s = one["start_s"] or now_s, one["end_s"] or now_s
+        starts, ends = one["start_range_s"], one["end_range_s"]
+        bars.append(
+            Bar(
+                lane=lane,
+                from_s=max(now_s, start_s),
+                until_s=end_s,
+                tone="busy" if one["status"] == JobStatus.RUNNING else "wait",
+                words=f"{one['id']}: {_at(start_s)} to {_at(end_s)} on {one['devices']} devices",
+                link=f"{PAGES}/jobs/{one['id']}",
+                early_s=max(now_s, starts[0]) if starts else None,
+                late_s=ends[1] if ends else None,
+            )
+        )
+    names = [one["id"] if len(one["id"]) <= 18 else f"{one['id'][:8]}…{one['id'][-8:]}" for one in told]
+    return gantt(
+        "What is expected to come", names, bars, now_s, max(until_s, now_s + 60), now_s, _hours(now_s, until_s)
+    )
+
+
+def _hours(from_s: float, until_s: float) -> list[tuple[float, str]]:
+    """Round times, at most nine."""
+    steps_s = (10, 30, 60, 300, 600, 1800, 3600, 2 * 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 7 * 86400, 30 * 86400)
+    step_s = next((step for step in steps_s if (until_s - from_s) / step <= 9), 365 * 86400)
+    shift_s = time.localtime(from_s).tm_gmtoff
+    first = -(-(from_s + shift_s) // step_s) * step_s - shift_s
+    form = "%d %b" if step_s >= 86400 else "%H:%M" if step_s >= 60 else "%H:%M:%S"
+    count = int((until_s - first) // step_s) + 1
+    times = [first + number * step_s for number in range(max(0, count))]
+    return [(at_s, time.strftime(form, time.localtime(at_s))) for at_s in times]
+
+
+def _at(at_s: float) -> str:
+    return time.strftime("%H:%M", time.localtime(at_s))
+
+
+def _outcome(attempt: Attempt) -> str:
+    if attempt.ended_at_s is None:
+        return attempt.status.value
+    return attempt.failure.kind.value if attempt.failure else "succeeded"

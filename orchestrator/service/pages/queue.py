@@ -1,0 +1,89 @@
+"""The queue: what runs, what waits and for what, what ended; filtered and paged before views are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.scheduling.base.pending import Pending, pending
+from orchestrator.service.pages.forecasts import Expectations
+from orchestrator.service.views.records import JobView, in_order
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.state import State
+
+ROWS = 50  # on a page
+STATUSES = tuple(status.value for status in JobStatus)
+Views = Callable[[str], JobView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which jobs are asked for; "" admits all."""
+
+    status: str = ""
+    user: str = ""
+    team: str = ""
+    why: str = ""  # a word of Pending
+    name: str = ""  # a part of the id
+
+    def admits(self, job: Job, state: State) -> bool:
+        policy = state.policy
+        return (
+            (not self.status or job.status.value == self.status)
+            and (not self.user or job.user == self.user)
+            and (not self.team or (policy.is_shared and policy.team_of(job.user).name == self.team))
+            and (not self.name or self.name in job.id)
+            and (not self.why or (job.status is JobStatus.QUEUED and pending(job, state.at_s).value == self.why))
+        )
+
+
+def queue_data(
+    state: State, archived: Sequence[Job], view: Views, expected: Expectations, asked: Filter, number: int
+) -> Mapping[str, Any]:
+    """What the page of the queue shows, one page of ROWS live jobs, and the jobs that ended last."""
+    live = in_order(job for job in state.jobs.values() if not job.status.ended)
+    waiting = [job for job in live if job.status is JobStatus.QUEUED]
+    positions = {job.id: position for position, job in enumerate(waiting, 1)}
+    found = [job for job in live if asked.admits(job, state)]
+    just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in {one.id for one in archived}]
+    ended = [job for job in (*reversed(just_ended), *archived) if asked.admits(job, state)]
+    held = holders(state)
+    devices: dict[str, list[str]] = {}
+    for (node, index), job_id in sorted(held.items()):
+        devices.setdefault(job_id, []).append(f"{node}[{index}]")
+    pages = max(1, -(-len(found) // ROWS))
+    number = min(max(1, number), pages)
+    shown = found[(number - 1) * ROWS : number * ROWS]
+
+    def row(job: Job) -> dict[str, Any]:
+        return {
+            "job": view(job.id),
+            "position": positions.get(job.id),
+            "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
+            "devices": ", ".join(devices.get(job.id, ())),
+            "expected": expected.get(job.id),
+            "ended_at_s": job.last.ended_at_s if job.last else None,
+        }
+
+    return {
+        "running": [row(job) for job in shown if job.status is JobStatus.RUNNING],
+        "waiting": [row(job) for job in shown if job.status is JobStatus.QUEUED],
+        "ended": [row(job) for job in ended[:ROWS]] if number == pages else [],
+        "counts": {
+            "running": len(live) - len(waiting),
+            "waiting": len(waiting),
+            "busy": len(held),
+            "devices": sum(node.devices for node in state.nodes),
+        },
+        "found": len(found),
+        "number": number,
+        "pages": pages,
+        "asked": asked,
+        "statuses": STATUSES,
+        "reasons": [word.value for word in Pending],
+        "users": sorted({job.user for job in (*live, *archived) if job.user}),
+        "teams": [team.name for team in state.policy.teams] if state.policy.is_shared else [],
+        "is_shared": state.policy.is_shared,
+    }

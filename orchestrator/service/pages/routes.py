@@ -1,0 +1,313 @@
+"""The pages that people look at. They show what the JSON API answers; what changes something is sent to that API."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.routing import Route
+
+from orchestrator.scheduling.base.held_devices import holders
+from orchestrator.service.commands.plan import forecast
+from orchestrator.service.pages.forecasts import Forecasts
+from orchestrator.service.pages.frame import page
+from orchestrator.service.pages.job import (
+    attempt_rows,
+    bytes_by_cause,
+    charts,
+    curves_of,
+    frontier_of,
+    log_offset,
+    memory_rows,
+    tail,
+)
+from orchestrator.service.pages.live import NEVER_SEEN, Changes
+from orchestrator.service.pages.night import ENDED_MAX, night_data
+from orchestrator.service.pages.queue import Filter, queue_data
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC, Gate
+from orchestrator.service.server.intake import read_jobs
+from orchestrator.service.server.sessions import drop, keep
+from orchestrator.service.views.records import JobView, node_from_view
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.errors import OrchestratorError, SpecError
+from orchestrator.specs.job.paths import paths_of
+from orchestrator.specs.parse import parse_jobs
+
+PAGE_ROLES = {
+    ("GET", PAGES): Role.VIEWER,
+    ("POST", f"{PAGES}/logout"): Role.VIEWER,
+    ("GET", f"{PAGES}/events"): Role.VIEWER,
+    ("GET", f"{PAGES}/queue"): Role.VIEWER,
+    ("GET", f"{PAGES}/jobs/{{job_id}}"): Role.VIEWER,
+    ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): Role.VIEWER,
+    ("GET", f"{PAGES}/jobs/{{job_id}}/log"): Role.VIEWER,
+    ("GET", f"{PAGES}/cluster"): Role.VIEWER,
+    ("GET", f"{PAGES}/night"): Role.VIEWER,
+    ("GET", f"{PAGES}/teams"): Role.VIEWER,
+    ("GET", f"{PAGES}/submit"): Role.MEMBER,
+    ("POST", f"{PAGES}/submit"): Role.MEMBER,
+    ("GET", f"{PAGES}/audit"): Role.ADMIN,
+}
+FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
+ENDED_SHOWN = 200  # ended jobs among which the queue filters
+AUDIT_ROWS = 100
+START = f"{PAGES}/queue"
+EXAMPLE = """\
+name: my-job
+gpus: {min: 1, max: 2}
+global_batch_size: 64
+command: python train.py
+workdir: /path/on/the/service
+"""
+
+ApiRoles = Mapping[tuple[str, str], Role]
+
+
+def add_pages(app: FastAPI, controller: Controller, home: Path, api_roles: ApiRoles, gate: Gate) -> None:
+    """Add every page to the application, which has the routes of the API already: pages show what these answer."""
+    pages = _Pages(app, controller, home, api_roles, gate)
+    routes: dict[tuple[str, str], Callable[..., Any]] = {
+        ("GET", "/"): lambda _: RedirectResponse(START),
+        ("GET", PAGES): lambda _: RedirectResponse(START),
+        ("GET", f"{STATIC}{{name}}"): _file,
+        ("GET", SIGN_IN): pages.sign_in,
+        ("POST", SIGN_IN): pages.signed_in,
+        ("POST", f"{PAGES}/logout"): _sign_out,
+        ("GET", f"{PAGES}/events"): pages.events,
+        ("GET", f"{PAGES}/queue"): pages.queue,
+        ("GET", f"{PAGES}/jobs/{{job_id}}"): pages.job,
+        ("GET", f"{PAGES}/jobs/{{job_id}}/plan"): pages.plan,
+        ("GET", f"{PAGES}/jobs/{{job_id}}/log"): pages.log,
+        ("GET", f"{PAGES}/cluster"): pages.cluster,
+        ("GET", f"{PAGES}/night"): pages.night,
+        ("GET", f"{PAGES}/teams"): pages.teams,
+        ("GET", f"{PAGES}/submit"): pages.submit,
+        ("POST", f"{PAGES}/submit"): pages.dry_run,
+        ("GET", f"{PAGES}/audit"): pages.audit,
+    }
+    for (method, path), handler in routes.items():
+        app.router.routes.append(Route(path, handler, methods=[method], include_in_schema=False))
+
+
+class _Pages:
+    def __init__(self, app: FastAPI, controller: Controller, home: Path, api_roles: ApiRoles, gate: Gate) -> None:
+        self._api = {
+            (method, str(route.path)): route.endpoint  # type: ignore[attr-defined]
+            for route in app.routes
+            for method in getattr(route, "methods", ())
+        }
+        self._controller = controller
+        self._home = home
+        self._roles = api_roles
+        self._gate = gate
+        self._forecasts = Forecasts(lambda: controller.state)
+        self._changes = Changes(controller.wait_for_change)
+
+    def _asked(self, path: str, **given: Any) -> Any:
+        """What the API answers to GET."""
+        return self._api["GET", path](**given)
+
+    def _job(self, job_id: str) -> JobView:
+        view: JobView = self._asked("/jobs/{job_id}", job_id=job_id)["job"]
+        return view
+
+    def _page(self, request: Request, template: str, **data: Any) -> Response:
+        principal: Principal = request.state.principal
+
+        def may(method: str, path: str) -> bool:
+            """Whether the API would admit this action, as far as the role decides."""
+            return principal.role.may(self._roles.get((method, path), Role.ADMIN))
+
+        version = self._controller.wait_for_change(NEVER_SEEN, 0.0)
+        return page(request, template, may=may, version=version, now_s=time.time(), **data)
+
+    # ------------------------------------------------------------------------------------------------------- sessions
+
+    def sign_in(self, request: Request) -> Response:
+        if request.state.principal is not None:
+            return RedirectResponse(_own_path(request.query_params.get("next", "")), 303)
+        # SameSite=Strict: a link on another site leads here without the session
+        is_from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
+        came_from = _own_path(request.query_params.get("next", ""))
+        return page(request, "login", message="", came_from=came_from, is_from_elsewhere=is_from_elsewhere)
+
+    async def signed_in(self, request: Request) -> Response:
+        form = await _form(request)
+        came_from = _own_path(form.get("next", ""))
+        cookie = await run_in_threadpool(self._gate.sessions.cookie, form.get("token", "").strip())
+        if cookie is not None:
+            answer: Response = RedirectResponse(came_from, 303)
+            keep(request, answer, cookie)
+            return answer
+        is_guessing = self._gate.is_guessing(request)
+        message = "Too many wrong tokens: wait a minute." if is_guessing else "This token admits nobody."
+        status = 429 if is_guessing else 401
+        return page(request, "login", status=status, message=message, came_from=came_from, is_from_elsewhere=False)
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: one for each version of the state that the page has not seen."""
+        seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
+        stream = self._changes.stream(
+            int(seen) if seen.isdecimal() else NEVER_SEEN, lambda: self._gate.principal(request) is not None
+        )
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    # ---------------------------------------------------------------------------------------------------------- pages
+
+    def queue(self, request: Request) -> Response:
+        query = request.query_params
+        asked = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name")})
+        archived = self._controller.ended(ENDED_SHOWN)
+        number = query.get("page", "1")
+        data = queue_data(
+            self._controller.state,
+            archived,
+            self._job,
+            self._forecasts.newest(),
+            asked,
+            int(number) if number.isdecimal() else 1,
+        )
+        return self._page(request, "queue", **data)
+
+    def job(self, request: Request) -> Response:
+        job = self._job(request.path_params["job_id"])
+        last = self._controller.job(job["id"])
+        return self._page(
+            request,
+            "job",
+            tab="overview",
+            job=job,
+            rows=attempt_rows(job),
+            charts=charts(curves := curves_of(self._home, job)),
+            curves=curves,
+            memory=memory_rows(job, self._capacities()),
+            expected=self._forecasts.newest().get(job["id"]),
+            deadline_s=last.deadline_s if last else None,
+        )
+
+    def plan(self, request: Request) -> Response:
+        explanation = self._asked("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
+        capacities = self._capacities()
+        attempts = explanation["job"]["attempts"]
+        number = request.query_params.get("attempt", "")
+        number = int(number) if number.isdecimal() and 1 <= int(number) <= len(attempts) else len(attempts)
+        chosen = attempts[number - 1] if attempts else None
+        return self._page(
+            request,
+            "plan",
+            tab="plan",
+            job=explanation["job"],
+            explanation=explanation,
+            frontier=frontier_of(explanation),
+            chosen=chosen,
+            waterfall=bytes_by_cause(chosen, capacities.get(chosen["device"])) if chosen else "",
+        )
+
+    def log(self, request: Request) -> Response:
+        job = self._job(request.path_params["job_id"])
+        attempts = job["attempts"]
+        number, rank = (request.query_params.get(name, "") for name in ("attempt", "rank"))
+        of_attempt = int(number) if number.isdecimal() else len(attempts)
+        of_rank = int(rank) if rank.isdecimal() else 0
+        text, ranks = "", 0
+        if attempts:
+            offset = log_offset(self._home, job["id"], of_attempt, of_rank)
+            path = "/jobs/{job_id}/attempts/{number}/logs"
+            answer = self._asked(path, job_id=job["id"], number=of_attempt, rank=of_rank, offset=offset)
+            text, ranks = tail(answer.body, offset), int(attempts[of_attempt - 1]["settings"]["gpus"])
+        return self._page(request, "log", tab="log", job=job, number=of_attempt, rank=of_rank, ranks=ranks, text=text)
+
+    def cluster(self, request: Request) -> Response:
+        return self._page(request, "cluster", **self._asked("/cluster"), holders=holders(self._controller.state))
+
+    def night(self, request: Request) -> Response:
+        hours = request.query_params.get("hours", "")
+        archived = self._controller.ended(ENDED_MAX)
+        looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
+        data = night_data(self._controller.state, archived, self._forecasts.newest(), looked_back, time.time())
+        return self._page(request, "night", **data)
+
+    def teams(self, request: Request) -> Response:
+        return self._page(request, "teams", **self._asked("/teams"))
+
+    def submit(self, request: Request) -> Response:
+        return self._page(request, "submit", text=EXAMPLE, error="", specs=[], forecasts=[])
+
+    async def dry_run(self, request: Request) -> Response:
+        text = (await _form(request)).get("text", "")
+        return await run_in_threadpool(self._dry_run, request, text)
+
+    def _dry_run(self, request: Request, text: str) -> Response:
+        """The plans that the jobs of a text would get; nothing is submitted."""
+        cluster = self._asked("/cluster")
+        error, specs, forecasts = "", [], []
+        try:
+            specs = _read(text)
+            nodes = [node_from_view(node) for node in cluster["nodes"]]
+            state = self._controller.state
+            forecasts = [forecast(spec, nodes, state.observations) for spec in specs[:1]]
+        except OrchestratorError as refused:
+            error = str(refused)
+        dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
+        return self._page(request, "submit", text=text, error=error, specs=[] if error else dumped, forecasts=forecasts)
+
+    def audit(self, request: Request) -> Response:
+        before = request.query_params.get("before", "")
+        number = int(before) if before.isdecimal() and len(before) < 19 else None
+        return self._page(request, "audit", **self._asked("/audit", limit=AUDIT_ROWS, before=number), limit=AUDIT_ROWS)
+
+    def _capacities(self) -> dict[str, int]:
+        """Memory of each kind of device."""
+        state = self._controller.state
+        return {node.device.name: node.device.memory for node in (*state.declared, *state.nodes)}
+
+
+async def _form(request: Request) -> dict[str, str]:
+    body = (await request.body()).decode(errors="replace")
+    return {name: values[0] for name, values in parse_qs(body).items()}
+
+
+def _own_path(path: str) -> str:
+    """The path of a page of this service; the queue for anything else."""
+    parts = urlsplit(path)
+    is_own = path.startswith(f"{PAGES}/") and not parts.netloc and not parts.scheme and "\\" not in path
+    return path if is_own and not path.startswith(SIGN_IN) else START
+
+
+def _sign_out(request: Request) -> Response:
+    answer = RedirectResponse(SIGN_IN, 303)
+    drop(request, answer)
+    return answer
+
+
+def _file(request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in FILES:
+        return Response(status_code=404)
+    content = files("orchestrator.service.pages").joinpath("static", name).read_bytes()
+    return Response(content, media_type=FILES[name], headers={"Cache-Control": "public, max-age=300"})
+
+
+def _read(text: str) -> list[Any]:
+    """The jobs of a text. Its paths are those of the service's machine, so each must be absolute."""
+    source = "the job"
+    for spec in parse_jobs(text, source):
+        wrong = next(((key, path) for key, path in paths_of(spec) if not path.startswith("/")), None)
+        if wrong is not None:
+            hint = "a page has no folder to start from: write the path on the service's machine, or use `orc submit`"
+            raise SpecError("not an absolute path", source=source, path=wrong[0], got=wrong[1], hint=hint)
+        if spec.is_script and spec.workdir is None:
+            raise SpecError("the script has no folder", source=source, path="workdir", hint="name one, absolute")
+    with tempfile.TemporaryDirectory(prefix="orc-job-") as folder:
+        file = Path(folder) / source
+        file.write_text(text, encoding="utf-8")
+        return list(read_jobs(file))

@@ -1,0 +1,295 @@
+"""Charts as SVG. Each says its title and what it shows to those who cannot see it; colours are of the style sheet."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+from orchestrator.planning.picture import Mark, Picture, byte_ticks, second_ticks
+from orchestrator.specs.units import format_bytes, format_seconds
+
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
+DOTS_MAX = 400  # of a line: more are averaged
+TICKS = 5
+LANE, GAP = 18, 6
+LABEL_WIDTH = 132
+
+
+class Line(NamedTuple):
+    """A curve: its name, its class for the colour, and its points."""
+
+    name: str
+    tone: str
+    points: Sequence[tuple[float, float]]
+
+
+class Cause(NamedTuple):
+    """One bar of a waterfall."""
+
+    name: str
+    count_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A span of time in a lane."""
+
+    lane: int
+    from_s: float
+    until_s: float
+    tone: str
+    words: str  # for the tooltip
+    link: str = ""
+    label: str = ""
+    early_s: float | None = None  # of the range of its start
+    late_s: float | None = None  # of the range of its end
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        low, high = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
+        value = math.log(max(value, 1e-12)) if self.is_log else value
+        share = (value - low) / (high - low) if high > low else 0.5
+        return round(self.start + share * (self.end - self.start), 1)
+
+
+def lines(title: str, curves: Sequence[Line], *, unit: str = "", zero: bool = False) -> Markup:
+    """Curves over optimizer steps; empty where there is no point."""
+    curves = [curve._replace(points=_thinned(curve.points)) for curve in curves if curve.points]
+    if not curves:
+        return Markup("")
+    steps = [step for curve in curves for step, _ in curve.points]
+    values = sorted(value for curve in curves for _, value in curve.points)
+    low, high = (0.0 if zero else values[0]), values[-1]
+    if zero:  # one slow step does not flatten all others
+        high = min(high, 2.0 * values[int(0.98 * (len(values) - 1))])
+    room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    across = _Scale(min(steps), max(max(steps), min(steps) + 1), LEFT, WIDTH - RIGHT)
+    up = _Scale(low if zero else low - room, high + room, HEIGHT - BOTTOM, TOP)
+    drawn = [_grid(across, up, _ticks(across.low, across.high), _ticks(up.low, up.high), unit, "optimizer step")]
+    for curve in curves:
+        path = " ".join(f"{across.at(step)},{max(TOP, up.at(value))}" for step, value in curve.points)
+        drawn.append(Markup('<polyline class="line {}" points="{}"/>').format(curve.tone, path))
+        step, value = curve.points[-1]
+        drawn.append(
+            Markup(
+                '<circle class="dot {}" cx="{}" cy="{}" r="3"><title>{}: {:.4g}{} at step {:.0f}</title></circle>'
+            ).format(curve.tone, across.at(step), max(TOP, up.at(value)), curve.name, value, unit, step)
+        )
+    said = "; ".join(
+        f"{curve.name}: {curve.points[0][1]:.4g}{unit} at step {curve.points[0][0]:.0f} to "
+        f"{curve.points[-1][1]:.4g}{unit} at step {curve.points[-1][0]:.0f}"
+        for curve in curves
+    )
+    return _svg(title, said, WIDTH, HEIGHT, drawn)
+
+
+def frontier(picture: Picture) -> Markup:
+    """Step time against needed bytes, both logarithmic, with the line where the memory ends."""
+    across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
+    up = _Scale(*picture.span_bytes, HEIGHT - BOTTOM, TOP, is_log=True)
+    seconds = second_ticks(*picture.span_s, 8)
+    drawn = [_grid(across, up, seconds, byte_ticks(*picture.span_bytes, 6), "", "step time")]
+    limit = up.at(picture.capacity_bytes)
+    drawn.append(
+        Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, limit, limit)
+    )
+    said = f"memory ends: {format_bytes(picture.capacity_bytes)}"
+    drawn.append(
+        Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, limit - 6, said)
+    )
+    order = list(Mark)
+    for point in sorted(picture.points, key=lambda point: order.index(point.mark)):
+        x, y = across.at(point.step_s), up.at(point.needed_bytes)
+        words = f"{point.mark}: {format_seconds(point.step_s)} a step, needs {format_bytes(point.needed_bytes)}"
+        drawn.append(_mark(point.mark, x, y, words))
+        if point.label:
+            drawn.append(
+                Markup('<text class="label" x="{}" y="{}">attempt {}</text>').format(x + 8, y + 4, point.label)
+            )
+    counts = ", ".join(f"{sum(one.mark is mark for one in picture.points)} {mark}" for mark in Mark)
+    return _svg(f"Plans on {picture.device}", f"{counts}; {said}. The table below has each plan.", WIDTH, HEIGHT, drawn)
+
+
+def _mark(mark: Mark, x: float, y: float, words: str) -> Markup:
+    tone = {Mark.CHOSEN: "chosen", Mark.FITS: "fits", Mark.REFUTED: "refuted", Mark.TOO_BIG: "big"}[mark]
+    if mark is Mark.REFUTED:
+        shape = Markup('<path class="mark refuted" d="M{} {}l8 8m0 -8l-8 8"><title>{}</title></path>')
+        return shape.format(x - 4, y - 4, words)
+    radius = {Mark.CHOSEN: 6, Mark.FITS: 4, Mark.TOO_BIG: 3}[mark]
+    shape = Markup('<circle class="mark {}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
+    return shape.format(tone, x, y, radius, words)
+
+
+def waterfall(
+    causes: Sequence[Cause], predicted_bytes: int, measured_bytes: int | None, capacity_bytes: int | None
+) -> Markup:
+    """Predicted bytes by cause, each bar from where the one before ended, then their sum beside the measured peak."""
+    rows: list[tuple[str, int, int, str]] = []
+    at = 0
+    for cause in causes:
+        rows.append((cause.name, at, at + cause.count_bytes, "cause"))
+        at += cause.count_bytes
+    rows.append(("predicted peak", 0, predicted_bytes, "predicted"))
+    if measured_bytes is not None:
+        rows.append(("measured peak", 0, measured_bytes, "measured"))
+    label = 176
+    height = TOP + len(rows) * (LANE + GAP) + BOTTOM
+    most = max([end for _, _, end, _ in rows] + ([capacity_bytes] if capacity_bytes else []))
+    across = _Scale(0, most * 1.14, label, WIDTH - RIGHT)
+    drawn = []
+    for row, (name, start, end, tone) in enumerate(rows):
+        y = TOP + row * (LANE + GAP)
+        drawn.append(
+            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(label - 8, y + 13, name)
+        )
+        drawn.append(
+            Markup('<rect class="bar {}" x="{}" y="{}" width="{}" height="{}" rx="2"/>').format(
+                tone, across.at(start), y, max(1.5, round(across.at(end) - across.at(start), 1)), LANE
+            )
+        )
+        size = format_bytes(end - start)
+        drawn.append(Markup('<text class="value" x="{}" y="{}">{}</text>').format(across.at(end) + 6, y + 13, size))
+    if capacity_bytes:
+        x, bottom = across.at(capacity_bytes), height - BOTTOM + 4
+        drawn.append(Markup('<line class="limit" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 6, bottom))
+        words = f"memory ends: {format_bytes(capacity_bytes)}"
+        drawn.append(
+            Markup('<text class="limit" x="{}" y="{}" text-anchor="end">{}</text>').format(x, bottom + 16, words)
+        )
+    said = "; ".join(f"{name} {format_bytes(end - start)}" for name, start, end, _ in rows)
+    return _svg("Bytes by cause", said, WIDTH, height, drawn)
+
+
+def gantt(
+    title: str,
+    lanes: Sequence[str],
+    bars: Sequence[Bar],
+    from_s: float,
+    until_s: float,
+    now_s: float,
+    ticks: Sequence[tuple[float, str]],
+) -> Markup:
+    """Spans of time in lanes, one below the other, with a line for the present."""
+    height, width = TOP + len(lanes) * (LANE + GAP) + BOTTOM, 960
+    across = _Scale(from_s, until_s, LABEL_WIDTH, width - RIGHT)
+    bottom = height - BOTTOM
+    drawn = []
+    for at_s, words in ticks:
+        x = across.at(at_s)
+        drawn.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 6, bottom))
+        drawn.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, bottom + 18, words)
+        )
+    for lane, name in enumerate(lanes):
+        y = TOP + lane * (LANE + GAP)
+        drawn.append(
+            Markup('<text class="name" x="{}" y="{}" text-anchor="end">{}</text>').format(LABEL_WIDTH - 8, y + 13, name)
+        )
+        drawn.append(
+            Markup('<rect class="lane" x="{}" y="{}" width="{}" height="{}"/>').format(
+                LABEL_WIDTH, y, width - RIGHT - LABEL_WIDTH, LANE
+            )
+        )
+    for bar in bars:
+        drawn.append(_bar(bar, across, from_s, until_s))
+    if from_s <= now_s <= until_s:
+        x = across.at(now_s)
+        drawn.append(Markup('<line class="now" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(x, x, TOP - 8, bottom + 4))
+    return _svg(title, f"{len(bars)} spans in {len(lanes)} lanes; the table below has each.", width, height, drawn)
+
+
+def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
+    y = TOP + bar.lane * (LANE + GAP)
+    start, end = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.from_s, bar.until_s))
+    shape = Markup('<rect class="span {}" x="{}" y="{}" width="{}" height="{}" rx="2"><title>{}</title></rect>').format(
+        bar.tone, start, y, max(2.0, round(end - start, 1)), LANE, bar.words
+    )
+    if bar.label and end - start > 7 * len(bar.label) + 8:
+        shape += Markup('<text class="inside" x="{}" y="{}">{}</text>').format(start + 5, y + 13, bar.label)
+    if bar.early_s is not None and bar.late_s is not None:
+        early, late = (across.at(min(until_s, max(from_s, at_s))) for at_s in (bar.early_s, bar.late_s))
+        middle = y + LANE / 2
+        shape += Markup('<path class="band" d="M{} {}v8M{} {}H{}M{} {}v8"/>').format(
+            early, middle - 4, early, middle, late, late, middle - 4
+        )
+    return Markup('<a href="{}">{}</a>').format(bar.link, shape) if bar.link else shape
+
+
+def meter(title: str, share: float, tone: str) -> Markup:
+    """A bar of which a share is filled."""
+    filled = round(100 * min(1.0, max(0.0, share)), 1)
+    return Markup(
+        '<svg class="meter" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label="{}">'
+        '<rect class="lane" width="100" height="6" rx="1"/><rect class="bar {}" width="{}" height="6" rx="1"/></svg>'
+    ).format(title, tone, filled)
+
+
+def _grid(
+    across: _Scale,
+    up: _Scale,
+    under: Sequence[tuple[float, str]],
+    beside: Sequence[tuple[float, str]],
+    unit: str,
+    name: str,
+) -> Markup:
+    drawn = [Markup("")]
+    for value, words in beside:
+        y = up.at(value)
+        drawn.append(Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"/>').format(LEFT, WIDTH - RIGHT, y, y))
+        drawn.append(
+            Markup('<text class="tick" x="{}" y="{}" text-anchor="end">{}{}</text>').format(
+                LEFT - 8, y + 4, words, unit
+            )
+        )
+    for value, words in under:
+        x = across.at(value)
+        if x < WIDTH - 110:
+            drawn.append(
+                Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 14, words)
+            )
+    drawn.append(
+        Markup('<text class="axis" x="{}" y="{}" text-anchor="end">{}</text>').format(WIDTH - RIGHT, HEIGHT - 14, name)
+    )
+    return Markup("").join(drawn)
+
+
+def _ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Round values in this span, about TICKS of them."""
+    raw = (high - low) / TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(digit * power for digit in (1, 2, 2.5, 5, 10) if digit * power >= raw)
+    return [
+        (count * step, f"{count * step:.6g}") for count in range(math.ceil(low / step), math.floor(high / step) + 1)
+    ]
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most DOTS_MAX points: means of equal runs, and the last one as it is."""
+    run = -(-len(points) // DOTS_MAX)
+    if run <= 1:
+        return points
+    parts = [points[at : at + run] for at in range(0, len(points), run)]
+    means = [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+    return [*means[:-1], points[-1]]
+
+
+def _svg(title: str, said: str, width: int, height: int, drawn: Sequence[Markup]) -> Markup:
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower())  # the same on every request, and one on its page
+    return Markup(
+        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-labelledby="t-{} d-{}"><title id="t-{}">{}</title>'
+        '<desc id="d-{}">{}</desc>{}</svg>'
+    ).format(width, height, name, name, name, title, name, said, Markup("").join(escape(one) for one in drawn))

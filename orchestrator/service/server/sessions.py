@@ -1,0 +1,86 @@
+"""Sessions of browsers: a signed cookie that names the record of a token, never the token itself."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from fastapi import Request, Response
+
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.specs.access import Principal, Role
+
+LIFETIME_S = 24 * 3600.0
+OWNER = 0  # stands for the home folder's own token, which has no record; records count from 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sessions:
+    """Opens and reads sessions. A session ends with its token: at its expiry, its revocation, its user's removal.
+
+    The key of the signature is derived from the home folder's token, so a replaced home ends every session.
+    """
+
+    owner_token: str
+    owner: str  # name of the user who holds it
+    accounts: Accounts
+    clock: Callable[[], float] = time.time
+
+    def cookie(self, token: str) -> str | None:
+        """The cookie of a new session; None where the token admits nobody."""
+        if hmac.compare_digest(token.encode(), self.owner_token.encode()):
+            number: int | None = OWNER
+        else:
+            number = self.accounts.number_of(token)
+        return None if number is None else self._signed(f"{number}.{int(self.clock() + LIFETIME_S)}")
+
+    def principal(self, request: Request) -> Principal | None:
+        """Who is signed in; None without a session, and once it has ended."""
+        said, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
+        number, _, until_s = said.partition(".")
+        if not hmac.compare_digest(cookie.encode(), self._signed(said).encode()):
+            return None
+        if self.clock() >= int(until_s):
+            return None
+        if int(number) == OWNER:
+            return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
+        return self.accounts.principal_of(int(number))
+
+    def _signed(self, said: str) -> str:
+        key = hashlib.sha256(f"session of a browser {self.owner_token}".encode()).digest()
+        return f"{said}.{hmac.new(key, said.encode(), hashlib.sha256).hexdigest()}"
+
+
+def keep(request: Request, answer: Response, cookie: str) -> None:
+    """Let the browser keep the session: sent to this service alone, unseen by scripts, and under TLS where it is."""
+    answer.set_cookie(
+        cookie_name(request),
+        cookie,
+        max_age=int(LIFETIME_S),
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+def drop(request: Request, answer: Response) -> None:
+    """Let the browser forget the session."""
+    answer.delete_cookie(cookie_name(request), httponly=True, samesite="strict", secure=request.url.scheme == "https")
+
+
+def cookie_name(request: Request) -> str:
+    """Cookies do not tell ports apart, and one machine may run several services."""
+    return f"orc-{request.url.port or 443}"
+
+
+def is_same_origin(request: Request) -> bool:
+    """Whether a page of this service sent the request, as the browser says; False where it says nothing."""
+    origin = request.headers.get("origin")
+    if origin is not None:
+        parts = urlsplit(origin)
+        return (parts.scheme, parts.netloc.lower()) == (request.url.scheme, request.headers.get("host", "").lower())
+    return request.headers.get("sec-fetch-site") == "same-origin"
