@@ -152,6 +152,7 @@ def up(
         as_json,
         "".join(f"{note}\n" for note in notes or ())
         + f"The service {words}: {answer['name']}, {nodes} devices. Records: {records}. Home: {home}"
+        + f"\nPages: http://127.0.0.1:{answer['port']}, with the token in {home / 'token'}"
         + (_reachable(served, token) if served is not None and token is not None else ""),
     )
 

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from orchestrator.service.commands.replay import ExpectedJob, expected_jobs
 from orchestrator.specs.state import State
 
-FRESH_S = 10.0  # so long a forecast counts; a new one takes up to 2.5 s of a core
+FRESH_S = 10.0  # so long a forecast counts while the state stays the same
+REST = 9.0  # times as long as it took, none is reckoned: a tenth of a core at most
 PATIENCE_S = 0.15  # how long a page waits for the first one
 
 Expectations = Mapping[str, ExpectedJob]
@@ -26,14 +27,15 @@ class Forecasts:
         self._known: Expectations = {}
         self._of: State | None = None
         self._at_s = 0.0
+        self._took_s = 0.0
         self._pending: Future[None] | None = None
 
     def newest(self) -> Expectations:
-        """What is known by now, by id of the job; a job that was submitted since is missing."""
+        """What is known by now, by id of the job. A job that was submitted since is missing."""
         with self._lock:
             is_old = self._of is not self._state() or time.monotonic() > self._at_s + FRESH_S
             is_idle = self._pending is None or self._pending.done()
-            is_due = not self._at_s or time.monotonic() > self._at_s + FRESH_S / 10
+            is_due = time.monotonic() > self._at_s + REST * self._took_s
             if is_old and is_idle and is_due:
                 self._pending = self._worker.submit(self._reckon)
             pending = self._pending
@@ -42,8 +44,9 @@ class Forecasts:
         return self._known
 
     def _reckon(self) -> None:
-        state = self._state()
+        state, began_s = self._state(), time.monotonic()
         try:
             self._known = {one["id"]: one for one in expected_jobs(state, time.time())}
         finally:
             self._of, self._at_s = state, time.monotonic()
+            self._took_s = self._at_s - began_s

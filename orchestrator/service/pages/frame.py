@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC
 from orchestrator.specs.access import Principal, Role
-from orchestrator.specs.units import format_bytes, format_probability, format_seconds
+from orchestrator.specs.units import format_bytes, format_probability, format_seconds, parse_bytes
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -76,7 +76,7 @@ async def _message(answer: Response) -> str:
     """Why a route refused, out of its answer, which a middleware sees as a stream."""
     chunks = getattr(answer, "body_iterator", None)
     body = answer.body if chunks is None else b"".join([chunk async for chunk in chunks])
-    return str(json.loads(body).get("error", ""))
+    return str(json.loads(bytes(body)).get("error", ""))
 
 
 def _refused(request: Request, status: int, message: str) -> Response:
@@ -145,6 +145,7 @@ def _environment() -> Environment:
         "band": band,
         "duration": duration,
         "size": size,
+        "memory": lambda text: format_bytes(parse_bytes(text)),
         "tone": tone,
         "share": lambda share: "–" if share is None else format_probability(share),
         "segment": lambda text: quote(str(text), safe=""),

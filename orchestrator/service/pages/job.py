@@ -11,13 +11,15 @@ from typing import Any
 
 from markupsafe import Markup
 
-from orchestrator.service.pages.svg import Cause, Line, frontier, lines, waterfall
+from orchestrator.service.pages.svg import Cause, Line, frontier, lines, meter, waterfall
 from orchestrator.service.views.records import AttemptView, ExplanationView, JobView, picture_from_view
+from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.profile import Source
 from orchestrator.specs.run import JobFolder
 
 CURVE_BYTES_MAX = 4 * 2**20  # of the end of an attempt's curves: some 40,000 steps
 TAIL_BYTES = 32 * 2**10  # of a log
+MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 ATTEMPTS_DRAWN = 6  # the newest ones
 Metric = tuple[float, float]  # step, value
 
@@ -96,17 +98,23 @@ def memory_rows(job: JobView, capacities: Mapping[str, int]) -> Sequence[Mapping
         peak = (progress["peak_bytes"] or None) if is_live and progress else attempt["peak_bytes"]
         capacity = capacities.get(attempt["device"])
         most = max([one for one in (attempt["predicted_bytes"], peak, capacity) if one], default=1)
+        is_over = attempt["failure"] is not None and attempt["failure"]["kind"] in MEMORY
         rows.append(
             {
                 "number": attempt["number"],
                 "predicted": attempt["predicted_bytes"],
+                "predicted_meter": _meter("predicted", attempt["predicted_bytes"], most, "predicted"),
                 "peak": peak,
+                "peak_meter": _meter("measured", peak, most, "over" if is_over else "measured"),
                 "capacity": capacity,
-                "most": most,
                 "outcome": attempt["outcome"],
             }
         )
     return rows
+
+
+def _meter(name: str, count_bytes: int | None, most_bytes: int, tone: str) -> Markup:
+    return meter(name, count_bytes / most_bytes, tone) if count_bytes else Markup("")
 
 
 def bytes_by_cause(attempt: AttemptView, capacity_bytes: int | None) -> Markup:

@@ -11,11 +11,11 @@ from markupsafe import Markup
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.service.pages.forecasts import Expectations
 from orchestrator.service.pages.frame import tone
+from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, gantt
-from orchestrator.service.server.gate import PAGES
 from orchestrator.service.server.tally import device_seconds
 from orchestrator.service.views.records import attempt_view
-from orchestrator.specs.attempt import Attempt, FailureKind
+from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from orchestrator.specs.units import format_seconds
@@ -24,7 +24,6 @@ LANES_MAX = 64  # devices with a lane of their own
 COMING_MAX = 30  # queued jobs with one
 ENDED_MAX = 1000  # that a report looks at
 HOURS = (1, 3, 12, 24, 72)  # that a page may look back
-MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 
 
 def night_data(
@@ -115,7 +114,6 @@ def _past(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Mar
             until_s=one.ended_at_s or now_s,
             tone=tone(_outcome(one)),
             words=f"{one.name}: {_outcome(one)}, {format_seconds((one.ended_at_s or now_s) - one.launched_at_s)}",
-            link=f"{PAGES}/jobs/{job.id}",
             label=job.id,
         )
         for job in jobs
@@ -148,7 +146,6 @@ def _coming(expected: Expectations, now_s: float) -> Markup:
                 until_s=end_s,
                 tone="busy" if one["status"] == JobStatus.RUNNING else "wait",
                 words=f"{one['id']}: {_at(start_s)} to {_at(end_s)} on {one['devices']} devices",
-                link=f"{PAGES}/jobs/{one['id']}",
                 early_s=max(now_s, starts[0]) if starts else None,
                 late_s=ends[1] if ends else None,
             )

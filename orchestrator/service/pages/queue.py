@@ -28,7 +28,13 @@ class Filter:
     why: str = ""  # a word of Pending
     name: str = ""  # a part of the id
 
+    @property
+    def is_any(self) -> bool:
+        """Whether every job is asked for."""
+        return self == Filter()
+
     def admits(self, job: Job, state: State) -> bool:
+        """Whether the job is asked for."""
         policy = state.policy
         return (
             (not self.status or job.status.value == self.status)

@@ -31,10 +31,11 @@ from orchestrator.service.pages.job import (
 )
 from orchestrator.service.pages.live import NEVER_SEEN, Changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
-from orchestrator.service.pages.queue import Filter, queue_data
+from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
+from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
@@ -58,7 +59,7 @@ PAGE_ROLES = {
     ("GET", f"{PAGES}/audit"): Role.ADMIN,
 }
 FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages.css": "text/css"}
-ENDED_SHOWN = 200  # ended jobs among which the queue filters
+ENDED_FILTERED = 200  # ended jobs among which the queue filters
 AUDIT_ROWS = 100
 START = f"{PAGES}/queue"
 EXAMPLE = """\
@@ -127,8 +128,12 @@ class _Pages:
             """Whether the API would admit this action, as far as the role decides."""
             return principal.role.may(self._roles.get((method, path), Role.ADMIN))
 
+        def may_cancel(job: JobView) -> bool:
+            is_own = may_change(job["user"], principal, self._controller.state.policy)
+            return may("POST", "/jobs/cancel") and is_own
+
         version = self._controller.wait_for_change(NEVER_SEEN, 0.0)
-        return page(request, template, may=may, version=version, now_s=time.time(), **data)
+        return page(request, template, may=may, may_cancel=may_cancel, version=version, now_s=time.time(), **data)
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
@@ -166,7 +171,7 @@ class _Pages:
     def queue(self, request: Request) -> Response:
         query = request.query_params
         asked = Filter(**{name: query.get(name, "") for name in ("status", "user", "team", "why", "name")})
-        archived = self._controller.ended(ENDED_SHOWN)
+        archived = self._controller.ended(ROWS if asked.is_any else ENDED_FILTERED)
         number = query.get("page", "1")
         data = queue_data(
             self._controller.state,

@@ -17,6 +17,7 @@ WIDTH, HEIGHT = 640, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 34
 DOTS_MAX = 400  # of a line: more are averaged
 TICKS = 5
+AXIS_NAME = 170  # room for the words under the axis
 LANE, GAP = 18, 6
 LABEL_WIDTH = 132
 
@@ -45,7 +46,6 @@ class Bar:
     until_s: float
     tone: str
     words: str  # for the tooltip
-    link: str = ""
     label: str = ""
     early_s: float | None = None  # of the range of its start
     late_s: float | None = None  # of the range of its end
@@ -226,7 +226,7 @@ def _bar(bar: Bar, across: _Scale, from_s: float, until_s: float) -> Markup:
         shape += Markup('<path class="band" d="M{} {}v8M{} {}H{}M{} {}v8"/>').format(
             early, middle - 4, early, middle, late, late, middle - 4
         )
-    return Markup('<a href="{}">{}</a>').format(bar.link, shape) if bar.link else shape
+    return shape
 
 
 def meter(title: str, share: float, tone: str) -> Markup:
@@ -257,7 +257,7 @@ def _grid(
         )
     for value, words in under:
         x = across.at(value)
-        if x < WIDTH - 110:
+        if x < WIDTH - AXIS_NAME:
             drawn.append(
                 Markup('<text class="tick" x="{}" y="{}" text-anchor="middle">{}</text>').format(x, HEIGHT - 14, words)
             )
@@ -290,6 +290,17 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
 def _svg(title: str, said: str, width: int, height: int, drawn: Sequence[Markup]) -> Markup:
     name = re.sub(r"[^a-z0-9]+", "-", title.lower())  # the same on every request, and one on its page
     return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-labelledby="t-{} d-{}"><title id="t-{}">{}</title>'
+        '<svg class="chart{}" viewBox="0 0 {} {}" role="img" aria-labelledby="t-{} d-{}"><title id="t-{}">{}</title>'
         '<desc id="d-{}">{}</desc>{}</svg>'
-    ).format(width, height, name, name, name, title, name, said, Markup("").join(escape(one) for one in drawn))
+    ).format(
+        " gantt" if width > WIDTH else "",
+        width,
+        height,
+        name,
+        name,
+        name,
+        title,
+        name,
+        said,
+        Markup("").join(escape(one) for one in drawn),
+    )

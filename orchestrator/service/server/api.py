@@ -60,6 +60,7 @@ from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
+from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.requests import (
     BatchRequest,
     CancelRequest,
@@ -500,9 +501,7 @@ def _asked(request: SubmitRequest, source: str, sender: Principal, uploads: Uplo
 
 
 def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
-    if sender.role.may(Role.OPERATOR) or job.user == sender.name:
-        return
-    if policy.is_shared and job.user and policy.team_of(job.user) == policy.team_of(sender.name):
+    if may_change(job.user, sender, policy):
         return
     raise _Forbidden(f"{job.id} belongs to {job.user or 'nobody'}: {sender.name} may {act} jobs of its own team only")
 

@@ -47,6 +47,7 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
 HOME_CHECK_S = 5.0
 STOP_TIMEOUT_S = 5.0
+STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up the end of the service
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,15 @@ def served(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
         raise ServiceError(f"cannot listen on {host}:{port}: {error.strerror}") from None
     listener.listen()  # before its port is told: a client that connects then waits, and is not refused
     tls = {"ssl_certfile": endpoint.certificate, "ssl_keyfile": endpoint.key} if endpoint else {}
-    config = uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", **tls)  # type: ignore[arg-type]
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=STREAMS_S,
+        **tls,  # type: ignore[arg-type]
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()

@@ -79,8 +79,8 @@ def cookie_name(request: Request) -> str:
 
 def is_same_origin(request: Request) -> bool:
     """Whether a page of this service sent the request, as the browser says; False where it says nothing."""
-    origin = request.headers.get("origin")
-    if origin is not None:
-        parts = urlsplit(origin)
-        return (parts.scheme, parts.netloc.lower()) == (request.url.scheme, request.headers.get("host", "").lower())
-    return request.headers.get("sec-fetch-site") == "same-origin"
+    site = request.headers.get("sec-fetch-site")  # browsers send it to TLS and the loopback alone, and forge it nowhere
+    if site is not None:
+        return site == "same-origin"
+    parts = urlsplit(request.headers.get("origin", ""))
+    return (parts.scheme, parts.netloc.lower()) == (request.url.scheme, request.headers.get("host", "").lower())

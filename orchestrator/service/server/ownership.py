@@ -1,0 +1,13 @@
+"""Whose jobs a user may change: the rule of the API, by which pages show actions."""
+
+from __future__ import annotations
+
+from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.policy import PolicySpec
+
+
+def may_change(user: str, sender: Principal, policy: PolicySpec) -> bool:
+    """Whether the sender may change the jobs of a user: its own, those of its team, and an operator all."""
+    if sender.role.may(Role.OPERATOR) or user == sender.name:
+        return True
+    return policy.is_shared and bool(user) and policy.team_of(user) == policy.team_of(sender.name)

@@ -1,0 +1,372 @@
+"""Laws of the pages: in a real browser over a real server, and of their sessions."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from orchestrator.service.pages.routes import PAGE_ROLES
+from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
+from orchestrator.service.server.daemon import served
+from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
+from orchestrator.service.server.sessions import LIFETIME_S, Sessions
+from orchestrator.specs.access import Role
+from orchestrator.specs.run import JobFolder
+from tests.service.test_access import TEAMS
+from tests.service.test_api import JOB, TOKEN, World, _spec
+
+CHROMIUM = shutil.which("chromium")
+PAGE_PATHS = [
+    "/queue",
+    "/jobs/lm-1",
+    "/jobs/lm-1/plan",
+    "/jobs/lm-1/log",
+    "/jobs/lm-5",
+    "/cluster",
+    "/night?hours=72",
+    "/teams",
+    "/submit",
+    "/audit",
+    "/jobs/none",
+]
+HOSTILE = "<script>window.attacked = true</script><img src=x onerror='window.attacked = true'>"
+EVIL = "https://evil.example"
+SHOWN_MS = 10_000.0
+SERIOUS = ("serious", "critical")
+SAME_SITE = {"Origin": "http://127.0.0.1:8000"}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path, TEAMS)
+    yield world
+    world.journal.close()
+
+
+class Site:
+    """A served world, and a browser that looks at it."""
+
+    def __init__(self, world: World, port: int, browser: Any) -> None:
+        self.world, self.browser, self.url = world, browser, f"http://127.0.0.1:{port}"
+
+    def token(self, role: Role, name: str) -> str:
+        self.world.accounts.set_user(name, role)
+        return self.world.accounts.create_token(name, 3600.0)[0]
+
+    def signed_in(self, token: str = TOKEN, **context: Any) -> Any:
+        """A tab of a new browser profile, on the queue."""
+        tab = self.browser.new_context(**context).new_page()
+        tab.set_default_timeout(SHOWN_MS)
+        tab.goto(self.url)
+        tab.fill("#token", token)
+        tab.press("#token", "Enter")
+        tab.wait_for_url(f"**{PAGES}/queue")
+        return tab
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Jobs that ended, run and wait; one has a log that means harm."""
+    if CHROMIUM is None:
+        pytest.skip("chromium is missing (Debian: chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with ExitStack() as stack:
+        world = World(tmp_path_factory.mktemp("home"), TEAMS)
+        stack.callback(world.journal.close)
+        for _ in range(3):
+            world.submit()
+        world.turn_until("succeeded")
+        for _ in range(3):
+            world.submit()
+        world.controller.turn(1.0)
+        folder = JobFolder(world.home, "lm-1").attempt(1)
+        folder.path.mkdir(parents=True)
+        folder.log(0).write_text(f"begins\n{HOSTILE}\nends\n")
+        folder.metrics.write_text("".join(f'{{"step": {n}, "loss": {9 / n}, "step_s": 0.1}}\n' for n in range(1, 9)))
+        port = stack.enter_context(served(world.app))
+        playwright = stack.enter_context(sync_playwright())
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        stack.callback(browser.close)
+        yield Site(world, port, browser)
+
+
+# ---------------------------------------------------------------------------------------------------- in the browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_has_a_serious_violation_leaves_the_origin_or_scrolls_sideways_at_360_px(
+    site: Site, scheme: str
+) -> None:
+    """One walk through all pages, since each costs a second."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tab = site.signed_in(color_scheme=scheme, viewport={"width": 360, "height": 740})
+    asked, said = list[str](), list[str]()
+    tab.on("request", lambda request: asked.append(request.url))
+    tab.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    rules = None if scheme == "light" else {"runOnly": ["color-contrast"]}  # all else is the same in the dark
+    for path in PAGE_PATHS:
+        tab.goto(f"{site.url}{PAGES}{path}")
+        tab.get_by_text("Live.").wait_for()
+        found = Axe().run(tab, options=rules).response["violations"]
+        wrong = [one["id"] for one in found if one["impact"] in SERIOUS]
+        assert not wrong, (path, wrong)
+        root = "document.documentElement"
+        assert tab.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), path
+        assert tab.evaluate(f"{root}.lang") == "en"
+        assert tab.title().endswith(" · orc")
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(site.url).netloc}
+    assert [text for text in said if "404" not in text] == []  # of the page that is asked for and is not there
+
+
+def test_the_queue_shows_a_new_job_without_reload(site: Site) -> None:
+    tab = site.signed_in()
+    tab.get_by_text("Live.").wait_for()
+    tab.evaluate("window.isTheSame = true")
+    job_id = site.world.submit()
+    tab.get_by_role("link", name=job_id, exact=True).wait_for()
+    assert tab.evaluate("window.isTheSame")
+
+
+def test_an_action_of_a_page_is_done_and_the_page_shows_it(site: Site) -> None:
+    job_id = site.world.submit()
+    tab = site.signed_in()
+    tab.on("dialog", lambda dialog: dialog.accept())
+    tab.get_by_role("button", name=f"Cancel {job_id}").click()
+    tab.get_by_text("Done.").wait_for()
+    job = site.world.controller.job(job_id)
+    assert job is not None
+    assert job.cancelling or job.status == "cancelled"
+
+
+def test_a_viewer_sees_no_action_and_is_refused_it(site: Site) -> None:
+    job_id = site.world.submit()
+    tab = site.signed_in(site.token(Role.VIEWER, "eve"))
+    for path in ("/queue", f"/jobs/{job_id}", "/cluster"):
+        tab.goto(f"{site.url}{PAGES}{path}")
+        assert [one.inner_text() for one in tab.get_by_role("main").get_by_role("button").all()] in ([], ["Filter"])
+    assert tab.get_by_role("link", name="Submit", exact=True).count() == 0
+    assert tab.get_by_role("link", name="Audit", exact=True).count() == 0
+    assert tab.goto(f"{site.url}{PAGES}/submit").status == 403
+    ask = """async ([path, body]) => (await fetch(path, {method: "POST", body: JSON.stringify(body),
+        headers: {"Content-Type": "application/json"}})).status"""
+    assert tab.evaluate(ask, ["/jobs/cancel", {"jobs": [job_id]}]) == 403
+    assert tab.evaluate(ask, ["/nodes/virtual/drain", {}]) == 403
+
+
+def test_what_others_wrote_is_shown_as_text(site: Site) -> None:
+    tab = site.signed_in()
+    for path in ("/jobs/lm-1/log", f"/queue?name={HOSTILE}", f"/jobs/{HOSTILE}"):
+        tab.goto(f"{site.url}{PAGES}{path}")
+        assert tab.evaluate("window.attacked === undefined"), path
+    tab.goto(f"{site.url}{PAGES}/jobs/lm-1/log")
+    assert HOSTILE in tab.locator("#log").inner_text()
+    refused = site.world.client.post("/jobs", json={"spec": {**_spec(), "name": "<script>"}})
+    assert refused.status_code == 422
+
+
+def test_a_member_sees_actions_on_jobs_of_its_own_team_only(world: World) -> None:
+    ids = {
+        name: world.by(Role.MEMBER, name).post("/jobs", json={"spec": _spec()}).json()["id"] for name in ("bob", "cyd")
+    }
+    page = world.by(Role.MEMBER, "ada").get(f"{PAGES}/queue").text
+    assert [f"Cancel {ids[name]}" in page for name in ("bob", "cyd")] == [True, False]
+
+
+def test_a_page_leads_to_sign_in_once_its_token_is_revoked(site: Site) -> None:
+    """The open page too, without a click."""
+    tab = site.signed_in(site.token(Role.VIEWER, "mia"))
+    tab.get_by_text("Live.").wait_for()
+    site.world.accounts.revoke_token(site.world.accounts.tokens()[-1].id)
+    tab.wait_for_url(f"**{SIGN_IN}**")
+
+
+def test_a_page_is_used_by_keyboard(site: Site) -> None:
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/queue")
+    tab.keyboard.press("Tab")
+    focused = "document.activeElement"
+    assert tab.evaluate(f"{focused}.className") == "skip"
+    assert tab.evaluate(f"{focused}.getBoundingClientRect().left >= 0")
+    tab.keyboard.press("Enter")
+    assert tab.evaluate(f"{focused}.id") == "main"
+    tab.keyboard.press("Tab")
+    assert tab.evaluate(f"getComputedStyle({focused}).outlineStyle") == "solid"
+
+
+def test_a_pasted_job_is_planned_and_then_submitted(site: Site) -> None:
+    tab = site.signed_in()
+    tab.goto(f"{site.url}{PAGES}/submit")
+    tab.fill("#text", JOB.replace("/proc/version", "words.txt"))
+    tab.get_by_role("button", name="Show the plan").click()
+    tab.get_by_text("not an absolute path").wait_for()
+    tab.fill("#text", JOB.replace("name: lm", "name: pasted"))
+    tab.get_by_role("button", name="Show the plan").click()
+    tab.get_by_text("taken", exact=True).wait_for()
+    tab.get_by_role("button", name="Submit 1 job").click()
+    tab.get_by_role("link", name="pasted-").wait_for()
+
+
+# ------------------------------------------------------------------------------------------------- sessions and gate
+
+
+def signed_in(world: World, token: str) -> TestClient:
+    client = TestClient(world.app, base_url="http://127.0.0.1:8000", follow_redirects=False)
+    answer = client.post(SIGN_IN, data={"token": token}, headers=SAME_SITE)
+    assert answer.status_code == 303, answer.text
+    return client
+
+
+def _become(client: TestClient, cookie: str | None) -> None:
+    name = next(iter(client.cookies))
+    client.cookies.clear()
+    client.cookies.set(name, cookie or "")
+
+
+def filled(path: str) -> str:
+    return path.replace("{job_id}", "lm-1")
+
+
+def test_every_page_leads_a_stranger_to_sign_in_and_says_nothing(world: World) -> None:
+    for method, path in PAGE_ROLES:
+        answer = world.stranger.request(method, filled(path), follow_redirects=False)
+        assert (answer.status_code, answer.text) == (303, ""), path
+        assert answer.headers["location"].startswith(SIGN_IN)
+
+
+def test_every_page_is_of_its_role_and_has_the_headers_that_keep_foreign_code_out(world: World) -> None:
+    world.submit()
+    clients = {role: signed_in(world, _token(world, role)) for role in Role}
+    for (method, path), needed in PAGE_ROLES.items():
+        if path.endswith(("/events", "/logout")):
+            continue
+        for role, client in clients.items():
+            answer = client.request(method, filled(path), headers=SAME_SITE)
+            assert (answer.status_code == 403) == (not role.may(needed)), (role, path)
+            policy = answer.headers["content-security-policy"]
+            assert "unsafe" not in policy
+            assert "frame-ancestors 'none'" in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "style=" not in answer.text
+            assert "<script>" not in answer.text
+
+
+def test_the_cookie_is_no_token_and_no_script_or_other_site_gets_it(world: World) -> None:
+    secret = _token(world, Role.VIEWER)
+    for base, is_secure in (("http://127.0.0.1:8000", False), ("https://127.0.0.1:8000", True)):
+        client = TestClient(world.app, base_url=base, follow_redirects=False)
+        cookie = client.post(SIGN_IN, data={"token": secret}, headers={"Origin": base}).headers["set-cookie"]
+        assert secret not in cookie
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert ("Secure" in cookie) == is_secure
+
+
+@pytest.mark.parametrize("ends", ["expiry", "revocation", "removal of the user", "its own end", "forgery"])
+def test_a_session_ends(world: World, ends: str) -> None:
+    client = signed_in(world, _token(world, Role.VIEWER))
+    assert client.get(f"{PAGES}/queue").status_code == 200
+    if ends == "expiry":
+        world.now_s += 3600.0
+    elif ends == "revocation":
+        world.accounts.revoke_token(world.accounts.tokens()[-1].id)
+    elif ends == "removal of the user":
+        world.accounts.remove_user("ada")
+    elif ends == "its own end":
+        old = Sessions(owner_token=TOKEN, owner="x", accounts=world.accounts, clock=lambda: time.time() - LIFETIME_S)
+        _become(client, old.cookie(_token(world, Role.VIEWER)))
+    else:
+        _become(client, next(iter(client.cookies.values())).replace("1.", "0.", 1))
+    assert client.get(f"{PAGES}/queue").status_code == 303
+
+
+def test_a_change_by_cookie_needs_the_same_origin(world: World) -> None:
+    client = signed_in(world, _token(world, Role.OPERATOR))
+    job_id = world.submit()
+    body = {"jobs": [job_id]}
+    for headers in ({}, {"Origin": EVIL}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert client.post("/jobs/cancel", json=body, headers=headers).status_code == 403, headers
+    assert client.post("/jobs/cancel", json=body, headers=SAME_SITE).status_code == 200
+    assert world.stranger.post(SIGN_IN, data={"token": TOKEN}, headers={"Origin": EVIL}).status_code == 403
+
+
+def test_wrong_tokens_are_counted_where_they_are_typed(world: World) -> None:
+    def typed() -> int:
+        return int(world.stranger.post(SIGN_IN, data={"token": "orc_wrong"}, headers=SAME_SITE).status_code)
+
+    assert [typed() for _ in range(WRONG_TOKENS.amount + 2)] == [401] * WRONG_TOKENS.amount + [429] * 2
+
+
+def test_sign_in_leads_back_to_pages_of_this_service_alone(world: World) -> None:
+    asked = {
+        f"{PAGES}/jobs/lm-1": f"{PAGES}/jobs/lm-1",
+        EVIL: f"{PAGES}/queue",
+        "//evil.example/ui/": f"{PAGES}/queue",
+        f"{PAGES}/..\\evil": f"{PAGES}/queue",
+    }
+    for came_from, leads_to in asked.items():
+        answer = world.stranger.post(
+            SIGN_IN, data={"token": TOKEN, "next": came_from}, headers=SAME_SITE, follow_redirects=False
+        )
+        assert answer.headers["location"] == leads_to
+
+
+def test_a_stream_that_resumes_hears_at_once_of_what_it_missed(world: World) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with served(world.app) as port:
+        url = f"http://127.0.0.1:{port}{PAGES}/events"
+        world.submit()
+        seen = world.controller.wait_for_change(-1, 0.0)
+        with httpx.stream("GET", url, headers={**headers, "Last-Event-ID": str(seen - 1)}, trust_env=False) as stream:
+            told = next(line for line in stream.iter_lines() if line.startswith("id:"))
+    assert told == f"id: {seen}"
+
+
+# ------------------------------------------------------------------------------------------------------------ charts
+
+
+def test_a_chart_says_what_it_shows_to_those_who_cannot_see_it() -> None:
+    curve = lines("Loss", [Line("attempt <1>", "series-0", [(1.0, 4.0), (2.0, 3.0)])])
+    assert 'role="img"' in curve
+    assert "attempt &lt;1&gt;: 4 at step 1 to 3 at step 2" in curve
+    bars = waterfall([Cause("weights", 2**20), Cause("gradients", 2**21)], 3 * 2**20, None, None)
+    assert "weights 1.00 MiB; gradients 2.00 MiB; predicted peak 3.00 MiB" in bars
+
+
+def test_a_chart_of_nothing_is_nothing_and_a_flat_curve_is_drawn() -> None:
+    assert lines("Loss", [Line("attempt 1", "series-0", [])]) == ""
+    for points in ([(5.0, 0.0)], [(1.0, 2.0), (9.0, 2.0)], [(float(n), float(n)) for n in range(5000)]):
+        assert "nan" not in lines("Loss", [Line("one", "series-0", points)])
+
+
+@pytest.mark.long
+def test_the_queue_of_5000_jobs_is_a_page_of_50_within_a_second(world: World) -> None:
+    for _ in range(10):
+        answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": _spec()}] * 500})
+        assert answer.status_code == 200, answer.text
+    world.client.get(f"{PAGES}/queue")
+    took_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        page = world.client.get(f"{PAGES}/queue?page=40")
+        took_s.append(time.perf_counter() - began_s)
+        assert page.text.count('href="/ui/jobs/') == 50
+    print(f"pages of 5,000 jobs took {[f'{1000 * one:.0f} ms' for one in took_s]}")
+    assert min(took_s) < 1.0
+
+
+def _token(world: World, role: Role) -> str:
+    name = "ada" if role is Role.VIEWER else role.value
+    world.accounts.set_user(name, role)
+    return world.accounts.create_token(name, 3600.0)[0]
