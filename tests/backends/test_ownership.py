@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -93,6 +95,29 @@ def test_a_living_leader_keeps_others_out_and_is_named(database: str, monkeypatc
         assert [event.at_s for event in second.events()] == [1]
         with pytest.raises(ServiceError, match="is closed in this process"):
             first.confirm()
+
+
+def test_a_standby_waits_for_a_living_leader_and_takes_over_from_a_killed_one(database: str) -> None:
+    with leader(database, 0) as old, ThreadPoolExecutor(1) as pool:
+        acts(old, 3)
+        standby = pool.submit(Journal, database, stop=threading.Event())
+        with pytest.raises(TimeoutError):
+            standby.result(2 * 1.5 * LEASE_S)  # longer than one that is no standby asks
+        old.kill()
+        with closing(standby.result(30)) as journal:
+            journal.append([(TimerFired(at_s=SECOND), ())])
+            assert [int(event.at_s) for event in journal.events()][-1] == SECOND
+
+
+def test_a_standby_that_is_stopped_ends_its_wait(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "LEASE_S", LEASE_S)
+    with closing(Journal(database)) as first, ThreadPoolExecutor(1) as pool:
+        stop = threading.Event()
+        standby = pool.submit(Journal, database, stop=stop)
+        stop.set()
+        with pytest.raises(ServiceError, match="wait for its lease was ended"):
+            standby.result(30)
+        first.append([(TimerFired(at_s=1), ())])  # the standby's end did not disturb it
 
 
 def test_a_stopped_holder_of_a_file_keeps_it(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from orchestrator.specs.errors import ServiceError, SpecError
 
 SCHEMA = "0005"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 1.0  # of a standby at another's lease: a holder that ends by itself gives it up early
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"
 ALLOWED = "sqlite:////absolute/path/journal.db, postgresql+psycopg://user:password@host/database"
 
@@ -34,8 +35,11 @@ class Database:
     the database or it refuses, SpecError where the address is none.
     """
 
-    def __init__(self, url: str, *, reads_only: bool = False) -> None:
-        """Open the database at `url`, made and migrated as needed, if it is not only read."""
+    def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
+        """Open the database at `url`, made and migrated as needed, if it is not only read.
+
+        With `stop`, wait until it is set for the lease that another process holds.
+        """
         parsed = _parsed(url)
         self._lock, self._closed, self._ended = threading.Lock(), False, threading.Event()
         self._owned: FileLock | Lease | None
@@ -51,7 +55,7 @@ class Database:
             self._owned = None if reads_only else Lease(self.name)
         self.engine = _engine(parsed, reads_only=reads_only)
         try:
-            self._open()
+            self._open(stop)
         except ServiceError:
             self.close()
             raise
@@ -85,7 +89,7 @@ class Database:
             if isinstance(self._owned, FileLock):
                 self._owned.close()
 
-    def _open(self) -> None:
+    def _open(self, stop: threading.Event | None) -> None:
         """Take ownership and migrate the tables to SCHEMA, all or nothing; a reader only checks the schema."""
         if self._owned is None:
             with self.transaction() as connection:
@@ -102,6 +106,10 @@ class Database:
                 holder = self._owned.holder(connection)
             if not left_s:
                 break
+            if stop is not None:
+                log.info("standby: journal %s is owned by %s", self.name, holder)
+                self._stand_by(self._owned, stop, left_s)
+                continue
             if patience_s <= 0:
                 raise ServiceError(
                     f"journal {self.name} is in use by {holder}. Talk to that service (`orc queue`), or stop it "
@@ -110,6 +118,14 @@ class Database:
             time.sleep(min(left_s, patience_s))
             patience_s -= left_s
         threading.Thread(target=self._hold, args=(self._owned.beat_s,), name="journal-lease", daemon=True).start()
+
+    def _stand_by(self, lease: Lease, stop: threading.Event, left_s: float) -> None:
+        """Wait until another's lease has ended, also while the database is away. Raises ServiceError at `stop`."""
+        while left_s > 0:
+            if stop.wait(min(left_s, LOOK_EVERY_S)):
+                raise ServiceError(f"journal {self.name}: the wait for its lease was ended.")
+            with suppress(ServiceError), self._connected() as connection:
+                left_s = lease.left_s(connection)
 
     def _take(self, connection: sa.Connection, lease: Lease) -> float:
         """0 once this process has the lease and the tables are migrated; else seconds until another's lease ends."""

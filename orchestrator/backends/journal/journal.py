@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -49,9 +50,12 @@ class Journal:
     be read back; the message says what to do.
     """
 
-    def __init__(self, url: str, *, reads_only: bool = False) -> None:
-        """Open the journal at `url`, made and migrated as needed, if it is not only read."""
-        self.database = Database(url, reads_only=reads_only)
+    def __init__(self, url: str, *, reads_only: bool = False, stop: threading.Event | None = None) -> None:
+        """Open the journal at `url`, made and migrated as needed, if it is not only read.
+
+        With `stop`, wait until it is set for the lease that another process holds: a standby.
+        """
+        self.database = Database(url, reads_only=reads_only, stop=stop)
         self.name = self.database.name
         self.outbox = Outbox(self.database)
         self._event = adapter(Annotated[Event, Field(discriminator="type")])

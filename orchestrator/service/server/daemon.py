@@ -41,6 +41,7 @@ from orchestrator.service.server.lifecycle import journal_url, prepare, write_se
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.rates import known, measured
+from orchestrator.service.server.waiting import waiting_app
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
@@ -56,7 +57,9 @@ def main() -> None:
     """Serve the home folder of the command line until SIGTERM (training continues) or `orc down` (training stops)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
-    home: Path = parser.parse_args().home.resolve()
+    parser.add_argument("--standby", action="store_true", help="wait for a lease that another service holds")
+    said = parser.parse_args()
+    home: Path = said.home.resolve()
     try:
         configure(os.environ.get(VARIABLE, LogFormat.TEXT))
     except SpecError as error:
@@ -65,36 +68,44 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        serve(home, stop, down)
+        serve(home, stop, down, standby=said.standby)
     except OrchestratorError as error:
         log.critical("%s", error)
         sys.exit(1)
     log.info("ended")
 
 
-def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
+def serve(home: Path, stop: threading.Event, down: threading.Event, *, standby: bool) -> None:
     """Run everything until `stop` is set. Raises OrchestratorError.
 
     With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
-    jobs may run there.
+    jobs may run there. A standby waits for the lease of another service; the home is read only after that.
     """
     prepare(home)
-    own = own_cluster(home)
-    cluster = with_joined(own, joined_nodes(home))
-    found, is_serving = embedded_ray.find(home), threading.Event()
-
-    def must_end() -> bool:
-        return down.is_set() or (found is None and not is_serving.is_set())
-
+    endpoint, is_serving = kept_endpoint(home), threading.Event()
     with ExitStack() as stack:
+        waiting = stack.enter_context(ExitStack())
+        if standby:
+            waiting.enter_context(_served_to_others(waiting_app(), endpoint))
+        try:
+            journal = stack.enter_context(closing(Journal(journal_url(home), stop=stop if standby else None)))
+        except ServiceError:
+            if stop.is_set():
+                return
+            raise
+        own = own_cluster(home)
+        cluster = with_joined(own, joined_nodes(home))
+        found = embedded_ray.find(home)
+
+        def must_end() -> bool:
+            return down.is_set() or (found is None and not is_serving.is_set())
+
         rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # in the background
-        journal = stack.enter_context(closing(Journal(journal_url(home))))
         journal.outbox.register(cluster.trackers)
         trackers: dict[str, Tracker] = {}
         for name in cluster.trackers:
             trackers[name] = TRACKERS[name](home, lambda: controller.state)
             stack.callback(_end, trackers[name].shut_down, must_end)
-        endpoint = kept_endpoint(home)
         address, is_own = _ray_address(home, own, endpoint)
         if (ours := embedded_ray.started(home)) is not None:  # as recorded now: another home may have replaced it
             stack.callback(_end, partial(embedded_ray.stop, home, ours), must_end)
@@ -126,6 +137,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event) -> None:
             members=members if is_own else None,
         )
         application = create_app(service)
+        waiting.close()
         with served(application) as port, _served_to_others(application, endpoint):
             write_service_file(home, port)
             is_serving.set()

@@ -57,6 +57,7 @@ def start(
 def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: Endpoint | None) -> NoReturn:
     """The same with this process as the service: for a supervisor, such as a container. Raises ServiceError.
 
+    Where another service owns a PostgreSQL journal, it is a standby and waits for the lease.
     `service.json` stays until the service serves: a standby that shares the home must not hide the one that acts.
     """
     prepare(home)
@@ -64,7 +65,7 @@ def become(home: Path, cluster: Path | None, ray_address: str | None, endpoint: 
     with _only_one(home):
         if _keep_world(home, cluster, ray_address, endpoint) is None:
             raise ServiceError(f"the service of {home} is up already: `orc down` stops it")
-    command = _daemon(home)
+    command = [*_daemon(home), "--standby"]
     os.execv(command[0], command)
 
 
