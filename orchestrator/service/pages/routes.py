@@ -203,8 +203,8 @@ class _Pages:
         explanation = self._asked("/jobs/{job_id}/explanation", job_id=request.path_params["job_id"])
         capacities = self._capacities()
         attempts = explanation["job"]["attempts"]
-        number = request.query_params.get("attempt", "")
-        number = int(number) if number.isdecimal() and 1 <= int(number) <= len(attempts) else len(attempts)
+        asked = request.query_params.get("attempt", "")
+        number = int(asked) if asked.isdecimal() and 1 <= int(asked) <= len(attempts) else len(attempts)
         chosen = attempts[number - 1] if attempts else None
         return self._page(
             request,
