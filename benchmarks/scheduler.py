@@ -93,7 +93,7 @@ def cluster_of(nodes: int, launch_s: float, devices: int = 8) -> ClusterSpec:
 
 
 def published_of_peers() -> list[Figure]:
-    """What others published of Tiresias, as data: no input of these runs is in shared/traces, and none is played.
+    """What others published of Tiresias, as data: no input of these runs is in shared/traces.
 
     petuum/adaptdl (osdi21-artifact) ran it for Pollux, and pkusys/ElasticFlow for its figure 8a.
     """

@@ -13,3 +13,4 @@ class Order(StrEnum):
     EASY = "easy"
     EDF = "edf"
     SJF = "sjf"
+    TIRESIAS = "tiresias"

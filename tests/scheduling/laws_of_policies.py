@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from orchestrator.scheduling.options.job_options import JobOptions
+from orchestrator.scheduling.policies import tiresias
 from orchestrator.scheduling.policies.registry import index_of
 from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason
 from orchestrator.specs.actions import Launch, Stop
@@ -58,6 +59,29 @@ def nothing_is_preempted(t: Transition) -> Iterator[str]:
             yield f"{stop.job_id} is stopped: {job.attempts[-1].moved_for}"
 
 
+def only_more_service_is_preempted(t: Transition) -> Iterator[str]:
+    """A job is stopped only while one waits that is ahead of it by attained service, then by submission."""
+    for stop in of(Stop, t.actions):
+        job = t.after.jobs[stop.job_id]
+        if job.cancelling or "maintenance" in job.attempts[-1].moved_for:
+            continue
+        places = [_place(attained, other, t.after) for other in _eligible(t.after)]
+        if not any(place < _place(attained, job, t.after) for place in places):
+            yield f"{stop.job_id} is stopped for no job that has attained less"
+
+
+def least_service_first(t: Transition) -> Iterator[str]:
+    """Of jobs that take as many devices of the only kind there is, the one with less attained service starts first."""
+    if len({node.device.name for node in t.after.nodes}) != 1:
+        return
+    for launch in of(Launch, t.actions):
+        for other in _eligible(t.after):
+            is_ahead = _place(attained, other, t.after) < _place(attained, launch.job, t.after)
+            widths = _widths(t.after, other)
+            if is_ahead and widths and max(widths) <= launch.attempt.plan.world_size and _could_run(t.after, other):
+                yield f"{launch.job.id} starts past {other.id}, which has attained less and is no wider"
+
+
 def submission(_job: Job, _state: State) -> float:
     return 0.0
 
@@ -68,6 +92,15 @@ def deadline(job: Job, _state: State) -> float:
 
 def length(job: Job, state: State) -> float:
     return index_of(state).options.size_of(job)[1]
+
+
+def attained(job: Job, state: State) -> float:
+    """The queue of the job: 0, or 1 with DEMOTED_DEVICE_S of service."""
+    served = (
+        one.plan.world_size * ((state.at_s if one.ended_at_s is None else one.ended_at_s) - one.launched_at_s)
+        for one in job.attempts
+    )
+    return float(sum(served) >= tiresias.DEMOTED_DEVICE_S - tiresias.ROUNDING_DEVICE_S)
 
 
 def _place(key: Key, job: Job, state: State) -> tuple[float, int]:
@@ -88,6 +121,12 @@ def _eligible(state: State) -> list[Job]:
     ]
 
 
+def _widths(state: State, job: Job) -> list[int]:
+    index = index_of(state)
+    menus = [menu for _, menu in index.options.options_of(index.queue_entry(job)) if isinstance(menu, JobOptions)]
+    return [menu.entries[-1].devices for menu in menus]
+
+
 def _could_run(state: State, job: Job) -> bool:
     """Whether nodes are there, and open for ever, that could hold the job as wide as it asks to be."""
     index = index_of(state)
@@ -104,4 +143,5 @@ LAWS: Mapping[Order, tuple[Law, ...]] = {
     Order.EASY: (nothing_is_preempted, only_the_first_is_promised(submission)),
     Order.EDF: (nothing_is_preempted, only_the_first_is_promised(deadline)),
     Order.SJF: (nothing_is_preempted, only_the_first_is_promised(length)),
+    Order.TIRESIAS: (only_more_service_is_preempted, least_service_first),
 }

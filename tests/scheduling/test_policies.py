@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.scheduling.policies import tiresias
 from orchestrator.scheduling.policies.easy import EasyPolicy
 from orchestrator.scheduling.policies.edf import EdfPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
 from orchestrator.scheduling.policies.sjf import SjfPolicy
+from orchestrator.scheduling.policies.tiresias import TiresiasPolicy
 from orchestrator.scheduling.queue.policy import Move, Preemption
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.order import Order
@@ -22,6 +24,12 @@ from tests.scheduling.transition import history
 from tests.scheduling.world import MemoryJournal, Scenario, backend_of, play, random_rush, random_scenario, random_tide
 
 NIGHTS = (random_scenario, random_tide, random_rush)
+DEMOTED_DEVICE_S = 600.0  # few jobs of these nights have 16 GPU-hours of service
+
+
+@pytest.fixture(autouse=True)
+def jobs_are_demoted_within_a_night(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiresias, "DEMOTED_DEVICE_S", DEMOTED_DEVICE_S)
 
 
 def found_in(scenario: Scenario) -> list[str]:
@@ -67,11 +75,27 @@ def a_running_job_is_stopped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EasyPolicy, "preempt", preempt, raising=False)
 
 
+def a_job_is_stopped_for_a_later_one(patch: pytest.MonkeyPatch) -> None:
+    def preempt(policy: TiresiasPolicy, state: State, _waits: object, _late: object) -> Preemption:
+        running = [job for job in policy._index.running.values() if job.attempts[-1].status is AttemptStatus.RUNNING]
+        first = min(running, key=lambda job: (policy.rank(job), job.order), default=None)
+        moves = [Move(job=first, from_s=state.at_s, why="planted")] if first and policy._index.waiting else []
+        return Preemption(moves)
+
+    patch.setattr(TiresiasPolicy, "preempt", preempt)
+
+
+def service_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TiresiasPolicy, "rank", lambda *_: 0.0)
+
+
 PLANTED = {
     overtaking_is_allowed: (Order.FIFO, "starts past"),
     the_newest_job_is_first: (Order.EASY, "which is first, has none"),
     deadlines_are_not_read: (Order.EDF, "which is first, has none"),
     lengths_are_not_read: (Order.SJF, "which is first, has none"),
+    a_job_is_stopped_for_a_later_one: (Order.TIRESIAS, "for no job that has attained less"),
+    service_is_not_counted: (Order.TIRESIAS, "has attained less and is no wider"),
     a_running_job_is_stopped: (Order.EASY, "is stopped"),
 }
 

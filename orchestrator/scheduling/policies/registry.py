@@ -9,6 +9,7 @@ from orchestrator.scheduling.policies.easy import EasyPolicy
 from orchestrator.scheduling.policies.edf import EdfPolicy
 from orchestrator.scheduling.policies.fifo import FifoPolicy
 from orchestrator.scheduling.policies.sjf import SjfPolicy
+from orchestrator.scheduling.policies.tiresias import TiresiasPolicy
 from orchestrator.scheduling.queue.policy import QueuePolicy
 from orchestrator.scheduling.scheduling_pass.index import SchedulerIndex
 from orchestrator.specs.order import Order
@@ -20,6 +21,7 @@ POLICIES: Mapping[Order, Callable[[SchedulerIndex], QueuePolicy]] = {
     Order.EASY: EasyPolicy,
     Order.EDF: EdfPolicy,
     Order.SJF: SjfPolicy,
+    Order.TIRESIAS: TiresiasPolicy,
 }
 
 

@@ -1,0 +1,140 @@
+"""tiresias: least attained service in two queues, with preemption (Gu et al. 2019, Tiresias, NSDI, section 3.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import NamedTuple
+
+from orchestrator.scheduling.base.start_windows import is_open
+from orchestrator.scheduling.options.job_options import JobOptions
+from orchestrator.scheduling.placement.availability import AvailabilityProfile
+from orchestrator.scheduling.policies.rigid import RigidPolicy
+from orchestrator.scheduling.queue.policy import Move, Preemption
+from orchestrator.scheduling.queue.wait_queue import Waiting
+from orchestrator.scheduling.scheduling_pass.decide import array_limit_reason, options_on
+from orchestrator.scheduling.scheduling_pass.preemption import Moving, movable
+from orchestrator.specs.attempt import Attempt, AttemptStatus
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.state import Reservation, State
+
+DEMOTED_DEVICE_S = 3600.0 * 16  # attained service at which the second queue begins: 16 GPU-hours, as its simulator has
+ROUNDING_DEVICE_S = 1.0
+REST = 0.0  # launches that a job trains for before it may be stopped: as soon as it trains, as in its simulator
+HOLDING = (AttemptStatus.LAUNCHING, AttemptStatus.RUNNING)  # a job that is stopping leaves its devices
+
+
+class TiresiasPolicy(RigidPolicy):
+    """Jobs with little service first, in the order of submission; others are stopped for them. It needs no lengths.
+
+    Only jobs that save when they are asked to end are stopped. A job in the second queue stays there, and may starve.
+    """
+
+    def rank(self, job: Job) -> float:
+        """0 in the first queue, 1 once the job's attempts have held DEMOTED_DEVICE_S device-seconds."""
+        return float(self._attained_device_s(job) >= DEMOTED_DEVICE_S - ROUNDING_DEVICE_S)
+
+    def in_order(self) -> Iterator[tuple[Waiting, float]]:
+        """Those of the waiting jobs that are to run: the first that the devices hold, running jobs included."""
+        return ((waiting, inf) for waiting in self._plan().starts)
+
+    def may_overtake(self, waiting: Waiting) -> bool:  # noqa: ARG002
+        """Always: a job that is to run starts as soon as it can be placed."""
+        return True
+
+    def preempt(
+        self,
+        state: State,
+        waits: Sequence[tuple[Waiting, Reservation]],  # noqa: ARG002
+        late: Sequence[tuple[Waiting, float]],  # noqa: ARG002
+    ) -> Preemption:
+        """Stop the running jobs whose devices go to jobs that wait and are ahead of them."""
+        stops = sorted(self._plan().stops, key=lambda one: one.moving.from_s)
+        ready = [one for one in stops if one.moving.from_s <= state.at_s] or stops[:1]
+        return Preemption(
+            [
+                Move(
+                    job=one.moving.job,
+                    from_s=one.moving.from_s,
+                    why=f"stopped to make way for {one.ahead.job.id}: it has attained less service",
+                )
+                for one in ready
+            ]
+        )
+
+    def reevaluate_at_s(self) -> float | None:
+        """When the next running job enters the second queue, while others wait."""
+        if not self._index.waiting:
+            return None
+        at_s = self._index.state.at_s
+        times_s = [
+            at_s + (DEMOTED_DEVICE_S - self._attained_device_s(job)) / job.attempts[-1].plan.world_size
+            for job in self._index.running.values()
+            if self.rank(job) == 0.0 and job.attempts[-1].status is not AttemptStatus.ENDED
+        ]
+        return min(times_s, default=None)
+
+    def _attained_device_s(self, job: Job) -> float:
+        at_s = self._index.state.at_s
+        return sum(
+            one.plan.world_size * ((at_s if one.ended_at_s is None else one.ended_at_s) - one.launched_at_s)
+            for one in job.attempts
+        )
+
+    def _plan(self) -> _Plan:
+        """Which waiting jobs are to start and which running jobs to stop: greedily by rank, counting open devices."""
+        index, at_s = self._index, self._index.state.at_s
+        left = {id(pool): self._open_devices(pool) for pool in index.pools}
+        able = {one.job.id: one for one in movable(index, index.elastic, at_s, REST)}
+        for job in index.running.values():
+            pool = index.pool_of(job.attempts[-1])
+            if job.id not in able and pool is not None and job.attempts[-1].status in HOLDING:
+                left[id(pool)] -= self._held_open(job.attempts[-1])
+        jobs: list[tuple[float, int, Waiting | Moving]] = [
+            *((self.rank(one.job), one.job.order, one) for one in able.values()),
+            *((one.rank, one.job.order, one) for one in self.by_rank() if is_open(one.job.spec, at_s)),
+        ]
+        starts, stops = list[Waiting](), list[_Stop]()
+        newest: dict[int, Waiting] = {}  # the last job that is to start, by pool
+        of_array = Counter[str | None]()
+        for _, _, one in sorted(jobs, key=lambda each: each[:2]):
+            if isinstance(one, Moving):
+                held, ahead = self._held_open(one.attempt), newest.get(id(one.pool))
+                if held > left[id(one.pool)] and ahead is not None:
+                    stops.append(_Stop(one, ahead))
+                else:
+                    left[id(one.pool)] -= held
+                continue
+            if array_limit_reason(index, one.job, of_array) is not None:
+                continue
+            for pool, found in index.options.options_of(one):
+                options = options_on(index, pool, found) if isinstance(found, JobOptions) else ()
+                if options and options[-1].devices <= left[id(pool)]:
+                    left[id(pool)] -= options[-1].devices
+                    of_array[one.job.array] += 1
+                    newest[id(pool)] = one
+                    starts.append(one)
+                    break
+        return _Plan(starts, stops)
+
+    def _open_devices(self, pool: AvailabilityProfile) -> int:
+        return sum(node.devices for node in pool.group.nodes if self._is_node_open(node.name))
+
+    def _held_open(self, attempt: Attempt) -> int:
+        """Its devices on nodes that take something new now: what a job that is ahead could have of them."""
+        return sum(len(part.devices) for part in attempt.placement if self._is_node_open(part.node))
+
+    def _is_node_open(self, name: str) -> bool:
+        at_s = self._index.state.at_s
+        return not any(start_s <= at_s < end_s for start_s, end_s in self._index.closed.get(name, ()))
+
+
+class _Stop(NamedTuple):
+    moving: Moving
+    ahead: Waiting  # the job that gets its devices
+
+
+class _Plan(NamedTuple):
+    starts: Sequence[Waiting]
+    stops: Sequence[_Stop]
