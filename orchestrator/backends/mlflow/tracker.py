@@ -53,6 +53,15 @@ class _Curves:
     elapsed_ms: float = 0.0
 
 
+def _bound_requests() -> None:
+    """Set how long and how often MLflow's client tries, and that it asks no proxy for a server of this machine."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the relay's are longer apart; the default waits 4 minutes
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    told = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*told, "127.0.0.1", "localhost"))))
+
+
 class _Contact:
     """Connection to a server and the run ids known there; replaced after any error."""
 
@@ -75,11 +84,7 @@ class MlflowTracker(Tracker):
         self._home, self._state = home, state
         self._contact: _Contact | None = None
         self._curves: dict[str, _Curves] = {}
-        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the relay's are longer apart; the default waits 4 minutes
-        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
-        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-        direct = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")
-        os.environ["no_proxy"] = ",".join(filter(None, direct))  # a proxy would look for our server at its own place
+        _bound_requests()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
         """Bring the job of the rows up to date, with the curves of its attempts."""
@@ -287,6 +292,7 @@ def comparison_url(tracking_uri: str, key: str, jobs: int) -> str | None:
     """MLflow's page that shows the strategies of a comparison side by side; None before it has a run of each job."""
     from mlflow.exceptions import MlflowException
 
+    _bound_requests()
     try:
         contact = _Contact(tracking_uri)
         runs = compared_runs(contact.client, contact.experiment_id, key)

@@ -44,6 +44,9 @@ class Outcome(StrEnum):
     PENDING = "pending"  # it waits or runs
 
 
+MEASURED_MARKS = {Outcome.FINISHED: Mark.MEASURED, Outcome.OUT_OF_MEMORY: Mark.REFUTED}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
     """What the training wrote of its steps."""
@@ -133,13 +136,12 @@ def verdict(rows: Sequence[Row]) -> str:
         at = "" if max(cost, 1 / cost) < ALIKE else f" at {cost:.2g}x the cost"
         parts.append(f"{fastest.strategy} is {faster} {other.strategy}{at}")
     elif timed:
-        parts.append(f"only {timed[0].strategy} finished")
+        parts.append(f"Only {timed[0].strategy} finished")
     parts += _excluded([row for row in rows if row.outcome is Outcome.OUT_OF_MEMORY], "ran out of memory")
     parts += _excluded([row for row in rows if row.outcome is Outcome.DOES_NOT_FIT], "does not fit", "do not fit")
     pending = sum(row.outcome is Outcome.PENDING for row in rows)
     parts += [f"{pending} of {len(rows)} have not ended"] if pending else []
-    said = "; ".join(parts) or "no strategy finished"
-    return f"{said[0].upper()}{said[1:]}."
+    return f"{'; '.join(parts) or 'No strategy finished'}."
 
 
 def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
@@ -151,19 +153,16 @@ def picture_of_rows(rows: Sequence[Row]) -> Picture | None:
     for number, row in enumerate(rows, 1):
         if row.device != first.device or not row.predicted_device_bytes or not row.predicted_step_s:
             continue
-        measured = _measured_device_bytes(row)
-        is_there = measured is not None and row.step_s is not None and _finished(row)
-        mark = {Outcome.OUT_OF_MEMORY: Mark.REFUTED, Outcome.DOES_NOT_FIT: Mark.TOO_BIG}.get(row.outcome)
+        mark = Mark.TOO_BIG if row.outcome is Outcome.DOES_NOT_FIT else Mark.PREDICTED
+        measured, ended = _measured_device_bytes(row), MEASURED_MARKS.get(row.outcome)
+        is_measured = measured is not None and ended is not None
+        label = "" if is_measured else str(number)
         points.append(
-            Point(
-                step_s=row.predicted_step_s,
-                needed_bytes=row.predicted_device_bytes,
-                mark=mark or Mark.PREDICTED,
-                label="" if is_there else str(number),
-            )
+            Point(step_s=row.predicted_step_s, needed_bytes=row.predicted_device_bytes, mark=mark, label=label)
         )
-        if measured is not None and row.step_s is not None and is_there:
-            points.append(Point(step_s=row.step_s, needed_bytes=measured, mark=Mark.MEASURED, label=str(number)))
+        if measured is not None and ended is not None:
+            step_s = row.step_s or row.predicted_step_s
+            points.append(Point(step_s=step_s, needed_bytes=measured, mark=ended, label=str(number)))
     assert first.capacity_bytes is not None, first
     if not points:
         return None

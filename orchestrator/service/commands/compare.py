@@ -16,10 +16,10 @@ from orchestrator.scheduling.base.node_groups import Group, groups_of
 from orchestrator.scheduling.options.probe import measured_spec
 from orchestrator.specs.cluster import Node
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.job.pins import pins_of
+from orchestrator.specs.job.pins import SHORT, pins_of
 from orchestrator.specs.job.spec import Degrade, JobSpec, Member
 from orchestrator.specs.observation import Observation
-from orchestrator.specs.parse import read_document
+from orchestrator.specs.parse import job_from_data, read_document
 from orchestrator.specs.plan import Degradation, Plan
 
 STRATEGIES_MAX = 32  # of one comparison
@@ -113,7 +113,8 @@ def _said(spec: JobSpec, asked: str) -> Iterator[Pins]:
         raise SpecError("not a list of pins", source=asked, got=rows, allowed="- {zero_stage: 2, micro_batch: 4}")
     own = spec.model_dump(mode="json")
     for row in rows:
-        yield JobSpec.model_validate({**own, "plan": {**own["plan"], **row}}).plan
+        pins = {SHORT.get(key, key): value for key, value in row.items()}
+        yield job_from_data({**own, "plan": {**own["plan"], **pins}}, asked if stages is None else "--strategies").plan
 
 
 def _stages(said: str) -> list[int]:

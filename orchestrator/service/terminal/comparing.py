@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.scheduling.reports.comparison import Outcome
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
 LINK_POLL_S = 0.5
+EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
 PICTURES = (".png", ".svg")
 
 
@@ -112,10 +114,9 @@ def _wait(client: Client, first_id: str, timeout_s: float, as_json: bool) -> boo
             if time.monotonic() > until_s:
                 return False
             job, seen = client.job(job_id, seen)
-        plan = job["attempts"][-1]["plan"] if job["attempts"] else ""
-        reason = "" if job["status"] == "succeeded" else f": {job['reason'].splitlines()[0]}"
-        line = f"{number}/{len(ids)} {job['status']} {plan}{reason}"
-        console.print(line, highlight=False, markup=False)
+        last = job["attempts"][-1] if job["attempts"] else None
+        words = job["status"] if last is None else f"{last['outcome']}: {last['plan']}"
+        console.print(f"{number}/{len(ids)} {words}", highlight=False, markup=False)
     return True
 
 
@@ -147,7 +148,7 @@ def comparison_panel(found: ComparisonView) -> RenderableType:
     parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _what_it_gave(rows), Text()]
     if found["picture"] is not None:
         parts += [*(Text(line) for line in drawn(picture_from_view(found["picture"]))), Text()]
-    reasons = [f"{number}  {row['reason'].splitlines()[0]}" for number, row in enumerate(rows, 1) if _is_odd(row)]
+    reasons = [f"{number}  {_reason(row)}" for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
     parts += [Text(line) for line in reasons] + ([Text()] if reasons else [])
     parts.append(Text(found["verdict"], style="bold"))
     return Group(*parts)
@@ -203,8 +204,10 @@ def _table(*left: str, right: Sequence[str]) -> Table:
     return table
 
 
-def _is_odd(row: dict[str, Any]) -> bool:
-    return row["outcome"] not in ("finished", "pending")
+def _reason(row: dict[str, Any]) -> str:
+    """Why it did not finish, without what is true of all strategies; of a plan that does not fit, the bytes."""
+    lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
+    return "\n   ".join(lines if row["outcome"] == Outcome.NO_SUCH_PLAN else lines[:2])
 
 
 def _bytes(count: int | None) -> str:

@@ -1,0 +1,158 @@
+"""Laws of a comparison: every strategy is a row, whatever became of it, and the verdict follows from the rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.planning.picture import Mark
+from orchestrator.scheduling.reports.comparison import Comparison, Curve, Outcome, comparison, strategy_of
+from orchestrator.scheduling.step import step
+from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
+from orchestrator.specs.events import NodesSeen
+from orchestrator.specs.job.spec import Member
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.plan import ActivationCheckpointing, Engine, Offload, ParallelLayout, Plan, ZeroStage
+from orchestrator.specs.state import State
+from tests.scheduling.factories import DEVICE, MIB, attempt, decoder_spec, job, node
+
+PRICED = DEVICE.model_copy(update={"price_per_hour": 3.6})
+STATE, _ = step(State(), NodesSeen(nodes=(replace(node(), device=PRICED),), at_s=0.0))
+ON_ONE = Plan(engine=Engine.TORCH, micro_batch_size=8)
+ON_TWO = Plan(engine=Engine.DEEPSPEED, layout=ParallelLayout(dp=2), zero_stage=ZeroStage.GRADIENTS, micro_batch_size=4)
+
+
+def ran(number: int, plan: Plan, step_s: float, kind: FailureKind | None = None, peak_bytes: int = 90 * MIB) -> Job:
+    """A job of one attempt of 10 seconds."""
+    beats = (Heartbeat(rank=0, step=5, steps_done=5, step_s=step_s, peak_bytes=peak_bytes, phase="forward", at_s=9.0),)
+    one = replace(
+        attempt(job_id=f"lm-{number}"),
+        plan=plan,
+        status=AttemptStatus.ENDED,
+        ended_at_s=10.0,
+        evidence=Evidence(ranks=(RankEnd(rank=0, exit_code=0),), heartbeats=beats),
+        failure=None if kind is None else Failure(kind=kind, reason="it failed"),
+    )
+    status = JobStatus.SUCCEEDED if kind is None else JobStatus.FAILED
+    return replace(compared(number), attempts=(one,), status=status)
+
+
+def compared(number: int, **changes: object) -> Job:
+    member = Member(number=number - 1, of=2, max_concurrent=1, compared=True)
+    found = job(decoder_spec(member=member, **changes), f"lm-{number}", number)
+    return replace(found, array="lm-1")
+
+
+def refused(number: int, pins: dict[str, object], **changes: object) -> Job:
+    return replace(compared(number, plan=pins, **changes), status=JobStatus.REFUSED, reason="no plan fits")
+
+
+def of(*jobs: Job, curves: dict[str, Curve] | None = None) -> Comparison:
+    return comparison(STATE, jobs, curves or {})
+
+
+def test_a_row_has_what_was_predicted_and_measured_and_what_it_cost() -> None:
+    curve = Curve(losses={1: 3.0, 2: 2.5}, tokens=(512, 512))
+    (row,) = of(ran(1, ON_TWO, 0.5), curves={"lm-1": curve}).rows
+    assert (row.predicted_peak_bytes, row.peak_bytes, row.predicted_step_s, row.step_s) == (
+        100 * MIB,
+        90 * MIB,
+        0.1,
+        0.5,
+    )
+    assert (row.samples_per_s, row.tokens_per_s, row.loss) == (16.0, 1024.0, 2.5)
+    assert (row.device_s, row.money) == (20.0, pytest.approx(0.02))
+    assert row.mfu is not None
+    assert 0 < row.mfu < 1
+
+
+def test_twice_as_fast_is_twice_the_utilisation_and_a_second_device_is_half() -> None:
+    slow, fast, wide = of(ran(1, ON_ONE, 0.4), ran(2, ON_ONE, 0.2), ran(3, ON_TWO, 0.2)).rows
+    assert slow.mfu is not None
+    assert fast.mfu == pytest.approx(2 * slow.mfu)
+    assert wide.mfu == pytest.approx(slow.mfu)
+
+
+def test_the_verdict_compares_the_fastest_with_the_cheapest() -> None:
+    told = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4)).verdict
+    assert told == "ZeRO-2 on 2 is 1.50x faster than plain on 1 at 1.3x the cost."
+
+
+def test_step_times_that_differ_by_little_are_called_the_same() -> None:
+    told = of(ran(1, ON_TWO, 0.402), ran(2, replace(ON_TWO, zero_stage=ZeroStage.OPTIMIZER), 0.4)).verdict
+    assert told == "ZeRO-1 on 2 is about as fast as ZeRO-2 on 2."
+
+
+def test_what_memory_excludes_is_a_row_and_told_with_its_bytes() -> None:
+    big = {"micro_batch": 8, "activation_checkpointing": "none", "zero_stage": 0, "tp": 2, "pp": 1}
+    found = of(
+        ran(1, ON_ONE, 0.6),
+        ran(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM, 256 * MIB),
+        refused(3, big, global_batch_size=8, data={"text": ["corpus.txt"], "sequence_length": 8192}),
+        refused(4, {"engine": "torch", "zero_stage": 1}),
+    )
+    assert [row.outcome for row in found.rows] == [
+        Outcome.FINISHED,
+        Outcome.OUT_OF_MEMORY,
+        Outcome.DOES_NOT_FIT,
+        Outcome.NO_SUCH_PLAN,
+    ]
+    assert [row.ooms for row in found.rows] == [0, 1, 0, 0]
+    assert found.rows[2].needed_bytes is not None
+    assert found.rows[2].needed_bytes > 256 * MIB
+    only, ran_out, not_there = found.verdict.split("; ")
+    assert only == "Only plain on 1 finished"
+    assert ran_out == "ZeRO-2 on 2 ran out of memory: 256.00 MiB of 256.00 MiB"
+    assert not_there.startswith("tp2 on 2 does not fit: ")
+    assert not_there.endswith(" of 256.00 MiB.")
+
+
+def test_the_distance_is_the_largest_between_curves_at_the_same_step() -> None:
+    curves = {
+        "lm-1": Curve(losses={1: 3.0, 2: 2.0, 3: 1.0}),
+        "lm-2": Curve(losses={1: 3.0, 2: 2.25}),
+        "lm-3": Curve(losses={}),
+    }
+    found = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4), ran(3, ON_TWO, 0.4), curves=curves)
+    assert [row.loss_distance for row in found.rows] == [0.0, 0.25, None]
+
+
+def test_a_picture_has_each_strategy_predicted_and_where_it_finished_measured() -> None:
+    picture = of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4, FailureKind.DEVICE_OOM)).picture
+    assert picture is not None
+    assert picture.capacity_bytes == 256 * MIB
+    assert [(one.mark, one.step_s, one.label) for one in picture.points] == [
+        (Mark.PREDICTED, 0.1, ""),
+        (Mark.MEASURED, 0.6, "1"),
+        (Mark.PREDICTED, 0.1, ""),
+        (Mark.REFUTED, 0.4, "2"),
+    ]
+
+
+def test_a_comparison_is_complete_when_every_job_has_ended() -> None:
+    assert of(ran(1, ON_ONE, 0.6), ran(2, ON_TWO, 0.4)).is_complete
+    waiting = of(ran(1, ON_ONE, 0.6), compared(2))
+    assert not waiting.is_complete
+    assert waiting.verdict.endswith("1 of 2 have not ended.")
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        (ON_ONE, "plain on 1"),
+        (replace(ON_ONE, activation_checkpointing=ActivationCheckpointing.FULL), "checkpointing on 1"),
+        (replace(ON_ONE, layout=ParallelLayout(dp=2)), "DDP on 2"),
+        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.GRADIENTS), "ZeRO-2 by FSDP2 on 4"),
+        (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.PARAMETERS), "FSDP2 on 4"),
+        (replace(ON_ONE, layout=ParallelLayout(tp=2)), "tp2 on 2"),
+        (replace(ON_TWO, offload=Offload.OPTIMIZER), "ZeRO-2, optimizer on host on 2"),
+    ],
+)
+def test_a_strategy_is_named_by_what_it_shards_and_its_devices(plan: Plan, name: str) -> None:
+    assert strategy_of(plan) == name
+
+
+def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> None:
+    found = of(ran(1, ON_ONE, 0.6), ran(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7))
+    assert [row.strategy for row in found.rows] == ["plain on 1, micro 8x1", "plain on 1, micro 4x2"]

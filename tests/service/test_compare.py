@@ -1,0 +1,213 @@
+"""Laws of `orc compare`: the strategies that it asks for, and its answer from jobs that really ran."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from orchestrator.backends.attempts.backend import ProcessBackend
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.cli import main
+from orchestrator.service.commands.compare import STEPS, compared, strategies
+from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.client import Client
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.daemon import served
+from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.views.comparison import read_curve
+from orchestrator.specs.cluster import idle_nodes
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.parse import parse_cluster
+from tests.local_cluster import LocalLaunchers, LocalNodes
+from tests.scheduling.factories import decoder_spec, script_spec
+from tests.service.test_api import TOKEN
+
+CLUSTER = parse_cluster(
+    """\
+name: two-small-devices
+launch_cost: 5s
+nodes:
+  - name: virtual
+    devices: 2
+    host_memory: 4GiB
+    device:
+      name: virtual-64MiB
+      kind: virtual
+      memory: 64MiB
+      bf16_tflops: 0.02
+      fp32_tflops: 0.05
+      memory_bandwidth: 8GB/s
+      link_bandwidth: 1GB/s
+      price_per_hour: 3.6
+""",
+    "cluster.yaml",
+)
+# The profile is wrong on purpose: a sample needs 1,000 times what it says.
+JOB = """\
+name: wrong
+global_batch_size: 64
+gpus: {min: 1, max: 2}
+model:
+  decoder: {vocab_size: 256, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2}
+profile: {parameters: 100000, layers: 2, activations_per_sample: 1KiB}
+data: {text: [corpus.txt], sequence_length: 128}
+training: {max_steps: 500}
+"""
+STRATEGIES = """\
+- {dp: 1, micro_batch: 4}
+- {dp: 1, micro_batch: 64}
+- {engine: torch, zero_stage: 1}
+"""
+
+
+def asked(spec: JobSpec, words: str) -> list[dict[str, object]]:
+    return [dict(pins) for pins in strategies(spec, words, idle_nodes(CLUSTER), ())]
+
+
+def test_a_stage_is_the_fastest_plan_of_it_and_one_without_a_plan_stays_a_pin() -> None:
+    found = asked(decoder_spec(gpus=2), "zero=0..3")
+    assert [one["zero_stage"] for one in found] == [0, 1, 2, 3]
+    assert all({"engine", "dp", "micro_batch_size", "activation_checkpointing"} <= set(one) for one in found)
+    assert asked(decoder_spec(gpus=1), "zero=0,3")[1] == {"zero_stage": 3}
+
+
+def test_all_ways_differ_in_more_than_the_cut_of_their_batch() -> None:
+    cut = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
+    found = [{key: value for key, value in one.items() if key not in cut} for one in asked(decoder_spec(), "all")]
+    assert len(found) > 5
+    assert all(one not in found[:number] for number, one in enumerate(found))
+
+
+def test_the_frontier_is_compared_plan_by_plan_and_pins_narrow_it() -> None:
+    every, narrow = asked(decoder_spec(), "frontier"), asked(decoder_spec(plan={"dp": 1, "tp": 1}), "frontier")
+    assert len(every) > len(narrow) > 0
+    assert all((one["dp"], one["tp"]) == (1, 1) for one in narrow)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("zero=4", "no way to choose strategies"),
+        ("nowhere.yaml", "no way to choose strategies"),
+        ("empty.yaml", "not a list of pins"),
+        ("wrong.yaml", "unknown setting of a plan"),
+    ],
+)
+def test_what_names_no_strategies_is_refused(words: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("[]\n")
+    (tmp_path / "wrong.yaml").write_text("- {zero: 3}\n")
+    with contextlib.chdir(tmp_path), pytest.raises(SpecError, match=said):
+        asked(decoder_spec(), words)
+
+
+def test_each_strategy_is_a_short_job_that_keeps_its_plan_and_the_training_of_the_original() -> None:
+    spec = decoder_spec(degrade={"allow": "numeric"}, deadline="08:00 UTC")
+    jobs = compared(spec, strategies(spec, "zero=0,3", idle_nodes(CLUSTER), ()), None)
+    assert [one.training.max_steps for one in jobs] == [STEPS, STEPS]
+    assert all(one.degrade.keeps_plan and one.deadline is None for one in jobs)
+    assert {one.family_name for one in jobs} == {spec.family_name}
+    assert {(one.training.seed, one.global_batch_size, one.data) for one in jobs} == {(0, 8, spec.data)}
+    assert [(one.member.number, one.member.of, one.member.max_concurrent) for one in jobs if one.member] == [
+        (0, 2, 1),
+        (1, 2, 1),
+    ]
+
+
+def test_a_script_ends_when_it_says() -> None:
+    with pytest.raises(SpecError, match="a script says itself when it ends"):
+        compared(script_spec(), [()], 30)
+    assert compared(script_spec(), [()], None)[0].command == script_spec().command
+
+
+def test_a_curve_survives_broken_lines() -> None:
+    lines = ['{"step": 1, "loss": 2.5, "tokens": 8}', '{"step": 2, "loss": NaN}', "[]", '{"step": 3, "lo']
+    curve = read_curve(lines)
+    assert (curve.losses, curve.tokens) == ({1: 2.5}, (8,))
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    """The home of a service that runs jobs on virtual devices; the current folder has a job and strategies."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "token").write_text(TOKEN)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "strategies.yaml").write_text(STRATEGIES)
+    (tmp_path / "corpus.txt").write_text("the quick brown fox " * 2000)
+    journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
+    backend = ProcessBackend(home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers())
+    controller = Controller(journal, backend, time.time)
+    service = Service(
+        controller=controller,
+        accounts=Accounts(journal.database.transaction, time.time),
+        home=home,
+        token=TOKEN,
+        cluster=CLUSTER.name,
+        trackers={},
+        shut_down=lambda: None,
+    )
+    stop = threading.Event()
+    loop = threading.Thread(target=controller.run, args=(stop,))
+    variables = {name: text for name, text in os.environ.items() if name != "ORC_SERVER"}
+    variables |= {"ORC_HOME": str(home), "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    with served(create_app(service)) as port, contextlib.chdir(tmp_path), mock.patch.dict(os.environ, variables):
+        write_service_file(home, port)
+        loop.start()
+        try:
+            yield home
+        finally:
+            stop.set()
+            loop.join()
+            backend.close()
+            journal.close()
+
+
+@pytest.mark.timeout(300)
+def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_one_answer(
+    home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("compare", "job.yaml", "--strategies", "strategies.yaml", "--steps", "6", "--picture", "a.svg", "--json")
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    told = json.loads(capsys.readouterr().out)
+    trained, burst, absent = told["rows"]
+    assert [row["outcome"] for row in told["rows"]] == ["finished", "out of memory", "no such plan"]
+    assert (trained["ooms"], burst["ooms"], burst["restarts"]) == (0, 1, 0), "a plan that ran out is not changed"
+    assert "degrade.allow is none" in burst["reason"]
+    assert "stage 1 is DeepSpeed's" in absent["reason"]
+    assert trained["peak_bytes"] > trained["predicted_peak_bytes"]
+    assert trained["tokens_per_s"] == pytest.approx(64 * 128 / trained["step_s"])
+    assert trained["money"] == pytest.approx(trained["device_s"] * 3.6 / 3600)
+    assert (trained["loss_distance"], told["complete"]) == (0.0, True)
+    assert told["verdict"].startswith(
+        "Only plain on 1, micro 4x16 finished; plain on 1, micro 64x1 ran out of memory: "
+    )
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    with contextlib.closing(Client(home)) as client:
+        assert client.comparison(burst["job_id"]) == {**told, "name": trained["job_id"]}, "it is shown again"
+        assert client.cluster()["observations"], "what was measured calibrates"
+    with pytest.raises(SystemExit):
+        main(("compare", burst["job_id"]))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert told["verdict"] in " ".join(shown.split())
+
+
+def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:
+    with contextlib.closing(Client(home)) as client:
+        spec = decoder_spec(data={"text": ["corpus.txt"]}, gpus={"min": 2, "max": 2}, name="lone")
+        job_id = client.submit(spec.model_dump(mode="json"))
+        with pytest.raises(ServiceError, match=r"is of no comparison. `orc compare FILE` makes one"):
+            client.comparison(job_id)
+        client.cancel([job_id], whole_arrays=False)
