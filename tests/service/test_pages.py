@@ -14,6 +14,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from orchestrator.service.pages import live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
 from orchestrator.service.server.daemon import served
@@ -331,6 +332,19 @@ def test_a_stream_that_resumes_hears_at_once_of_what_it_missed(world: World) -> 
         with httpx.stream("GET", url, headers={**headers, "Last-Event-ID": str(seen - 1)}, trust_env=False) as stream:
             told = next(line for line in stream.iter_lines() if line.startswith("id:"))
     assert told == f"id: {seen}"
+
+
+def test_a_stream_hears_of_a_change_as_it_happens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "WAIT_S", 3600.0)  # it looks by itself once an hour
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    seen = world.controller.wait_for_change(-1, 0.0)
+    with served(world.app) as port:
+        url = f"http://127.0.0.1:{port}{PAGES}/events?seen={seen}"
+        with httpx.stream("GET", url, headers=headers, trust_env=False, timeout=10.0) as stream:
+            said = stream.iter_lines()
+            next(said)
+            world.submit()
+            assert next(line for line in said if line.startswith("id:")) == f"id: {seen + 1}"
 
 
 # ------------------------------------------------------------------------------------------------------------ charts
