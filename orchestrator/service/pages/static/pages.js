@@ -10,8 +10,16 @@ function say(words, tone) {
 
 function listen(address, version) {
   const stream = new EventSource(`${address}?seen=${version}`); // it resumes by itself, with the last id
-  stream.onopen = () => { link.textContent = "Live."; };
-  stream.onerror = () => { link.textContent = "The service does not answer; trying again."; };
+  let isLost = false;
+  stream.onopen = () => {
+    link.textContent = "Live.";
+    if (isLost) htmx.trigger(document.body, "changed"); // a service that started anew counts anew
+    isLost = false;
+  };
+  stream.onerror = () => {
+    link.textContent = "The service does not answer; trying again.";
+    isLost = true;
+  };
   stream.addEventListener("changed", () => htmx.trigger(document.body, "changed"));
   stream.addEventListener("ended", () => { stream.close(); location.reload(); });
 }
