@@ -8,12 +8,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.morning import ended_at_s, morning_report, summary
 from orchestrator.service.pages.forecasts import Expectations
 from orchestrator.service.pages.frame import tone
 from orchestrator.service.pages.job import MEMORY
 from orchestrator.service.pages.svg import Bar, gantt
-from orchestrator.service.server.tally import device_seconds
 from orchestrator.service.views.records import attempt_view
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job, JobStatus
@@ -32,8 +31,9 @@ def night_data(
     """What the page of the night shows, from `hours` ago on."""
     from_s = now_s - hours * 3600
     known = {job.id: job for job in (*archived, *state.jobs.values())}
+    report = morning_report(state, known.values(), from_s, now_s)
     jobs = [job for job in known.values() if any((one.ended_at_s or now_s) >= from_s for one in job.attempts)]
-    ended = [job for job in known.values() if job.status.ended and _ended_at_s(job) >= from_s]
+    ended = [job for job in known.values() if job.status.ended and ended_at_s(job) >= from_s]
     return {
         "hours": hours,
         "choices": HOURS,
@@ -47,57 +47,23 @@ def night_data(
             ((job, attempt_view(one)) for job in jobs for one in job.attempts),
             key=lambda span: -span[1]["launched_at_s"],
         )[:200],
-        "report": report(state, jobs, ended, from_s, now_s),
+        "rows": [_ending(job) for job in sorted(ended, key=ended_at_s, reverse=True)],
+        "report": report,
+        "summary": summary(report),
+        "oom": len({(one.job, one.from_s) for one in report.spans if one.outcome in MEMORY}),
     }
-
-
-def report(state: State, jobs: Sequence[Job], ended: Sequence[Job], from_s: float, now_s: float) -> Mapping[str, Any]:
-    """The morning's report on jobs that had an attempt since `from_s`, and those that ended since then."""
-    rows = [_ending(job) for job in sorted(ended, key=_ended_at_s, reverse=True)]
-    used_s = lost_s = 0.0
-    oom = 0
-    for job in jobs:
-        for attempt in job.attempts:
-            spent_s = device_seconds(attempt, min(now_s, attempt.ended_at_s or now_s)) - device_seconds(
-                attempt, max(from_s, attempt.launched_at_s)
-            )
-            used_s += spent_s
-            lost_s += spent_s if attempt.failure is not None else 0.0
-            oom += attempt.failure is not None and attempt.failure.kind in MEMORY
-    is_recovered = {job.id for job in ended if job.status is JobStatus.SUCCEEDED and _ran_out(job)}
-    return {
-        "rows": rows,
-        "failed": [row for row in rows if row["job"].status is JobStatus.FAILED],
-        "recovered": [row for row in rows if row["job"].id in is_recovered],
-        "refused": [row for row in rows if row["job"].status is JobStatus.REFUSED],
-        "succeeded": sum(job.status is JobStatus.SUCCEEDED for job in ended),
-        "oom": oom,
-        "used_s": used_s,
-        "lost_s": lost_s,
-        "late": late(state, [job.id for job in state.jobs.values() if not job.status.ended]),
-    }
-
-
-def _ran_out(job: Job) -> bool:
-    return any(one.failure is not None and one.failure.kind in MEMORY for one in job.attempts)
 
 
 def _ending(job: Job) -> Mapping[str, Any]:
     last = job.last
-    changes = [str(change) for one in job.attempts if one.change for change in one.change]
     return {
         "job": job,
-        "ended_at_s": _ended_at_s(job),
-        "changes": ", ".join(dict.fromkeys(changes)),
+        "ended_at_s": ended_at_s(job),
         "why": (
             last.failure.reason if last and last.failure and job.status is JobStatus.FAILED else job.reason
         ).partition("\n")[0],
         "ran_s": sum((one.ended_at_s or one.launched_at_s) - one.launched_at_s for one in job.attempts),
     }
-
-
-def _ended_at_s(job: Job) -> float:
-    return job.last.ended_at_s if job.last and job.last.ended_at_s else job.submitted_at_s
 
 
 def _past(state: State, jobs: Sequence[Job], from_s: float, now_s: float) -> Markup:
