@@ -138,7 +138,10 @@ def test_the_wheel_alone_runs_a_queue_and_keeps_its_records(installed: Installed
 
     up = installed.orc("up")
     assert (up["started"], [len(node["free_bytes"]) for node in up["nodes"]]) == (True, [2])
-    assert HTTP.get(f"http://127.0.0.1:{up['port']}/healthz").json() == {"status": "ok"}
+    service = f"http://127.0.0.1:{up['port']}"
+    assert HTTP.get(f"{service}/healthz").json() == {"status": "ok"}
+    assert "Sign in" in HTTP.get(f"{service}/ui/queue", follow_redirects=True).text
+    assert "htmx" in HTTP.get(f"{service}/ui/static/htmx.min.js").text
     ids = installed.orc("submit", *(f"night/{name}" for name in NIGHT))["ids"]
     for job_id in ids:
         installed.run("orc", "logs", job_id, "--follow")  # ends with the job

@@ -15,6 +15,7 @@ from rich.console import Console
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.service.pages.routes import PAGES_OF_SERVICE
 from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
@@ -60,6 +61,7 @@ class World:
             cluster="two-virtual-devices",
             trackers={"mlflow": "http://127.0.0.1:1"},
             shut_down=self._shut_down,
+            pages=PAGES_OF_SERVICE,
         )
         self.app = app = create_app(service)
         self.stranger = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)

@@ -138,7 +138,7 @@ def test_what_nobody_catches_is_one_record_too() -> None:
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "orchestrator.service.server.daemon", "--home", str(tmp_path / "home")],
+        [sys.executable, "-m", "orchestrator.service.process", "--home", str(tmp_path / "home")],
         env={**os.environ, "ORC_LOG_FORMAT": "xml"},
         capture_output=True,
         text=True,

@@ -110,8 +110,9 @@ class Accounts:
         """The number of the token's record; None where it admits nobody."""
         if self.principal(token) is None:
             return None
+        digest = _digest(token)
         with self._transaction() as connection:
-            return connection.execute(sa.select(_tokens.c.id).where(_tokens.c.digest == _digest(token))).scalar()
+            return connection.execute(sa.select(_tokens.c.id).where(_tokens.c.digest == digest)).scalar()
 
     def principal_of(self, number: int) -> Principal | None:
         """The user of the token of this number; None where it is unknown, expired or revoked."""

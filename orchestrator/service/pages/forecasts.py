@@ -38,9 +38,9 @@ class Forecasts:
             is_due = time.monotonic() > self._at_s + REST * self._took_s
             if is_old and is_idle and is_due:
                 self._pending = self._worker.submit(self._reckon)
-            pending = self._pending
-        if pending is not None:
-            wait([pending], PATIENCE_S)
+            first = None if self._at_s else self._pending
+        if first is not None:
+            wait([first], PATIENCE_S)
         return self._known
 
     def _reckon(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.plan import forecast
 from orchestrator.service.pages.forecasts import Forecasts
-from orchestrator.service.pages.frame import page
+from orchestrator.service.pages.frame import as_page, page
 from orchestrator.service.pages.job import (
     attempt_rows,
     bytes_by_cause,
@@ -32,6 +32,7 @@ from orchestrator.service.pages.job import (
 from orchestrator.service.pages.live import NEVER_SEEN, Changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
+from orchestrator.service.server.api import Pages
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
@@ -70,12 +71,10 @@ command: python train.py
 workdir: /path/on/the/service
 """
 
-ApiRoles = Mapping[tuple[str, str], Role]
 
-
-def add_pages(app: FastAPI, controller: Controller, home: Path, api_roles: ApiRoles, gate: Gate) -> None:
+def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
     """Add every page to the application, which has the routes of the API already: pages show what these answer."""
-    pages = _Pages(app, controller, home, api_roles, gate)
+    pages = _Pages(app, controller, home, gate)
     routes: dict[tuple[str, str], Callable[..., Any]] = {
         ("GET", "/"): lambda _: RedirectResponse(START),
         ("GET", PAGES): lambda _: RedirectResponse(START),
@@ -99,8 +98,11 @@ def add_pages(app: FastAPI, controller: Controller, home: Path, api_roles: ApiRo
         app.router.routes.append(Route(path, handler, methods=[method], include_in_schema=False))
 
 
+PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, as_page=as_page, add=_add)
+
+
 class _Pages:
-    def __init__(self, app: FastAPI, controller: Controller, home: Path, api_roles: ApiRoles, gate: Gate) -> None:
+    def __init__(self, app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
         self._api = {
             (method, str(route.path)): route.endpoint  # type: ignore[attr-defined]
             for route in app.routes
@@ -108,7 +110,6 @@ class _Pages:
         }
         self._controller = controller
         self._home = home
-        self._roles = api_roles
         self._gate = gate
         self._forecasts = Forecasts(lambda: controller.state)
         self._changes = Changes(controller.wait_for_change)
@@ -126,7 +127,7 @@ class _Pages:
 
         def may(method: str, path: str) -> bool:
             """Whether the API would admit this action, as far as the role decides."""
-            return principal.role.may(self._roles.get((method, path), Role.ADMIN))
+            return principal.role.may(self._gate.roles.get((method, path), Role.ADMIN))
 
         def may_cancel(job: JobView) -> bool:
             is_own = may_change(job["user"], principal, self._controller.state.policy)

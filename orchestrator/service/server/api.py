@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +25,6 @@ from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.comparison import comparison
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
-from orchestrator.service.pages.frame import as_page
-from orchestrator.service.pages.routes import PAGE_ROLES, add_pages
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
@@ -156,6 +154,15 @@ READY: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """What people look at beside the API: `add` adds the routes, `roles` has the role that each needs."""
+
+    roles: Mapping[tuple[str, str], Role]
+    as_page: Callable[[Request, Response], Awaitable[Response]]
+    add: Callable[[FastAPI, Controller, Path, Gate], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """What the routes use: the controller, the accounts, the home folder with its token, and the shutdown."""
 
@@ -168,6 +175,7 @@ class Service:
     shut_down: Callable[[], None]
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
+    pages: Pages | None = None  # that people look at; None: the API alone
 
 
 def create_app(service: Service) -> FastAPI:
@@ -178,13 +186,13 @@ def create_app(service: Service) -> FastAPI:
         owner=user_name(),
         accounts=service.accounts,
         hosts=service.hosts,
-        roles=ROLES | PAGE_ROLES,
+        roles=ROLES if service.pages is None else {**ROLES, **service.pages.roles},
         body_bytes_max={("PUT", "/uploads/{digest}"): UPLOAD_BYTES_MAX},
         rates=limiter(),
         joining=JOINING,
         join_secret=lambda: secret_of(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
-        as_page=as_page,
+        as_page=None if service.pages is None else service.pages.as_page,
     )
     app.middleware("http")(gate)
     app.exception_handler(OrchestratorError)(_refused)
@@ -196,7 +204,8 @@ def create_app(service: Service) -> FastAPI:
     _add_service_routes(app, service)
     _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
-    add_pages(app, service.controller, service.home, ROLES, gate)
+    if service.pages is not None:
+        service.pages.add(app, service.controller, service.home, gate)
     return app
 
 

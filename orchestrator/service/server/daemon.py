@@ -32,7 +32,7 @@ from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
-from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.api import Pages, Service, create_app
 from orchestrator.service.server.cluster_file import joined_nodes, nodes_here, own_cluster, with_joined
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.detection import node_name
@@ -53,7 +53,7 @@ STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up t
 log = logging.getLogger(__name__)
 
 
-def main() -> None:
+def main(pages: Pages) -> None:
     """Serve the home folder of the command line until SIGTERM (training continues) or `orc down` (training stops)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--home", type=Path, required=True)
@@ -68,14 +68,14 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        serve(home, stop, down, standby=said.standby)
+        serve(home, pages, stop, down, standby=said.standby)
     except OrchestratorError as error:
         log.critical("%s", error)
         sys.exit(1)
     log.info("ended")
 
 
-def serve(home: Path, stop: threading.Event, down: threading.Event, *, standby: bool) -> None:
+def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event, *, standby: bool) -> None:
     """Run everything until `stop` is set. Raises OrchestratorError.
 
     With `down`, Ray and the trackers' processes stop too. A failed start stops them as well, unless Ray ran before:
@@ -135,6 +135,7 @@ def serve(home: Path, stop: threading.Event, down: threading.Event, *, standby: 
             shut_down=shut_down,
             hosts=endpoint.names() if endpoint else LOOPBACK,
             members=members if is_own else None,
+            pages=pages,
         )
         application = create_app(service)
         waiting.close()
@@ -233,7 +234,3 @@ def served(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     finally:
         server.should_exit = True
         thread.join(STOP_TIMEOUT_S)
-
-
-if __name__ == "__main__":
-    main()

@@ -57,7 +57,7 @@ class Gate:
     body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
     sessions: Sessions
-    as_page: Callable[[Request, Response], Awaitable[Response]]  # an answer below PAGES, as browsers take it
+    as_page: Callable[[Request, Response], Awaitable[Response]] | None  # an answer below PAGES, as browsers take it
 
     async def __call__(self, request: Request, handler: Handler) -> Response:
         """The answer of the route, or why the request is refused: 401, 403, 411, 413, 429."""
@@ -66,7 +66,7 @@ class Gate:
         REQUEST.set(request.state.id)
         request.state.principal = None
         answer = await self._answered(request, handler)
-        if request.url.path.startswith(PAGES):
+        if self.as_page is not None and request.url.path.startswith(PAGES):
             answer = await self.as_page(request, answer)
         answer.headers["X-Request-Id"] = request.state.id
         return answer

@@ -155,7 +155,7 @@ def _refuse_another_machine(home: Path) -> None:
 def _is_daemon(pid: int) -> bool:
     """Whether the process is a service, by its command line: process ids are reused."""
     try:
-        return b"orchestrator.service.server.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"orchestrator.service.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -222,7 +222,7 @@ def _spawn(home: Path) -> subprocess.Popen[bytes]:
 
 
 def _daemon(home: Path) -> list[str]:
-    return [sys.executable, "-m", "orchestrator.service.server.daemon", "--home", str(home)]
+    return [sys.executable, "-m", "orchestrator.service.process", "--home", str(home)]
 
 
 def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
