@@ -21,7 +21,7 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, comparing, machines, report, simulation
+from orchestrator.service.terminal import access, comparing, machines, report, simulation, watch
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
@@ -463,6 +463,7 @@ app.command()(simulation.simulate)
 app.command()(simulation.forecast)
 app.command()(simulation.replay)
 app.command()(report.report)
+app.command()(watch.watch)
 
 
 @app.command()

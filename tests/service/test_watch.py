@@ -1,0 +1,78 @@
+"""Laws of `orc watch`: a terminal sees the queue as it changes; a file gets it once."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.service.server.daemon import served
+from orchestrator.service.server.lifecycle import write_service_file
+from tests.service.test_api import TOKEN, World
+
+SEEN_S = 60.0
+WATCH = [sys.executable, "-m", "orchestrator.cli", "watch"]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[tuple[World, Path]]:
+    """A service with one job, and the home folder that leads to it."""
+    world = World(tmp_path)
+    world.submit()
+    with served(world.app) as port:
+        (tmp_path / "token").write_text(TOKEN)
+        write_service_file(tmp_path, port)
+        yield world, tmp_path
+    world.journal.close()
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "ORC_HOME": str(home), "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+
+
+def read_until(terminal: int, wanted: str) -> str:
+    """What the terminal shows until it has shown this text."""
+    shown, end_s = "", time.monotonic() + SEEN_S
+    while wanted not in shown:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, end_s - time.monotonic()))
+        assert ready, (wanted, shown[-2000:])
+        shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
+
+
+def test_a_terminal_sees_a_job_that_is_submitted_while_it_watches_and_ctrl_c_ends_well(
+    home: tuple[World, Path],
+) -> None:
+    world, folder = home
+    terminal, slave = pty.openpty()
+    watching = subprocess.Popen(
+        [*WATCH, "--every", "0.2"], stdin=slave, stdout=slave, stderr=slave, env=environment(folder)
+    )
+    try:
+        assert "1 of 2 busy" in read_until(terminal, "lm-1")
+        world.submit()
+        read_until(terminal, "lm-2")
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=SEEN_S) == 0
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(slave)
+        os.close(terminal)
+
+
+def test_a_file_gets_the_queue_once_within_80_columns(home: tuple[World, Path]) -> None:
+    _, folder = home
+    ended = subprocess.run(WATCH, env=environment(folder), capture_output=True, text=True, timeout=SEEN_S)
+    assert ended.returncode == 0, ended.stderr
+    assert "1 running, 0 waiting" in ended.stdout
+    assert "lm-1" in ended.stdout
+    assert max(map(len, ended.stdout.splitlines())) <= 80
