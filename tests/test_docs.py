@@ -366,8 +366,9 @@ def distinct(every: list[Shown]) -> list[Shown]:
     return list({shown.text: shown for shown in reversed(every)}.values())[::-1]
 
 
+TRAINS = ("run", "rehearse", "compare")
 TO_RUN = distinct([shown for shown in IN_BLOCKS if is_of_a_reader(shown) and not is_parsed_only(shown)])
-TRAINING = [shown for shown in TO_RUN if shown.words[:2] in (("orc", "run"), ("orc", "rehearse"))]
+TRAINING = [shown for shown in TO_RUN if shown.words[:1] == ("orc",) and shown.words[1] in TRAINS]
 
 
 REHEARSED = next(shown for shown in TRAINING if shown.words[1] == "rehearse")
@@ -377,10 +378,10 @@ def perform(reader: Reader, shown: Shown, *, trains: bool) -> Answer:
     program, *arguments = shown.words
     if program != "orc":
         return reader.spawn(sys.executable, *arguments)
-    if arguments[0] in ("run", "rehearse") and not trains:
-        told = re.sub(r" --(fail|rank|step) \S+", "", shlex.join(arguments[1:]))
+    if arguments[0] in TRAINS and not trains:
+        told = re.sub(r" --(fail|rank|step|strategies|steps|picture) \S+", "", shlex.join(arguments[1:]))
         return reader.submitted_and_cancelled(tuple(shlex.split(told)))
-    if arguments[0] in ("up", "down", "run", "rehearse"):
+    if arguments[0] in ("up", "down", *TRAINS):
         return reader.spawn(*ORC, *arguments)
     return reader.ask(*arguments)
 

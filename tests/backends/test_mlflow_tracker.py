@@ -22,7 +22,7 @@ from orchestrator.backends.mlflow import tracker as mlflow_tracker
 from orchestrator.backends.mlflow.content import compare_url, job_content, parse_curves, run_key
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker
+from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker, comparison_url
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.redaction import hider
 from orchestrator.specs.actions import Record
@@ -39,7 +39,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, TimerFired
-from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.spec import JobSpec, Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Engine, Plan, changes
 from orchestrator.specs.profile import MemoryEstimate, MomentBytes
@@ -447,3 +447,50 @@ def test_the_compare_link_is_what_the_page_reads() -> None:
     url = compare_url("http://127.0.0.1:5000/", ("a", "b"), "3")
     assert url.startswith("http://127.0.0.1:5000/#/compare-runs?runs=%5B%22a%22")
     assert unquote(url).endswith('?runs=["a", "b"]&experiments=["3"]')
+
+
+def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_the_verdict(
+    server: MlflowServer, journal: Journal, tmp_path: Path
+) -> None:
+    from mlflow import MlflowClient
+
+    def strategy(number: int, *attempts: Attempt, **changes: object) -> Job:
+        member = Member(number=number, of=3, max_concurrent=1, compared=True)
+        spec = SPEC.model_copy(update={"name": "three", "member": member})
+        found = new_job(f"three-{number + 1}", *attempts)
+        return dataclasses.replace(found, spec=spec, array="three-1", order=number + 1, **changes)
+
+    one, two = attempt("three-1", 1), attempt("three-2", 1, SMALL)
+    write_curves(server.home, one, 1, 3)
+    with tracking(journal, server) as tracker:
+        say(journal, strategy(0, dataclasses.replace(one, status=AttemptStatus.RUNNING)))
+        say(journal, strategy(0, ended(one), status=JobStatus.SUCCEEDED))
+        say(journal, strategy(1, ended(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET))
+        assert tracker.wait_delivered(60)
+        client = MlflowClient(server.uri)
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        assert experiment is not None
+        found = client.search_runs([experiment.experiment_id], "tags.`orc.comparison` != ''")
+        (parent_id,) = {run.data.tags["mlflow.parentRunId"] for run in found}
+        assert client.get_run(parent_id).info.status == "RUNNING"
+        key = found[0].data.tags["orc.comparison"]
+        assert comparison_url(server.uri, key, 3) is None, "a strategy is missing"
+        say(journal, strategy(2, status=JobStatus.REFUSED, reason=f"no plan fits {SECRET}"))
+        assert tracker.wait_delivered(60)
+    found = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")
+    assert sorted((str(run.info.run_name), run.info.status) for run in found) == [
+        ("plain on 1", "FAILED"),
+        ("plain on 1", "FINISHED"),
+        ("three-3", "FAILED"),
+    ]
+    assert {run.data.params["family"] for run in found} == {"three"}
+    parent = client.get_run(parent_id)
+    assert (parent.info.status, parent.info.run_name) == ("FINISHED", "three-1")
+    assert "mlflow.parentRunId" not in parent.data.tags
+    note = parent.data.tags["mlflow.note.content"]
+    assert note.startswith("**Only plain on 1, micro 8x1 finished; plain on 1, micro 2x4 ran out of memory")
+    assert str(comparison_url(server.uri, key, 3)) in note
+    rows = json.loads(artifact(server, parent_id, "comparison.json", tmp_path))
+    assert [row["outcome"] for row in rows] == ["finished", "out of memory", "no such plan"]
+    assert [row["loss"] is None for row in rows] == [False, True, True]
+    _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])

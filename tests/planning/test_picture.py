@@ -21,19 +21,26 @@ from orchestrator.planning.picture import (
 )
 
 MIB = 2**20
-marks = st.sampled_from(Mark)
-points = st.builds(
-    Point,
-    step_s=st.floats(1e-4, 1e4),
-    needed_bytes=st.integers(1, 2**42),
-    mark=marks,
-    label=st.sampled_from(("", "1", "1,2")),
-)
+OF_A_FRONTIER = (Mark.TOO_BIG, Mark.FITS, Mark.REFUTED, Mark.CHOSEN)
+OF_A_COMPARISON = (Mark.TOO_BIG, Mark.REFUTED, Mark.PREDICTED, Mark.MEASURED)
+
+
+def points(marks: tuple[Mark, ...]) -> st.SearchStrategy[tuple[Point, ...]]:
+    one = st.builds(
+        Point,
+        step_s=st.floats(1e-4, 1e4),
+        needed_bytes=st.integers(1, 2**42),
+        mark=st.sampled_from(marks),
+        label=st.sampled_from(("", "1", "1,2")),
+    )
+    return st.lists(one, min_size=1, max_size=60).map(tuple)
+
+
 pictures = st.builds(
     Picture,
     device=st.just("device"),
     capacity_bytes=st.integers(1, 2**42),
-    points=st.lists(points, min_size=1, max_size=60).map(tuple),
+    points=st.sampled_from((OF_A_FRONTIER, OF_A_COMPARISON)).flatmap(points),
 )
 STAIRS = Picture(
     device="device",

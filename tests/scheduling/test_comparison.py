@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.planning.picture import Mark
-from orchestrator.scheduling.reports.comparison import Comparison, Curve, Outcome, comparison, strategy_of
+from orchestrator.scheduling.reports.comparison import Comparison, Curve, Outcome, comparison, curve_of, strategy_of
 from orchestrator.scheduling.step import step
 from orchestrator.specs.attempt import AttemptStatus, Evidence, Failure, FailureKind, Heartbeat, RankEnd
 from orchestrator.specs.events import NodesSeen
@@ -156,3 +156,8 @@ def test_a_strategy_is_named_by_what_it_shards_and_its_devices(plan: Plan, name:
 def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> None:
     found = of(ran(1, ON_ONE, 0.6), ran(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7))
     assert [row.strategy for row in found.rows] == ["plain on 1, micro 8x1", "plain on 1, micro 4x2"]
+
+
+def test_a_curve_survives_broken_lines() -> None:
+    lines = ['{"step": 1, "loss": 2.5, "tokens": 8}', '{"step": 2, "loss": NaN}', "[]", '{"step": 3, "lo']
+    assert curve_of(lines) == Curve(losses={1: 2.5}, tokens=(8,))

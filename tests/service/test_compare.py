@@ -23,7 +23,6 @@ from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
-from orchestrator.service.views.comparison import read_curve
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -127,12 +126,6 @@ def test_a_script_ends_when_it_says() -> None:
     with pytest.raises(SpecError, match="a script says itself when it ends"):
         compared(script_spec(), [()], 30)
     assert compared(script_spec(), [()], None)[0].command == script_spec().command
-
-
-def test_a_curve_survives_broken_lines() -> None:
-    lines = ['{"step": 1, "loss": 2.5, "tokens": 8}', '{"step": 2, "loss": NaN}', "[]", '{"step": 3, "lo']
-    curve = read_curve(lines)
-    assert (curve.losses, curve.tokens) == ({1: 2.5}, (8,))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from orchestrator.backends.redaction import Hide
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.failures.observation import warnings
+from orchestrator.scheduling.reports.comparison import Comparison
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
@@ -229,6 +230,23 @@ def _note(job: Job, compare: str) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def comparison_note(found: Comparison, link: str) -> str:
+    """The description of a comparison's run in Markdown: its verdict, and a table of its strategies."""
+    lines = [f"**{found.verdict}**", "", f"[Compare the strategies]({link})", ""]
+    lines += ["| strategy | predicted peak | measured peak | step | loss | end |", "|---|---|---|---|---|---|"]
+    for row in found.rows:
+        cells = (
+            row.strategy,
+            "-" if row.predicted_peak_bytes is None else format_bytes(row.predicted_peak_bytes),
+            "-" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+            "-" if row.step_s is None else format_seconds(row.step_s),
+            "-" if row.loss is None else f"{row.loss:.4f}",
+            row.outcome,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)[:TEXT_MAX]
 
 
 def _cut(texts: Mapping[str, str]) -> dict[str, str]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.mlflow.content import (
     RunContent,
     attempt_content,
     compare_url,
     comparison_key,
+    comparison_note,
     job_content,
     parse_curves,
     run_key,
@@ -21,8 +24,8 @@ from orchestrator.backends.mlflow.content import (
 from orchestrator.backends.mlflow.frontier_png import figure
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.ports import OutboxRow, Tracker
-from orchestrator.backends.redaction import hider
-from orchestrator.scheduling.reports.comparison import strategy_of
+from orchestrator.backends.redaction import Hide, hider
+from orchestrator.scheduling.reports.comparison import comparison, curve_of, strategy_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import Job
@@ -84,6 +87,7 @@ class MlflowTracker(Tracker):
         self._home, self._state = home, state
         self._contact: _Contact | None = None
         self._curves: dict[str, _Curves] = {}
+        self._compared: dict[str, dict[int, Job]] = {}  # of each comparison that goes on, its jobs by number
         _bound_requests()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
@@ -158,13 +162,14 @@ class MlflowTracker(Tracker):
             self._send_content(contact, key, content)
             if attempt.status is AttemptStatus.ENDED:
                 del self._curves[key]
-        if compared and job.status.ended:
-            self._close_comparison(contact, job, compared)
         if not is_recorded:
+            self._send_comparison(contact, job, compared, hide)
             return
         compare = compare_url(self.address, tuple(ids), contact.experiment_id) if len(ids) > 1 else ""
         picture = picture_of(state, job) if job.status.ended else None
         self._send_content(contact, run_key(job, 0), job_content(job, hide, compare, picture))
+        if compared:
+            self._send_comparison(contact, job, compared, hide)
 
     def _comparison_tags(self, contact: _Contact, job: Job) -> dict[str, str]:
         """Tags of the runs of a strategy of `orc compare`, whose parent is one run of all; empty for other jobs."""
@@ -184,15 +189,33 @@ class MlflowTracker(Tracker):
             contact.run_ids[key] = run.info.run_id
         return {"mlflow.parentRunId": contact.run_ids[key], COMPARISON_TAG: comparison_key(job)}
 
-    def _close_comparison(self, contact: _Contact, job: Job, tags: Mapping[str, str]) -> None:
-        """End the run of a comparison all of whose jobs have ended."""
+    def _send_comparison(self, contact: _Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
+        """End the run of a comparison whose jobs have all ended, with its table, picture and verdict.
+
+        What this process was not told of all of them has no table: it began after some had ended.
+        """
         assert job.spec.member is not None, job.id
-        runs = compared_runs(contact.client, contact.experiment_id, tags[COMPARISON_TAG])
-        if (
-            len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None})
-            >= job.spec.member.of
-        ):
-            contact.client.set_terminated(tags["mlflow.parentRunId"], "FINISHED")
+        key, run_id, of = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
+        known = self._compared.setdefault(key, {})
+        known[job.spec.member.number] = job
+        if not job.status.ended:
+            return
+        runs = compared_runs(contact.client, contact.experiment_id, key)
+        if len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None}) < of:
+            return
+        if len(known) == of:
+            jobs = [known[number] for number in range(of)]
+            curves = {one.id: curve_of(metric_lines(self._home, one)) for one in jobs}
+            found = comparison(self._state(), jobs, curves)
+            link = compare_url(self.address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+            contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(found, link)))
+            rows = json.dumps([asdict(row) for row in found.rows], indent=2)
+            contact.client.log_text(run_id, hide(rows), "comparison.json")
+            if found.picture is not None:
+                picture = figure(f"Strategies of {found.name}", found.picture, "")
+                contact.client.log_figure(run_id, picture, "comparison.png")
+            del self._compared[key]
+        contact.client.set_terminated(run_id, "FINISHED")
 
     def _open(self, contact: _Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
         """The id of the run with this key, found or created."""

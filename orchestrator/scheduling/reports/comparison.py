@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from statistics import median
 
 from orchestrator.memory.calibration.correction import corrected, predicted_peak_bytes
@@ -110,6 +112,24 @@ def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -
     rows = _with_distinct_names(rows)
     name = jobs[0].array or jobs[0].id
     return Comparison(name=name, rows=tuple(rows), verdict=verdict(rows), picture=picture_of_rows(rows))
+
+
+def curve_of(lines: Iterable[str]) -> Curve:
+    """The curve of a job from the lines of its attempts' metrics.jsonl; broken lines and odd numbers are left out."""
+    losses: dict[int, float] = {}
+    tokens: list[int] = []
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:  # a killed rank's last line
+            continue
+        if not isinstance(line, dict) or type(line.get("step")) is not int:
+            continue
+        if type(line.get("loss")) in (int, float) and isfinite(line["loss"]):
+            losses[line["step"]] = float(line["loss"])
+        if type(line.get("tokens")) is int:
+            tokens.append(line["tokens"])
+    return Curve(losses=losses, tokens=tuple(tokens))
 
 
 def strategy_of(plan: Plan) -> str:

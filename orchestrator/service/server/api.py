@@ -18,11 +18,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from orchestrator.backends.attempts.metrics import metric_lines
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.reports.comparison import comparison
+from orchestrator.scheduling.reports.comparison import comparison, curve_of
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.service.server.answers import (
@@ -49,7 +50,7 @@ from orchestrator.service.server.answers import (
     answers,
     answers_bytes,
 )
-from orchestrator.service.server.attempt_files import beats, metric_lines, read_from, view_of
+from orchestrator.service.server.attempt_files import beats, read_from, view_of
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.endpoint import LOOPBACK
@@ -75,7 +76,7 @@ from orchestrator.service.server.sessions import Sessions
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
-from orchestrator.service.views.comparison import ComparisonView, comparison_view, read_curve
+from orchestrator.service.views.comparison import ComparisonView, comparison_view
 from orchestrator.service.views.morning import ReportView, report_view
 from orchestrator.service.views.records import (
     ExplanationView,
@@ -254,7 +255,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     def compared(job_id: str) -> dict[str, Any]:
         """The strategies of `orc compare`, by the id of one of their jobs."""
         jobs = _compared(service, _job(service, job_id))
-        curves = {one.id: read_curve(metric_lines(service.home, one)) for one in jobs}
+        curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
         found = comparison(controller.state, jobs, curves)
         address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
         link = comparison_url(address, comparison_key(jobs[0]), ran) if address and ran else None

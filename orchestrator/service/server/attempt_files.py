@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from orchestrator.service.views.records import JobView, job_view
@@ -12,14 +10,12 @@ from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from orchestrator.specs.job_record import Job
     from orchestrator.specs.policy import PolicySpec
 
 LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
-METRIC_LINES_MAX = 100_000  # of an attempt in a comparison: 10 MB
 
 
 def view_of(home: Path, job: Job, policy: PolicySpec) -> JobView:
@@ -56,10 +52,3 @@ def read_from(path: Path, offset: int) -> bytes:
             return file.read(LOG_BYTES_MAX)
     except OSError:
         return b""
-
-
-def metric_lines(home: Path, job: Job) -> Iterator[str]:
-    """Lines of the job's curves, those of later attempts last."""
-    for attempt in job.attempts:
-        with suppress(OSError), JobFolder(home, job.id).attempt(attempt.number).metrics.open() as file:
-            yield from islice(file, METRIC_LINES_MAX)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import asdict
-from math import isfinite
 from typing import Any
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.reports.comparison import Comparison, Curve
+from orchestrator.scheduling.reports.comparison import Comparison
 from orchestrator.service.views.records import PictureView, picture_view
 
 
@@ -35,21 +32,3 @@ def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
         picture=None if found.picture is None else picture_view(found.picture),
         mlflow=mlflow,
     )
-
-
-def read_curve(lines: Iterable[str]) -> Curve:
-    """The curve of a job from the lines of its attempts' metrics.jsonl; broken lines and odd numbers are left out."""
-    losses: dict[int, float] = {}
-    tokens: list[int] = []
-    for text in lines:
-        try:
-            line = json.loads(text)
-        except ValueError:  # a killed rank's last line
-            continue
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
-            continue
-        if type(line.get("loss")) in (int, float) and isfinite(line["loss"]):
-            losses[line["step"]] = float(line["loss"])
-        if type(line.get("tokens")) is int:
-            tokens.append(line["tokens"])
-    return Curve(losses=losses, tokens=tuple(tokens))

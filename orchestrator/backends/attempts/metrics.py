@@ -1,0 +1,20 @@
+"""The curves that the attempts of a job wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.run import JobFolder
+
+LINES_MAX = 100_000  # of an attempt: 10 MB
+
+
+def metric_lines(home: Path, job: Job) -> Iterator[str]:
+    """The lines of metrics.jsonl of each attempt, later attempts last; none where nothing was written."""
+    for attempt in job.attempts:
+        with suppress(OSError), JobFolder(home, job.id).attempt(attempt.number).metrics.open(errors="replace") as file:
+            yield from islice(file, LINES_MAX)
