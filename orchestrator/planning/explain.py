@@ -19,6 +19,7 @@ from orchestrator.specs.units import format_bytes, format_probability
 
 DEVICES_MAX = 4096  # as far as the search for a larger cluster goes
 MOMENTS_SHOWN = 8
+PINS_NAMED = 4  # of more, `closest` says which plan it is
 BATCH_KNOBS = ("micro_batch_size", "gradient_accumulation_steps")
 SEQUENCE_LENGTH_MIN = 16  # as far down as the search for shorter samples goes
 
@@ -62,7 +63,7 @@ def why_nothing_fits(
     assert closest is not None, "a frontier is never empty"
     estimate = corrected(closest.estimate, calibrated.correction_of(closest.plan, closest.estimate))
     needed = needed_bytes(closest, calibrated)
-    pinned = f" with {in_words(spec.plan)}" if spec.plan else ""
+    pinned = "" if not spec.plan else f" with {in_words(spec.plan)}" if len(spec.plan) <= PINS_NAMED else " as pinned"
     lines = [
         f"no plan{pinned} fits {format_bytes(capacity_bytes)} of {hardware.device.name}",
         f"closest: {in_short(closest.plan)} needs {format_bytes(needed)} at its worst moment ({estimate.moment})",

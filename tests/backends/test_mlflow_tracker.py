@@ -488,7 +488,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
     assert (parent.info.status, parent.info.run_name) == ("FINISHED", "three-1")
     assert "mlflow.parentRunId" not in parent.data.tags
     note = parent.data.tags["mlflow.note.content"]
-    assert note.startswith("**Only plain on 1, micro 8x1 finished; plain on 1, micro 2x4 ran out of memory")
+    assert note.startswith("**Only plain on 1 (micro 8x1) finished; plain on 1 (micro 2x4) ran out of memory")
     assert str(comparison_url(server.uri, key, 3)) in note
     rows = json.loads(artifact(server, parent_id, "comparison.json", tmp_path))
     assert [row["outcome"] for row in rows] == ["finished", "out of memory", "no such plan"]

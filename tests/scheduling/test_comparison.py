@@ -146,7 +146,7 @@ def test_a_comparison_is_complete_when_every_job_has_ended() -> None:
         (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.GRADIENTS), "ZeRO-2 by FSDP2 on 4"),
         (replace(ON_ONE, layout=ParallelLayout(dp=4), zero_stage=ZeroStage.PARAMETERS), "FSDP2 on 4"),
         (replace(ON_ONE, layout=ParallelLayout(tp=2)), "tp2 on 2"),
-        (replace(ON_TWO, offload=Offload.OPTIMIZER), "ZeRO-2, optimizer on host on 2"),
+        (replace(ON_TWO, offload=Offload.OPTIMIZER), "ZeRO-2 + optimizer on host on 2"),
     ],
 )
 def test_a_strategy_is_named_by_what_it_shards_and_its_devices(plan: Plan, name: str) -> None:
@@ -155,9 +155,17 @@ def test_a_strategy_is_named_by_what_it_shards_and_its_devices(plan: Plan, name:
 
 def test_strategies_of_one_name_are_told_apart_by_the_cut_of_their_batch() -> None:
     found = of(ran(1, ON_ONE, 0.6), ran(2, replace(ON_ONE, micro_batch_size=4, gradient_accumulation_steps=2), 0.7))
-    assert [row.strategy for row in found.rows] == ["plain on 1, micro 8x1", "plain on 1, micro 4x2"]
+    assert [row.strategy for row in found.rows] == ["plain on 1 (micro 8x1)", "plain on 1 (micro 4x2)"]
 
 
 def test_a_curve_survives_broken_lines() -> None:
     lines = ['{"step": 1, "loss": 2.5, "tokens": 8}', '{"step": 2, "loss": NaN}', "[]", '{"step": 3, "lo']
     assert curve_of(lines) == Curve(losses={1: 2.5}, tokens=(8,))
+
+
+def test_of_many_strategies_that_do_not_fit_three_are_named() -> None:
+    long = {"text": ["corpus.txt"], "sequence_length": 8192}
+    jobs = [refused(n, {"tp": 2, "micro_batch": 8, "pp": 1}, global_batch_size=8 * n, data=long) for n in (1, 2, 3, 4)]
+    told = of(*jobs).verdict
+    assert told.count(" of 256.00 MiB)") == 3
+    assert told.endswith(" and 1 more do not fit.")

@@ -184,7 +184,7 @@ def test_strategies_that_train_that_run_out_and_that_do_not_exist_are_rows_of_on
     assert trained["money"] == pytest.approx(trained["device_s"] * 3.6 / 3600)
     assert (trained["loss_distance"], told["complete"]) == (0.0, True)
     assert told["verdict"].startswith(
-        "Only plain on 1, micro 4x16 finished; plain on 1, micro 64x1 ran out of memory: "
+        "Only plain on 1 (micro 4x16) finished; plain on 1 (micro 64x1) ran out of memory: "
     )
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
     with contextlib.closing(Client(home)) as client:

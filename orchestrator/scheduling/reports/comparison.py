@@ -139,7 +139,7 @@ def strategy_of(plan: Plan) -> str:
         words = ["ZeRO-2 by FSDP2" if word == "FSDP2" else word for word in words if word != "weights kept gathered"]
     if plan.world_size == 1:
         words = [word for word in words if word != "DDP"] or ["plain"]
-    return f"{', '.join(words) or 'plain'} on {plan.world_size}"
+    return f"{' + '.join(words) or 'plain'} on {plan.world_size}"
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -336,7 +336,7 @@ def _with_distinct_names(rows: Sequence[Row]) -> list[Row]:
     named = []
     for row in rows:
         cut = next((part for part in row.plan.split(" · ") if part.startswith("micro ")), "")
-        named.append(replace(row, strategy=f"{row.strategy}, {cut}") if counts[row.strategy] > 1 and cut else row)
+        named.append(replace(row, strategy=f"{row.strategy} ({cut})") if counts[row.strategy] > 1 and cut else row)
     return named
 
 
@@ -365,7 +365,7 @@ def _excluded(rows: Sequence[Row], one: str, several: str = "") -> Iterator[str]
     if len(rows) == 1:
         yield f"{rows[0].strategy} {one}{_of_capacity(rows[0], ': {} of {}')}"
     else:
-        yield f"{several or one}: {', '.join(named)}{rest}"
+        yield f"{', '.join(named)}{rest} {several or one}"
 
 
 def _of_capacity(row: Row, form: str = " ({} of {})") -> str:

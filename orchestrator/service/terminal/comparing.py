@@ -205,9 +205,11 @@ def _table(*left: str, right: Sequence[str]) -> Table:
 
 
 def _reason(row: dict[str, Any]) -> str:
-    """Why it did not finish, without what is true of all strategies; of a plan that does not fit, the bytes."""
+    """Why it did not finish, without what is true of all strategies; of one that does not fit, its bytes."""
     lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
-    return "\n   ".join(lines if row["outcome"] == Outcome.NO_SUCH_PLAN else lines[:2])
+    if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device
+        lines = [line for line in lines if line.startswith("closest: ")] or lines[:1]
+    return "\n   ".join(lines)
 
 
 def _bytes(count: int | None) -> str:
