@@ -8,9 +8,9 @@ READY := $(VENV)/.installed
 # and its world, which mostly wait: two kinds at a time.
 PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
-PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long"
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-cluster lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -41,9 +41,13 @@ told_at_its_end = @said=$$($(1) 2>&1); code=$$?; echo "$$said"; exit $$code
 # Longer matrices, and new cases of every property; `make test-long SEED=...` with the printed seed draws them again.
 SEED = $(eval SEED := $(shell date +%s))$(SEED)
 test-long: $(READY)
-	PYTHONHASHSEED=$(SEED) $(BIN)/python -m pytest -m "long or hypothesis" \
+	PYTHONHASHSEED=$(SEED) $(BIN)/python -m pytest -m "(long or hypothesis) and not cluster" \
 		--hypothesis-profile=new --hypothesis-seed=$(SEED) \
 		|| { echo "the same cases again: make test-long SEED=$(SEED)"; exit 1; }
+
+# Four hosts as network namespaces: root, Linux, and a PostgreSQL
+test-cluster: $(READY)
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest -m cluster -s --durations=0 tests/cluster
 
 lint: $(READY)
 	$(BIN)/ruff check .

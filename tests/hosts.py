@@ -53,7 +53,17 @@ class Host:
 
     def command(self, *words: str) -> list[str]:
         """The words as a command that runs on this host."""
-        return ["nsenter", "--target", str(_inner(self.init.pid)), "--mount", "--uts", "--pid", "--net", "--", *words]
+        return [
+            "nsenter",
+            "--target",
+            str(first_child(self.init.pid)),
+            "--mount",
+            "--uts",
+            "--pid",
+            "--net",
+            "--",
+            *words,
+        ]
 
     def run(
         self, *words: str, code: int | None = 0, stdin: str = "", env: Mapping[str, str] | None = None
@@ -86,7 +96,7 @@ class Host:
     def kill(self) -> None:
         """End every process of the host at once, as a power cut does."""
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            os.kill(_inner(self.init.pid), signal.SIGKILL)
+            os.kill(first_child(self.init.pid), signal.SIGKILL)
         self.init.wait(READY_S)
 
 
@@ -106,6 +116,7 @@ def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
+        _ip("addr", "add", f"{net}.254/24", "dev", bridge)  # the test reaches every host
         addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
         for number, name in enumerate(names, 1):
             others = (f"{address} {other}\n" for other, address in addresses.items() if other != name)
@@ -149,8 +160,8 @@ def _host(name: str, address: str, bridge: str, interface: str, shared: Path) ->
     raise AssertionError(f"host {name} did not come up")
 
 
-def _inner(pid: int) -> int:
-    """The first process of the PID namespace that `unshare` of this id made."""
+def first_child(pid: int) -> int:
+    """What `unshare` or `nsenter` of this id started in a PID namespace, by its id here."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     if not children:
         raise ProcessLookupError(pid)

@@ -1,0 +1,419 @@
+"""Four hosts: Ray across them, PostgreSQL with a synchronous standby, MLflow, and two services on one journal.
+
+The `head` has Ray's head, MLflow and PostgreSQL's primary; `n0`, `n1` and `n2` have two virtual devices each. The
+services run on `n0` and `n1`, PostgreSQL's standby on `n2`. Every part is a process that is ended by its id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psycopg
+import pytest
+
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.ray.embedded import RAY_ENV
+from orchestrator.service.server.client import Client
+from orchestrator.service.server.lifecycle import prepare
+from orchestrator.service.server.logins import Login
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.events import Event
+from tests.backends import postgres
+from tests.hosts import Host, first_child, hosts
+
+NODES = ("n0", "n1", "n2")
+SERVICE_PORT, RAY_PORT, DATABASE_PORT, MLFLOW_PORT = 8443, 6379, 5432, 5000
+PATIENCE_S = 240.0
+NOWHERE = "02:00:00:00:00:01"  # a link address of no machine: what is sent there is lost, what comes still arrives
+CLUSTER = """\
+name: hosts
+network_bandwidth: 1GB/s
+launch_cost: 5s
+trackers: [mlflow, jsonl]
+nodes:
+  - name: n
+    count: 3
+    devices: 2
+    host_memory: 4GiB
+    device: {name: virtual-256MiB, kind: virtual, memory: 256MiB, bf16_tflops: 0.02, fp32_tflops: 0.05,
+             memory_bandwidth: 8GB/s, link_bandwidth: 1GB/s}
+"""
+Found = TypeVar("Found")
+
+
+def until(holds: Callable[[], Found | None], what: str, patience_s: float = PATIENCE_S, every_s: float = 0.2) -> Found:
+    """What `holds()` answers as soon as it is truthy; fails after `patience_s`."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        answer = holds()
+        if answer:
+            return answer
+        time.sleep(every_s)
+    raise AssertionError(f"not within {patience_s:.0f} s: {what}")
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A process of a host that a fault ends or freezes, and that starts again."""
+
+    name: str
+    host: Host
+    words: Sequence[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **self.host.env, **self.env}
+        with self.log.open("ab") as log:
+            words = self.host.command(*self.words)
+            self.process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """By its id here. Raises ProcessLookupError where it has ended."""
+        if self.process is None or self.process.poll() is not None:
+            raise ProcessLookupError(self.name)
+        try:
+            return first_child(self.process.pid)
+        except FileNotFoundError:
+            raise ProcessLookupError(self.name) from None
+
+    def signal(self, number: int) -> None:
+        """A signal to it; one that has ended takes none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.thaw()
+        if self.process is not None:
+            self.process.wait(30)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on, and `nsenter`, which stops with it."""
+        self.signal(signal.SIGCONT)
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Everything that runs, by its name."""
+
+    hosts: dict[str, Host]
+    home: Path
+    database: str  # address of the primary: one of its own, which can be cut alone
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.home.parent
+
+    @property
+    def dsn(self) -> str:
+        """The journal's address: the primary's and the standby's, whichever can be written to."""
+        both = "&".join(f"host={one}:{DATABASE_PORT}" for one in (self.database, self.hosts["n2"].address))
+        return f"postgresql+psycopg://orc:{postgres.PASSWORD}@/postgres?{both}&target_session_attrs=read-write"
+
+    @property
+    def mlflow(self) -> str:
+        return f"http://{self.hosts['head'].address}:{MLFLOW_PORT}"
+
+    def url(self, node: str) -> str:
+        return f"https://{self.hosts[node].address}:{SERVICE_PORT}"
+
+    def client(self, node: str) -> Client:
+        certificate = (self.folder / "orc.pem").read_text()
+        return Client(Login(url=self.url(node), token=(self.home / "token").read_text(), certificate=certificate))
+
+    def serving(self) -> str | None:
+        """The node whose service may decide now."""
+        ready = (node for node in ("n0", "n1") if self.status(node, "/readyz") == 200)
+        return next(ready, None)
+
+    def status(self, node: str, path: str, timeout_s: float = 2.0) -> int | None:
+        """How the service of a node answers; None where it does not."""
+        import ssl
+
+        trusted = ssl.create_default_context(cafile=str(self.folder / "orc.pem"))
+        try:
+            return httpx.get(self.url(node) + path, verify=trusted, timeout=timeout_s, trust_env=False).status_code
+        except httpx.HTTPError:
+            return None
+
+    def asked(self, ask: Callable[[Client], Found], what: str, patience_s: float = PATIENCE_S) -> Found:
+        """The first answer of any service that gives one."""
+        answers: list[Found] = []
+
+        def holds() -> bool:
+            for node in ("n0", "n1"):
+                try:
+                    with closing(self.client(node)) as client:
+                        answers.append(ask(client))
+                        return True
+                except (ServiceError, httpx.HTTPError):
+                    continue
+            return False
+
+        until(holds, what, patience_s)
+        return answers[0]
+
+    def ended(self, job_id: str, patience_s: float = PATIENCE_S) -> Any:
+        """The job once it has ended."""
+
+        def job() -> Any:
+            found = self.asked(lambda client: client.job(job_id)[0], f"news of {job_id}")
+            return found if found["status"] not in ("queued", "running") else None
+
+        return until(job, f"the end of {job_id}", patience_s, 0.5)
+
+    def events(self) -> list[Event]:
+        with closing(Journal(self.dsn, reads_only=True)) as journal:
+            return list(journal.events())
+
+    def sql(self, statement: str, address: str | None = None) -> list[tuple[Any, ...]]:
+        """Rows of a statement on the primary, or on the server at `address`."""
+        with psycopg.connect(
+            host=address or self.database,
+            port=DATABASE_PORT,
+            user="orc",
+            password=postgres.PASSWORD,
+            dbname="postgres",
+            autocommit=True,
+            connect_timeout=5,
+        ) as connection:
+            cursor = connection.execute(statement)  # type: ignore[arg-type]
+            return cursor.fetchall() if cursor.description else []
+
+    def await_replication(self) -> None:
+        """Wait until PostgreSQL's standby answers, and let commits wait for it from then on."""
+        answers = "SELECT 1 FROM pg_stat_replication WHERE state = 'streaming' AND reply_time > now() - interval '3 s'"
+        until(lambda: self.sql(answers), "PostgreSQL's standby")
+        self.set_synchronous("ANY 1 (*)")
+
+    def set_synchronous(self, names: str) -> None:
+        """Choose the standbys that a commit waits for; '' is none."""
+        self.sql(f"ALTER SYSTEM SET synchronous_standby_names = '{names}'")
+        self.sql("SELECT pg_reload_conf()")
+
+    def cut(self, node: str, address: str) -> None:
+        """Let what `node` sends to an address be lost; the other direction stays."""
+        self.hosts[node].run("ip", "neigh", "replace", address, "lladdr", NOWHERE, "dev", "e0", "nud", "permanent")
+
+    def heal(self, node: str, address: str) -> None:
+        self.hosts[node].run("ip", "neigh", "del", address, "dev", "e0", code=None)
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that run on any host."""
+        found = []
+        for pid in _processes():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"guard.py" in command and str(self.home).encode() in command:
+                    found.append(pid)
+        return sorted(found)
+
+    def launchers(self) -> list[int]:
+        """Process ids of the launchers."""
+        found = set()
+        for pid in self.ranks():
+            with contextlib.suppress(OSError):
+                found.add(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        return sorted(found)
+
+    def raylet(self, node: str) -> int | None:
+        """Process id of a node's raylet."""
+        for pid in _processes():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if command.split(b"\0")[0].endswith(b"/raylet") and f"/tmp/ray-{node}".encode() in command:
+                    return pid
+        return None
+
+    def supervise(self) -> list[str]:
+        """Start again what has ended, as systemd does; the names of what was started."""
+        ended = [part for part in self.parts.values() if part.process is not None and not part.runs]
+        for part in ended:
+            part.start()
+        return [part.name for part in ended]
+
+
+@contextmanager
+def cluster(*, standby_database: bool = True) -> Iterator[Cluster]:
+    """The whole cluster with the first service serving; all of it is ended and removed at the end."""
+    if postgres.programs() is None or postgres.owner() != "postgres":
+        pytest.skip("no PostgreSQL on this machine")
+    with hosts(["head", *NODES]) as found:
+        head = found["head"]
+        database = f"{head.address.rpartition('.')[0]}.100"
+        made = Cluster(hosts=found, home=head.shared / "home", database=database)
+        prepare(made.home)
+        token = secrets.token_hex(32)
+        for host in found.values():
+            host.run("ip", "route", "add", "default", "dev", "e0")
+            host.env |= {"ORC_HOME": str(made.home), "OMP_NUM_THREADS": "1", **RAY_ENV}
+            host.env |= {
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": token,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+            }
+        head.run("ip", "addr", "add", f"{database}/24", "dev", "e0")
+        try:
+            _certificate(made)
+            _databases(made, with_standby=standby_database)
+            _ray(made)
+            _mlflow(made)
+            _services(made)
+            yield made
+        finally:
+            for part in made.parts.values():
+                part.thaw()
+                part.signal(signal.SIGKILL)
+
+
+def _certificate(made: Cluster) -> None:
+    names = ",".join(f"IP:{host.address}" for host in made.hosts.values())
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-days", "2", "-subj", "/CN=orc", "-addext", f"subjectAltName={names}"]
+    words += ["-out", str(made.folder / "orc.pem"), "-keyout", str(made.folder / "orc.key")]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def _databases(made: Cluster, *, with_standby: bool) -> None:
+    """PostgreSQL's primary on the head, and a synchronous standby on n2; each in its host's /tmp."""
+    folder, user = postgres.programs(), pwd.getpwnam("postgres")
+    assert folder is not None
+    as_user = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
+    secret = f"{postgres.PASSWORD}\n"
+    for name in ("head", "n2"):
+        made.hosts[name].run("install", "-d", "-m", "700", "-o", str(user.pw_uid), "-g", str(user.pw_gid), "/tmp/pg")
+    head, other = made.hosts["head"], made.hosts["n2"]
+    initdb = (
+        "umask 077; cat > /tmp/pg/secret; "
+        f"{folder}/initdb -D /tmp/pg/data -U orc -A scram-sha-256 --pwfile=/tmp/pg/secret -E UTF8 --no-sync"
+    )
+    head.run(*as_user, "sh", "-c", initdb, stdin=secret)
+    allowed = "host all all all scram-sha-256\nhost replication all all scram-sha-256\n"
+    head.run("sh", "-c", "cat >> /tmp/pg/data/pg_hba.conf", stdin=allowed)
+    server = (*as_user, f"{folder}/postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg")
+    where = ("-c", "listen_addresses=*", "-c", f"port={DATABASE_PORT}")
+    for name in ("wal_sender_timeout=5s", "wal_receiver_timeout=5s", "wal_receiver_status_interval=1s"):
+        where += ("-c", name)  # a link that was cut is seen before a lease ends
+    _add(made, "database", "head", [*server, *where])
+    until(lambda: _answers(made, made.database), "PostgreSQL")
+    if with_standby:
+        primary = f"host={made.database} port={DATABASE_PORT} user=orc"
+        copied = [
+            *as_user,
+            f"{folder}/pg_basebackup",
+            "-d",
+            primary,
+            "-D",
+            "/tmp/pg/data",
+            "-R",
+            "-X",
+            "stream",
+            "--no-sync",
+        ]
+        other.run(*copied, env={"PGPASSWORD": postgres.PASSWORD})
+        _add(made, "standby-database", "n2", [*server, *where])
+        made.await_replication()
+
+
+def _answers(made: Cluster, address: str) -> bool:
+    try:
+        return bool(made.sql("SELECT 1", address))
+    except psycopg.OperationalError:
+        return False
+
+
+def _ray(made: Cluster) -> None:
+    head = f"{made.hosts['head'].address}:{RAY_PORT}"
+    for name, host in made.hosts.items():
+        where = (
+            ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"] if name == "head" else [f"--address={head}"]
+        )
+        devices = "{}" if name == "head" else '{"gpu0": 1, "gpu1": 1}'
+        words = [sys.executable, "-m", "orchestrator.backends.ray.address", host.address, "start", *where, "--block"]
+        words += [f"--node-ip-address={host.address}", f"--temp-dir=/tmp/ray-{name}", "--num-cpus=1", "--num-gpus=0"]
+        words += [f"--resources={devices}", f"--labels=orc-node={name}", f"--object-store-memory={80 * 2**20}"]
+        _add(made, f"ray-{name}", name, [*words, "--disable-usage-stats", "--include-log-monitor=false"])
+        if name == "head":
+            until(lambda: "Ray runtime started" in made.parts["ray-head"].tail(), "Ray's head")
+    for name in NODES:
+        until(lambda name=name: "Ray runtime started" in made.parts[f"ray-{name}"].tail(), f"Ray on {name}")
+
+
+def _mlflow(made: Cluster) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        str(MLFLOW_PORT),
+        "--workers",
+        "1",
+    ]
+    words += ["--backend-store-uri", "sqlite:////tmp/mlflow.db", "--artifacts-destination", "/tmp/mlflow-artifacts"]
+    words += ["--allowed-hosts", "*"]
+    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    _add(made, "mlflow", "head", words, env)
+
+
+def _services(made: Cluster) -> None:
+    (made.folder / "cluster.yaml").write_text(CLUSTER)
+    env = {"ORC_JOURNAL": made.dsn, "ORC_MLFLOW": made.mlflow}
+    allowed = [word for node in ("n0", "n1") for word in ("--allowed-host", made.hosts[node].address)]
+    words = [
+        sys.executable,
+        "-m",
+        "orchestrator.cli",
+        "up",
+        "--foreground",
+        "--listen",
+        f"0.0.0.0:{SERVICE_PORT}",
+        *allowed,
+    ]
+    words += ["--cluster", str(made.folder / "cluster.yaml"), "--ray", f"{made.hosts['head'].address}:{RAY_PORT}"]
+    words += ["--tls-cert", str(made.folder / "orc.pem"), "--tls-key", str(made.folder / "orc.key")]
+    _add(made, "service-n0", "n0", words, env)
+    until(lambda: made.serving() == "n0" or not made.parts["service-n0"].runs, "the service")
+    assert made.parts["service-n0"].runs, made.parts["service-n0"].tail()
+    _add(made, "service-n1", "n1", words, env)
+
+
+def _add(made: Cluster, name: str, host: str, words: Sequence[str], env: dict[str, str] | None = None) -> None:
+    part = Part(name, made.hosts[host], words, made.folder / f"{name}.log", env or {})
+    made.parts[name] = part
+    part.start()
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]

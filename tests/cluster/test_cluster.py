@@ -1,0 +1,236 @@
+"""Four hosts, one journal, two services: what holds when jobs span hosts, and when a host or a service is lost.
+
+The laws are ordered, the harmless ones first: each leaves the cluster whole, but for the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.backends.attempts.durable import read_epoch
+from orchestrator.service.server.intake import read_job
+from orchestrator.specs.events import Finished, Submitted
+from orchestrator.specs.run import JobFolder
+from orchestrator.training.checkpoint import folder as checkpoint_folder
+from tests.cluster.machines import Cluster, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+STEPS = 12
+FAILOVER_S = 20.0
+DECODER = """\
+name: {name}
+global_batch_size: 8
+gpus: {gpus}
+probe: never
+model:
+  decoder: {{vocab_size: 256, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}}
+data: {{text: [corpus.txt], sequence_length: 32}}
+training: {{max_steps: {steps}, checkpoint_every_steps: 4}}
+"""
+FOREIGN = """\
+name: foreign
+command: {python} {script} --data {folder}/corpus.txt --steps 4 --save-every 2
+probe: never
+gpus: 1
+global_batch_size: 256
+knobs:
+  micro_batch_size: {{flag: --batch-size, default: 256}}
+  gradient_accumulation_steps: {{flag: --accumulate, default: 1}}
+  output_dir: {{flag: --output}}
+  resume_from: {{flag: --resume}}
+success: {{artifacts: [model.pt]}}
+"""
+
+
+def submit(cluster: Cluster, text: str, name: str) -> str:
+    (cluster.folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    file = cluster.folder / f"{name}.yaml"
+    file.write_text(text)
+    spec = read_job(file).model_dump(mode="json")
+    return cluster.asked(lambda client: client.submit(spec), f"the submission of {name}")
+
+
+def decoder(cluster: Cluster, name: str, gpus: int, steps: int = STEPS) -> str:
+    return submit(cluster, DECODER.format(name=name, gpus=gpus, steps=steps), name)
+
+
+def losses(cluster: Cluster, job_id: str) -> dict[int, float]:
+    """Loss by optimizer step, over all attempts; a step that was repeated has to give the same loss."""
+    found: dict[int, float] = {}
+    for path in sorted((cluster.home / "jobs" / job_id / "attempts").glob("*/metrics.jsonl")):
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            assert told["loss"] == pytest.approx(found.get(told["step"], told["loss"]), rel=1e-3)
+            found[told["step"]] = told["loss"]
+    return found
+
+
+def nodes_of(job: Mapping[str, Any]) -> list[set[str]]:
+    """The nodes of each attempt."""
+    return [set(re.findall(r"n\d", one["placement"])) for one in job["attempts"]]
+
+
+def saves(cluster: Cluster, job_id: str) -> None:
+    folder = JobFolder(cluster.home, job_id).checkpoints
+    until(lambda: checkpoint_folder.latest_complete(folder), f"a checkpoint of {job_id}")
+
+
+def roles(cluster: Cluster) -> tuple[str, str]:
+    """The nodes of the service that owns the journal and of its standby, once both are there."""
+    holder = until(cluster.serving, "a service")
+    other = {"n0": "n1", "n1": "n0"}[holder]
+    until(lambda: cluster.status(other, "/readyz") == 503, "its standby")
+    return holder, other
+
+
+def test_a_gang_over_two_hosts_trains_as_one_host_does(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    wide, narrow = decoder(cluster, "wide", 4), decoder(cluster, "narrow", 2)
+    jobs = [cluster.ended(wide), cluster.ended(narrow)]
+    assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
+    assert [len(nodes_of(job)[0]) for job in jobs] == [2, 1]
+    assert list(losses(cluster, wide)) == list(range(1, STEPS + 1))
+    assert losses(cluster, wide) == pytest.approx(losses(cluster, narrow), rel=1e-3)
+
+
+def test_out_of_memory_on_the_device_of_a_host_is_recovered_from(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    script = Path(__file__).parents[2] / "jobs" / "demo" / "train_bytes.py"
+    text = FOREIGN.format(python=sys.executable, script=script, folder=cluster.folder)
+    job = cluster.ended(submit(cluster, text, "foreign"))
+    assert job["status"] == "succeeded", job
+    outcomes = [attempt["outcome"] for attempt in job["attempts"]]
+    assert outcomes[0] == "device_oom"
+    assert outcomes[-1] == "succeeded"
+
+
+def test_a_drained_host_takes_nothing_new(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    for node in ("n0", "n1"):
+        cluster.asked(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+    try:
+        job = cluster.ended(decoder(cluster, "away", 2))
+    finally:
+        for node in ("n0", "n1"):
+            cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+    assert job["status"] == "succeeded"
+    assert nodes_of(job) == [{"n2"}]
+
+
+def test_a_host_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    for node in ("n0", "n1"):
+        cluster.asked(lambda client, node=node: client.drain(node, undo=False), f"the drain of {node}")
+    job_id = decoder(cluster, "moves", 2, steps=200)
+    saves(cluster, job_id)
+    for node in ("n0", "n1"):
+        cluster.asked(lambda client, node=node: client.drain(node, undo=True), f"the end of the drain of {node}")
+    cluster.set_synchronous("")  # the standby database is cut off, too: nothing could be committed
+    cluster.hosts["n2"].cut()
+    try:
+        job = cluster.ended(job_id)
+    finally:
+        cluster.hosts["n2"].heal()
+    assert job["status"] == "succeeded", job
+    assert [attempt["outcome"] for attempt in job["attempts"]] == ["node_lost", "succeeded"]
+    assert nodes_of(job)[0] == {"n2"}
+    assert "n2" not in nodes_of(job)[1]
+    assert list(losses(cluster, job_id)) == list(range(1, 201))
+    second = (cluster.home / "jobs" / job_id / "attempts" / "2" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(second[0])["step"] > 4, "from its checkpoint"
+    cluster.parts["ray-n2"].kill()
+    cluster.parts["ray-n2"].start()
+    until(lambda: "n2" in cluster.asked(lambda client: [one["name"] for one in client.cluster()["nodes"]], "n2"), "n2")
+    cluster.await_replication()
+
+
+def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    holder, other = roles(cluster)
+    assert cluster.status(other, "/healthz") == 200
+    job_id = decoder(cluster, "survives", 2, steps=300)
+    saves(cluster, job_id)
+    assert roles(cluster) == (holder, other), "it failed over by itself"
+    killed_s = time.time()
+    cluster.parts[f"service-{holder}"].kill()
+    next_id = decoder(cluster, "next", 2)
+    decided_s = next(e.at_s for e in cluster.events() if isinstance(e, Submitted) and e.job_id == next_id) - killed_s
+    print(f"failover to the next decision: {decided_s:.1f} s")
+    assert cluster.serving() == other
+    for one in (job_id, next_id):
+        job = cluster.ended(one)
+        assert (job["status"], len(job["attempts"])) == ("succeeded", 1), job
+    assert decided_s <= FAILOVER_S
+    cluster.parts[f"service-{holder}"].start()
+
+
+def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    holder, other = roles(cluster)
+    job_id = decoder(cluster, "fenced", 2, steps=300)
+    saves(cluster, job_id)
+    cluster.cut(holder, cluster.database)
+    cut_s = time.time()
+    try:
+        until(lambda: cluster.serving() == other, "the other service")
+        print(f"the other service decides after {time.time() - cut_s:.1f} s")
+        next_id = decoder(cluster, "behind", 2)
+        jobs = [cluster.ended(job_id), cluster.ended(next_id)]
+        until(lambda: not cluster.parts[f"service-{holder}"].runs, "the end of the holder that was cut off")
+        print(f"the holder that was cut off has ended after {time.time() - cut_s:.1f} s")
+    finally:
+        cluster.heal(holder, cluster.database)
+    assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
+    assert [len(job["attempts"]) for job in jobs] == [1, 1], "taken up, not launched again"
+    assert [read_epoch(JobFolder(cluster.home, one["id"]).epoch) for one in jobs] == [1, 1]
+    cluster.parts[f"service-{holder}"].start()
+    roles(cluster)
+
+
+def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(hosts_of_our_own: Cluster) -> None:
+    cluster = hosts_of_our_own
+    before = [decoder(cluster, f"kept{number}", 2) for number in range(2)]
+    known = len(cluster.events())
+    cluster.parts.pop("database").kill()
+    cluster.sql("SELECT pg_promote()", cluster.hosts["n2"].address)
+
+    def goes_on() -> bool:
+        cluster.supervise()
+        return cluster.serving() is not None
+
+    until(goes_on, "a service on the other database")
+    after = decoder(cluster, "after", 2)
+    for job_id in (*before, after):
+        assert cluster.ended(job_id)["status"] == "succeeded"
+    assert len(cluster.events()) > known
+    ended = [(event.job_id, event.number) for event in cluster.events() if isinstance(event, Finished)]
+    assert len(ended) == len(set(ended))
+
+
+def test_no_job_of_all_has_two_records_or_none(hosts_of_our_own: Cluster) -> None:
+    """The last one: it looks at all jobs above."""
+    from mlflow import MlflowClient
+
+    cluster = hosts_of_our_own
+
+    def told() -> tuple[list[str], list[str]]:
+        jobs = cluster.asked(lambda client: client.jobs(1000), "the jobs")
+        wanted = [f"{job['id']}-{one['number']}" for job in jobs for one in job["attempts"]]
+        client = MlflowClient(cluster.mlflow)
+        experiments = [one.experiment_id for one in client.search_experiments() if one.name != "Default"]
+        runs = client.search_runs(experiments, "attributes.status != 'RUNNING'", max_results=1000)
+        return sorted(wanted), sorted(one.info.run_name for one in runs if "mlflow.parentRunId" in one.data.tags)
+
+    until(lambda: (both := told())[0] == both[1], f"one record per attempt {told()}")
+    with closing(cluster.client(cluster.serving() or "n0")) as client:
+        assert all(job["status"] == "succeeded" for job in client.jobs(1000))
