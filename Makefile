@@ -10,7 +10,7 @@ PURE := $(addprefix tests/,specs planning scheduling)
 TRAINED := $(addprefix tests/,audio fake_card gpu memory training)
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -m "not long and not cluster"
 
-.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-cluster lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
+.PHONY: demo demo-audio test test-pure test-trained test-world test-long test-cluster chaos lint docs bench bench-memory bench-cost bench-gpu bench-scheduler bench-recovery clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,12 @@ test-long: $(READY)
 # Four hosts as network namespaces: root, Linux, and a PostgreSQL
 test-cluster: $(READY)
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -m cluster -s --durations=0 tests/cluster
+
+# Faults on the same hosts; `make chaos SEED=... FAULTS=... JOBS=...` draws the same ones again
+FAULTS = 1000
+JOBS = 300
+chaos: $(READY)
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.cluster.chaos --seed $(SEED) --faults $(FAULTS) --jobs $(JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

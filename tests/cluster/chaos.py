@@ -1,0 +1,388 @@
+"""Faults drawn from a seed over many small jobs on four hosts, and what has to hold at their end.
+
+    python -m tests.cluster.chaos --seed 1 --faults 1000 --jobs 300
+
+The same seed draws the same faults in the same order; which process one meets depends on what runs at that moment.
+Exit code 1 where a law is broken. The figures go to .bench/chaos.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from benchmarks.__main__ import FOLDER, table
+from benchmarks.figure import Figure, at_least, at_most, informs, say
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.service.server.intake import read_job
+from orchestrator.specs.errors import ServiceError
+from orchestrator.specs.events import Event, Released, Submitted
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.run import JobFolder
+from tests.cluster.machines import NODES, Cluster, cluster, until
+
+SEEDS, STEPS, STEP_S = 5, 30, 0.15  # of the jobs
+ASKED_MAX = 30  # times that a submission is asked, for 2 s and more each
+SETTLE_S = 120.0  # for the cluster to come back after the last fault
+JOB_S = 30.0  # more for each job
+KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
+    "kill the service": 0.0,
+    "kill the standby": 0.0,
+    "kill a launcher": 0.0,
+    "kill a rank": 0.0,
+    "kill a raylet": 0.0,
+    "kill MLflow": 0.0,
+    "kill PostgreSQL": 0.0,
+    "freeze the service": 15.0,
+    "freeze the standby": 15.0,
+    "freeze a launcher": 8.0,
+    "freeze a rank": 8.0,
+    "freeze a raylet": 12.0,
+    "freeze MLflow": 8.0,
+    "freeze PostgreSQL": 8.0,
+    "cut a host off": 12.0,
+    "half-open link of a host to the head": 12.0,
+    "half-open link of the service to PostgreSQL": 15.0,
+}
+GAP_S = (0.5, 4.0)  # between two faults
+JOB = """\
+name: chaos
+command: {python} {trainer} --seed {seed} --steps {steps} --step-s {step_s}
+probe: never
+gpus: 1
+global_batch_size: 1
+steps: {steps}
+knobs:
+  micro_batch_size: {{flag: --batch-size, default: 1}}
+  output_dir: {{flag: --output}}
+  resume_from: {{flag: --resume}}
+success: {{artifacts: [model.json]}}
+retries: {{node: 64, startup: 64, hang: 64, preemption: 64}}
+"""
+TRAINER = Path(__file__).with_name("trainer.py")
+Diary = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFault:
+    """One fault of a schedule."""
+
+    kind: str
+    gap_s: float  # before it
+    lasts_s: float
+    draw: float  # from 0 to 1: which of the candidates it meets
+
+    def one_of(self, candidates: Sequence[Any]) -> Any:
+        return candidates[int(self.draw * len(candidates))] if candidates else None
+
+
+def schedule(seed: int, faults: int) -> list[ChosenFault]:
+    """The faults that a seed draws; fewer faults are the first ones of more."""
+    drawn = random.Random(seed)
+    found = []
+    for _ in range(faults):
+        kind = drawn.choice(list(KINDS))
+        gap_s, lasts_s, draw = drawn.uniform(*GAP_S), KINDS[kind] * drawn.uniform(0.1, 1.0), drawn.random()
+        found.append(ChosenFault(kind, gap_s, lasts_s, draw))
+    return found
+
+
+@dataclass(slots=True)
+class Night:
+    """A cluster under faults, and what its clients were told."""
+
+    cluster: Cluster
+    answered: list[str] = field(default_factory=list)
+    met: Counter[str] = field(default_factory=Counter)  # faults that met something, by kind
+
+    def inflict(self, fault: ChosenFault) -> None:
+        """Wait for the fault's moment, do it, undo it after its time, and start again what has ended."""
+        time.sleep(fault.gap_s)
+        undo = self._begin(fault)
+        if undo is not None:
+            self.met[fault.kind] += 1
+            time.sleep(fault.lasts_s)
+            undo()
+        self.cluster.supervise()
+
+    def _begin(self, fault: ChosenFault) -> Callable[[], None] | None:
+        """Do it; how it is undone, or None where there is nothing that it could meet."""
+        made = self.cluster
+        verb, _, what = fault.kind.partition(" ")
+        holder = _holder(made)
+        if verb == "cut":
+            host = made.hosts[NODES[int(fault.draw * len(NODES))]]
+            host.cut()
+            return host.heal
+        if verb == "half-open":
+            node, to = (
+                (holder, made.database) if "PostgreSQL" in what else (fault.one_of(NODES), _address(made, "head"))
+            )
+            assert node is not None
+            made.cut(node, to)
+            return lambda: made.heal(node, to)
+        pid = {
+            "the service": lambda: _pid(made, f"service-{holder}"),
+            "the standby": lambda: _pid(made, f"service-{_other(holder)}"),
+            "a launcher": lambda: fault.one_of(made.launchers()),
+            "a rank": lambda: fault.one_of(made.ranks()),
+            "a raylet": lambda: made.raylet(NODES[int(fault.draw * len(NODES))]),
+            "MLflow": lambda: _pid(made, "mlflow"),
+            "PostgreSQL": lambda: _pid(made, "database"),
+        }[what]()
+        if pid is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
+            return (lambda: None) if verb == "kill" else (lambda: _thaw(made, pid))
+        return None
+
+    def submit(self, seed: int) -> None:
+        """Submit a job, asked again for as long as a failover may take; none counts that was not answered."""
+        spec = _spec(self.cluster, seed)
+        for _ in range(ASKED_MAX):
+            with contextlib.suppress(AssertionError):  # no service yet
+                self.answered.append(self.cluster.asked(lambda client: client.submit(spec), "an answer", 2.0))
+                return
+            self.cluster.supervise()
+
+
+def _spec(made: Cluster, seed: int) -> dict[str, Any]:
+    file = made.folder / f"job{seed}.yaml"
+    text = JOB.format(python=sys.executable, trainer=TRAINER, seed=seed, steps=STEPS, step_s=STEP_S)
+    file.write_text(text)
+    return read_job(file).model_dump(mode="json")
+
+
+def _holder(made: Cluster) -> str:
+    """The node whose service owns the journal; while none does, n0."""
+    return made.serving() or "n0"
+
+
+def _other(node: str) -> str:
+    return "n1" if node == "n0" else "n0"
+
+
+def _address(made: Cluster, name: str) -> str:
+    return made.hosts[name].address
+
+
+def _pid(made: Cluster, part: str) -> int | None:
+    try:
+        return made.parts[part].pid
+    except ProcessLookupError:
+        return None
+
+
+def _thaw(made: Cluster, pid: int) -> None:
+    """Let a process go on, and the `nsenter` of a part, which stops with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    for part in made.parts.values():
+        part.thaw()
+
+
+# --------------------------------------------------------------------------------------------------------------- laws
+
+
+def undisturbed(folder: Path, seed: int) -> dict[int, float]:
+    """Loss by step of a run of its own that nothing disturbs."""
+    words = [sys.executable, str(TRAINER), "--seed", str(seed), "--steps", str(STEPS), "--step-s", "0"]
+    subprocess.run([*words, "--output", str(folder)], check=True, capture_output=True, timeout=120)
+    return {line["step"]: line["loss"] for line in read_diary(folder)}
+
+
+def read_diary(output: Path) -> Diary:
+    """One line per step that any attempt took; a line that a kill cut off is none."""
+    path = output / "diary.jsonl"
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def changed_curves(diaries: Mapping[str, Diary], wanted: Mapping[str, Mapping[int, float]]) -> list[str]:
+    """Jobs whose curve has another loss at a step than an undisturbed run, or lacks a step."""
+    return [
+        job_id
+        for job_id, diary in diaries.items()
+        if {line["step"] for line in diary} != set(wanted[job_id])
+        or any(line["loss"] != wanted[job_id][line["step"]] for line in diary)
+    ]
+
+
+def overlaps(spans: Sequence[tuple[tuple[str, int], str, float, float]]) -> list[str]:
+    """Pairs of attempts on one device at once, of spans (device, attempt, from, to)."""
+    found = []
+    for device, of_device in itertools.groupby(sorted(spans), key=lambda span: span[0]):
+        newest: tuple[str, float] | None = None
+        for _, name, began_s, ended_s in sorted(of_device, key=lambda span: span[2]):
+            if newest is not None and began_s < newest[1] and name != newest[0]:
+                found.append(f"{newest[0]} and {name} on {device[0]}:{device[1]}")
+            newest = (name, ended_s) if newest is None or ended_s > newest[1] else newest
+    return found
+
+
+def journalled_spans(jobs: Sequence[Job], events: Sequence[Event]) -> list[tuple[tuple[str, int], str, float, float]]:
+    """From launch to release of each attempt's devices, as the journal has it."""
+    released = {(one.job_id, one.number): one.at_s for one in events if isinstance(one, Released)}
+    return [
+        ((part.node, index), attempt.name, attempt.launched_at_s, released.get((job.id, attempt.number), float("inf")))
+        for job in jobs
+        for attempt in job.attempts
+        for part in attempt.placement
+        for index in part.devices
+    ]
+
+
+def real_spans(jobs: Sequence[Job], diaries: Mapping[str, Diary]) -> list[tuple[tuple[str, int], str, float, float]]:
+    """From the first to the last step of each attempt, as its processes wrote it."""
+    found = []
+    for job in jobs:
+        for attempt in job.attempts:
+            times = [line["at_s"] for line in diaries[job.id] if line["attempt"] == attempt.number]
+            for part in attempt.placement if times else ():
+                found += [((part.node, index), attempt.name, min(times), max(times)) for index in part.devices]
+    return found
+
+
+def records(made: Cluster) -> Counter[str]:
+    """How many ended MLflow runs each attempt has, by its name."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(made.mlflow)
+    experiments = [one.experiment_id for one in client.search_experiments() if one.name != "Default"]
+    found: Counter[str] = Counter()
+    token = None
+    while True:
+        page = client.search_runs(experiments, max_results=1000, page_token=token)
+        children = [run for run in page if "mlflow.parentRunId" in run.data.tags]
+        found.update(run.info.run_name for run in children if run.info.status != "RUNNING")
+        token = page.token
+        if not token:
+            return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- run
+
+
+def run(seed: int, faults: int, jobs: int) -> list[Figure]:
+    """Figures of one night under the faults of a seed."""
+    drawn = schedule(seed, faults)
+    with cluster(standby_database=False) as made:
+        night = Night(made)
+        until(lambda: made.status("n1", "/readyz") == 503, "the standby")
+        say(f"seed {seed}: {faults} faults over {jobs} jobs")
+        began_s = time.monotonic()
+        submitted = 0
+        for number, fault in enumerate(drawn):
+            while submitted < jobs and submitted * faults <= number * jobs:
+                night.submit(submitted % SEEDS)
+                submitted += 1
+            night.inflict(fault)
+            say(f"{number + 1}/{faults} {fault.kind} {fault.lasts_s:.1f} s")
+        while submitted < jobs:
+            night.submit(submitted % SEEDS)
+            submitted += 1
+        disturbed_s = time.monotonic() - began_s
+        say("all faults are over")
+        ended, events = _settled(made, SETTLE_S + JOB_S * jobs)
+        return _figures(night, ended, events, disturbed_s)
+
+
+def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
+    """Ended jobs and events once every job has ended, or `patience_s` have passed."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        made.supervise()
+        with contextlib.suppress(ServiceError, httpx.HTTPError), closing(made.client(_holder(made))) as client:
+            live = [job for job in client.jobs(0) if job["status"] in ("queued", "running")]
+            if not live or time.monotonic() > deadline_s:
+                break
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(1.0)
+    with closing(Journal(made.dsn, reads_only=True)) as journal:
+        return list(journal.ended(1_000_000)), list(journal.events())
+
+
+def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], disturbed_s: float) -> list[Figure]:
+    made = night.cluster
+    kept = {event.job_id for event in events if isinstance(event, Submitted)}
+    seeds = {job.id: int(job.spec.command[job.spec.command.index("--seed") + 1]) for job in ended}
+    curves = {seed: undisturbed(made.folder / f"undisturbed{seed}", seed) for seed in set(seeds.values())}
+    diaries = {job.id: read_diary(JobFolder(made.home, job.id).output) for job in ended}
+    attempts = [attempt for job in ended for attempt in job.attempts]
+    names = Counter(attempt.name for attempt in attempts)
+    lacking: list[str] = []
+
+    def recorded() -> bool:
+        made.supervise()
+        with contextlib.suppress(Exception):  # the server is coming back
+            found = records(made)
+            lacking[:] = sorted(name for name in names.keys() | found.keys() if found[name] != 1 or names[name] != 1)
+            return not lacking
+        return False
+
+    with contextlib.suppress(AssertionError):
+        until(recorded, "the records", SETTLE_S, 1.0)
+    broken = {
+        "jobs that were answered for and are not in the journal": sorted(set(night.answered) - kept),
+        "jobs that have not ended": sorted(kept - {job.id for job in ended}),
+        "jobs that ended otherwise than expected": [
+            f"{job.id}: {job.status}, {job.reason}" for job in ended if job.status is not JobStatus.SUCCEEDED
+        ],
+        "pairs of attempts on one device at once, by the journal": overlaps(journalled_spans(ended, events)),
+        "pairs of attempts on one device at once, by what ran": overlaps(real_spans(ended, diaries)),
+        "attempts without exactly one MLflow record": lacking,
+        "loss curves that differ from an undisturbed run": changed_curves(
+            diaries, {job_id: curves[seed] for job_id, seed in seeds.items()}
+        ),
+    }
+    for law, cases in broken.items():
+        for case in cases[:10]:
+            print(f"{law}: {case}")
+    return [
+        informs("faults that met something", sum(night.met.values()), ""),
+        *(informs(kind, night.met[kind], "times") for kind in KINDS),
+        informs("time under faults", disturbed_s, "s"),
+        informs("attempts", len(attempts), ""),
+        at_least("jobs that ended", len(ended), "", len(night.answered)),
+        *(at_most(law, len(cases), "", 0) for law, cases in broken.items()),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--faults", type=int, required=True)
+    parser.add_argument("--jobs", type=int, required=True)
+    said = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed
+    figures = run(said.seed, said.faults, said.jobs)
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "chaos.json").write_text(json.dumps(figures, indent=1))
+    Console().print(table(f"chaos, seed {said.seed}, {said.faults} faults, {said.jobs} jobs", figures))
+    return 0 if all(figure["holds"] for figure in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
