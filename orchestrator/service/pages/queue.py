@@ -56,9 +56,9 @@ def queue_data(
     just_ended = [job for job in state.jobs.values() if job.status.ended and job.id not in {one.id for one in archived}]
     ended = [job for job in (*reversed(just_ended), *archived) if asked.admits(job, state)]
     held = holders(state)
-    devices: dict[str, list[str]] = {}
+    devices: dict[str, dict[str, list[str]]] = {}
     for (node, index), job_id in sorted(held.items()):
-        devices.setdefault(job_id, []).append(f"{node}[{index}]")
+        devices.setdefault(job_id, {}).setdefault(node, []).append(str(index))
     pages = max(1, -(-len(found) // ROWS))
     number = min(max(1, number), pages)
     shown = found[(number - 1) * ROWS : number * ROWS]
@@ -68,7 +68,7 @@ def queue_data(
             "job": view(job.id),
             "position": positions.get(job.id),
             "pending": pending(job, state.at_s).value if job.status is JobStatus.QUEUED else "",
-            "devices": ", ".join(devices.get(job.id, ())),
+            "devices": ", ".join(f"{node}[{','.join(of_node)}]" for node, of_node in devices.get(job.id, {}).items()),
             "expected": expected.get(job.id),
             "ended_at_s": job.last.ended_at_s if job.last else None,
         }

@@ -118,7 +118,7 @@ def frontier(picture: Picture) -> Markup:
         drawn.append(_mark(point.mark, x, y, words))
         if point.label:
             drawn.append(
-                Markup('<text class="label" x="{}" y="{}">attempt {}</text>').format(x + 8, y + 4, point.label)
+                Markup('<text class="label" x="{}" y="{}">attempt {}</text>').format(x + 12, y + 4, point.label)
             )
     counts = ", ".join(f"{sum(one.mark is mark for one in picture.points)} {mark}" for mark in Mark)
     return _svg(f"Plans on {picture.device}", f"{counts}; {said}. The table below has each plan.", WIDTH, HEIGHT, drawn)
