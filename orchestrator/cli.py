@@ -22,6 +22,7 @@ from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
 from orchestrator.service.terminal import access, comparing, machines, report, simulation, watch
+from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Plans, places, recovers and compares GPU training jobs by the memory they need.",
 )
 
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="JOB", help="Id of the job, as `orc queue` shows it.", autocompletion=job_ids)
+]
 
 
 # commands about the home folder itself
@@ -365,13 +367,16 @@ def get(
 
 @app.command()
 def cancel(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="JOB...", help="Ids of jobs, as `orc queue` shows them.", autocompletion=job_ids),
+    ],
     whole_arrays: Annotated[bool, typer.Option("--array", help="Cancel the whole arrays of these jobs.")] = False,
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
     """Cancel jobs, all or none. Ranks get SIGTERM, and SIGKILL ten seconds later."""
-    cancelled = client_of(home).cancel(job_ids, whole_arrays=whole_arrays)
+    cancelled = client_of(home).cancel(ids, whole_arrays=whole_arrays)
     are = "is" if len(cancelled) == 1 else "are"
     tell({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
 

@@ -1,0 +1,26 @@
+"""Shell completion of job ids: `orc --install-completion` lets the shell ask for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+from orchestrator.specs.errors import OrchestratorError
+
+ENDED_OFFERED = 50
+
+
+def job_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Ids that begin so, live jobs and recently ended ones; none where the service does not answer."""
+    from orchestrator.service.server.client import Client
+    from orchestrator.service.server.logins import DEFAULT_HOME, login_of
+
+    url = context.find_root().params.get("server") or os.environ.get("ORC_SERVER")
+    home = Path(context.params.get("home") or os.environ.get("ORC_HOME") or DEFAULT_HOME)
+    try:
+        client = Client(login_of(url) if url else home.expanduser())
+        return [job["id"] for job in client.jobs(ENDED_OFFERED) if job["id"].startswith(incomplete)]
+    except OrchestratorError:
+        return []
