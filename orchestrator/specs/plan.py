@@ -353,7 +353,7 @@ class Setting:
     short: Callable[[Plan], Sequence[str]] | None  # its words in a line; None: it has none of its own
     rows: Callable[[Plan], dict[str, str]] | None  # its rows in a table; None: its name and value
     cheaper: tuple[Any, ...]  # values that `degrade: numeric` may take instead of the usual one, the best first
-    is_given: bool  # whether `orc estimate --set` takes it; else it follows from the job
+    is_given: bool  # whether people may give it (`plan:`, `orc estimate --set`); else it follows from the job
     alias: str  # what `--set` takes for its name as well
 
     @cached_property

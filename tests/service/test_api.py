@@ -107,6 +107,7 @@ ROUTES = [
     ("POST", "/jobs/batch"),
     ("GET", "/jobs/lm-1"),
     ("GET", "/jobs/lm-1/explanation"),
+    ("GET", "/jobs/lm-1/comparison"),
     ("POST", "/jobs/cancel"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
     ("GET", "/jobs/lm-1/output"),

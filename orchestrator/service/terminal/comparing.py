@@ -141,13 +141,13 @@ def _draw(found: ComparisonView, file: Path) -> None:
 
 def comparison_panel(found: ComparisonView) -> RenderableType:
     """Two tables within 80 columns, the picture and the verdict."""
-    from orchestrator.planning.picture import drawn
+    from orchestrator.service.terminal.tables import coloured_picture
     from orchestrator.service.views.records import picture_from_view
 
     rows = found["rows"]
     parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _what_it_gave(rows), Text()]
     if found["picture"] is not None:
-        parts += [*(Text(line) for line in drawn(picture_from_view(found["picture"]))), Text()]
+        parts += [coloured_picture(picture_from_view(found["picture"])), Text()]
     reasons = [f"{number}  {_reason(row)}" for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
     parts += [Text(line) for line in reasons] + ([Text()] if reasons else [])
     parts.append(Text(found["verdict"], style="bold"))

@@ -35,7 +35,14 @@ STYLES = {
     "queued": "yellow",
     "cancelled": "dim",
 }
-MARK_STYLES = {Mark.TOO_BIG: "dim", Mark.FITS: "", Mark.REFUTED: "red", Mark.CHOSEN: "bold green"}
+MARK_STYLES = {
+    Mark.TOO_BIG: "dim",
+    Mark.FITS: "",
+    Mark.REFUTED: "red",
+    Mark.CHOSEN: "bold green",
+    Mark.PREDICTED: "",
+    Mark.MEASURED: "bold green",
+}
 BAR_WIDTH = 32
 MOMENT_BAR_WIDTH = 28  # fits beside the longest name of a moment within 80 columns
 ROWS_AROUND = 5  # of the frontier, on each side of the chosen plan
