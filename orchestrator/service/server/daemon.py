@@ -33,7 +33,7 @@ from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.backends.trackers import TRACKERS
 from orchestrator.service.server.api import Pages, Service, create_app
-from orchestrator.service.server.cluster_file import joined_nodes, nodes_here, own_cluster, with_joined
+from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster, nodes_here, own_cluster, with_joined
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
@@ -84,6 +84,8 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
     prepare(home)
     endpoint, is_serving = kept_endpoint(home), threading.Event()
     with ExitStack() as stack:
+        background = stack.enter_context(ThreadPoolExecutor(1))
+        background.submit(measured, kept_cluster(home), home)  # kept by then: a standby takes over in seconds
         waiting = stack.enter_context(ExitStack())
         if standby:
             waiting.enter_context(_served_to_others(waiting_app(), endpoint))
@@ -100,7 +102,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         def must_end() -> bool:
             return down.is_set() or (found is None and not is_serving.is_set())
 
-        rates = stack.enter_context(ThreadPoolExecutor(1)).submit(measured, cluster, home)  # in the background
+        rates = background.submit(measured, cluster, home)
         journal.outbox.register(cluster.trackers)
         trackers: dict[str, Tracker] = {}
         for name in cluster.trackers:
