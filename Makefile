@@ -49,11 +49,13 @@ test-long: $(READY)
 test-cluster: $(READY)
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest -m cluster -s --durations=0 tests/cluster
 
-# Faults on the same hosts; `make chaos SEED=... FAULTS=... JOBS=...` draws the same ones again
+# Faults on the same hosts; `make chaos SEED=... FAULTS=... JOBS=...` draws the same ones again. None comes after LIMIT_S.
 FAULTS = 1000
 JOBS = 300
+LIMIT_S = 20000
 chaos: $(READY)
-	PYTHONHASHSEED=0 $(BIN)/python -m tests.cluster.chaos --seed $(SEED) --faults $(FAULTS) --jobs $(JOBS)
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.cluster.chaos --seed $(SEED) --faults $(FAULTS) --jobs $(JOBS) \
+		--limit-s $(LIMIT_S)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Faults drawn from a seed over many small jobs on four hosts, and what has to hold at their end.
 
-    python -m tests.cluster.chaos --seed 1 --faults 1000 --jobs 300
+    python -m tests.cluster.chaos --seed 1 --faults 1000 --jobs 300 --limit-s 20000
 
 The same seed draws the same faults in the same order; which process one meets depends on what runs at that moment.
 Exit code 1 where a law is broken. The figures go to .bench/chaos.json.
@@ -284,28 +284,28 @@ def records(made: Cluster) -> Counter[str]:
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def run(seed: int, faults: int, jobs: int) -> list[Figure]:
-    """Figures of one night under the faults of a seed."""
+def run(seed: int, faults: int, jobs: int, limit_s: float) -> list[Figure]:
+    """Figures of one night under the faults of a seed; after `limit_s` no further fault or job comes."""
     drawn = schedule(seed, faults)
     with cluster(standby_database=False) as made:
         night = Night(made)
         until(lambda: made.status("n1", "/readyz") == 503, "the standby")
         say(f"seed {seed}: {faults} faults over {jobs} jobs")
         began_s = time.monotonic()
-        submitted = 0
+        submitted, inflicted = 0, 0
         for number, fault in enumerate(drawn):
-            while submitted < jobs and submitted * faults <= number * jobs:
+            if time.monotonic() - began_s > limit_s:
+                break
+            while submitted * faults < (number + 1) * jobs:
                 night.submit(submitted % SEEDS)
                 submitted += 1
             night.inflict(fault)
+            inflicted += 1
             say(f"{number + 1}/{faults} {fault.kind} {fault.lasts_s:.1f} s")
-        while submitted < jobs:
-            night.submit(submitted % SEEDS)
-            submitted += 1
         disturbed_s = time.monotonic() - began_s
         say("all faults are over")
         ended, events = _settled(made, SETTLE_S + JOB_S * jobs)
-        return _figures(night, ended, events, disturbed_s)
+        return [informs("faults", inflicted, ""), *_figures(night, ended, events, disturbed_s)]
 
 
 def _settled(made: Cluster, patience_s: float) -> tuple[list[Job], list[Event]]:
@@ -375,12 +375,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--faults", type=int, required=True)
     parser.add_argument("--jobs", type=int, required=True)
+    parser.add_argument("--limit-s", type=float, required=True)
     said = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are removed
-    figures = run(said.seed, said.faults, said.jobs)
+    figures = run(said.seed, said.faults, said.jobs, said.limit_s)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "chaos.json").write_text(json.dumps(figures, indent=1))
-    Console().print(table(f"chaos, seed {said.seed}, {said.faults} faults, {said.jobs} jobs", figures))
+    counted = f"{figures[0]['value']:g} of {said.faults} faults"
+    Console().print(table(f"chaos, seed {said.seed}, {counted}, {said.jobs} jobs", figures))
     return 0 if all(figure["holds"] for figure in figures) else 1
 
 

@@ -87,6 +87,7 @@ def saves(cluster: Cluster, job_id: str) -> None:
 
 def roles(cluster: Cluster) -> tuple[str, str]:
     """The nodes of the service that owns the journal and of its standby, once both are there."""
+    cluster.supervise()
     holder = until(cluster.serving, "a service")
     other = {"n0": "n1", "n1": "n0"}[holder]
     until(lambda: cluster.status(other, "/readyz") == 503, "its standby")
@@ -171,7 +172,6 @@ def test_a_standby_takes_over_from_a_killed_service_and_its_jobs_run_on(hosts_of
         job = cluster.ended(one)
         assert (job["status"], len(job["attempts"])) == ("succeeded", 1), job
     assert decided_s <= FAILOVER_S
-    cluster.parts[f"service-{holder}"].start()
 
 
 def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own: Cluster) -> None:
@@ -193,8 +193,6 @@ def test_a_holder_that_is_cut_off_from_the_journal_acts_no_more(hosts_of_our_own
     assert [job["status"] for job in jobs] == ["succeeded"] * 2, jobs
     assert [len(job["attempts"]) for job in jobs] == [1, 1], "taken up, not launched again"
     assert [read_epoch(JobFolder(cluster.home, one["id"]).epoch) for one in jobs] == [1, 1]
-    cluster.parts[f"service-{holder}"].start()
-    roles(cluster)
 
 
 def test_the_queue_goes_on_when_the_primary_database_is_lost_and_nothing_is_missing(hosts_of_our_own: Cluster) -> None:
