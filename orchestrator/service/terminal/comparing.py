@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
-from orchestrator.scheduling.reports.comparison import Outcome
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.terminal.options import AsJson, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import console_on, tell
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from orchestrator.service.server.client import Client
@@ -27,7 +22,6 @@ if TYPE_CHECKING:
 
 LINK_S = 20.0  # longest wait for MLflow's page: records go there after the jobs have ended
 LINK_POLL_S = 0.5
-EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
 PICTURES = (".png", ".svg")
 
 
@@ -58,6 +52,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare strategies: run a job under each for some steps, and show memory, time, loss and cost side by side."""
+    from orchestrator.service.terminal.comparison_tables import comparison_panel
+
     if picture is not None and picture.suffix not in PICTURES:
         raise SpecError("no picture of this kind", path="--picture", got=str(picture), allowed=", ".join(PICTURES))
     with closing(client_of(home)) as client:
@@ -137,84 +133,3 @@ def _draw(found: ComparisonView, file: Path) -> None:
 
     if found["picture"] is not None:
         figure(f"Strategies of {found['name']}", picture_from_view(found["picture"]), "").savefig(file)
-
-
-def comparison_panel(found: ComparisonView) -> RenderableType:
-    """Two tables within 80 columns, the picture and the verdict."""
-    from orchestrator.service.terminal.tables import coloured_picture
-    from orchestrator.service.views.records import picture_from_view
-
-    rows = found["rows"]
-    parts: list[RenderableType] = [Text(), _memory_and_time(rows), Text(), _what_it_gave(rows), Text()]
-    if found["picture"] is not None:
-        parts += [coloured_picture(picture_from_view(found["picture"])), Text()]
-    reasons = [f"{number}  {_reason(row)}" for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
-    parts += [Text(line) for line in reasons] + ([Text()] if reasons else [])
-    parts.append(Text(found["verdict"], style="bold"))
-    return Group(*parts)
-
-
-def _memory_and_time(rows: Sequence[dict[str, Any]]) -> Table:
-    table = _table("STRATEGY", right=("PEAK", "PREDICTED", "STEP", "PREDICTED"))
-    table.add_column("END", no_wrap=True)
-    for number, row in enumerate(rows, 1):
-        table.add_row(
-            str(number),
-            row["strategy"],
-            _bytes(row["peak_bytes"]),
-            _bytes(row["predicted_peak_bytes"]),
-            _seconds(row["step_s"]),
-            _seconds(row["predicted_step_s"]),
-            row["outcome"],
-        )
-    return table
-
-
-def _what_it_gave(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows of two tables in one: what is not known of any strategy has no column."""
-    columns: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "TOKENS/S": ("tokens_per_s", lambda rate: f"{rate:,.0f}"),
-        "SAMPLES/S": ("samples_per_s", lambda rate: f"{rate:,.1f}"),
-        "MFU": ("mfu", lambda share: f"{100 * share:.1f} %"),
-        "RESERVED": ("reserved_bytes", format_bytes),
-        "HOST": ("host_bytes", format_bytes),
-        "LOSS": ("loss", lambda loss: f"{loss:.4f}"),
-        "DISTANCE": ("loss_distance", lambda distance: f"{distance:.1g}"),
-        "OOMS": ("ooms", str),
-        "RESTARTS": ("restarts", str),
-        "DEVICE-S": ("device_s", lambda seconds: f"{seconds:,.0f}"),
-        "COST": ("money", lambda money: f"{money:.4g}"),
-    }
-    known = {name: said for name, said in columns.items() if any(row[said[0]] is not None for row in rows)}
-    if "TOKENS/S" in known:
-        del known["SAMPLES/S"]
-    table = _table(right=tuple(known))
-    for number, row in enumerate(rows, 1):
-        table.add_row(str(number), *("-" if row[key] is None else words(row[key]) for key, words in known.values()))
-    return table
-
-
-def _table(*left: str, right: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("#", justify="right", no_wrap=True)
-    for column in left:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _reason(row: dict[str, Any]) -> str:
-    """Why it did not finish, without what is true of all strategies; of one that does not fit, its bytes."""
-    lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
-    if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device
-        lines = [line for line in lines if line.startswith("closest: ")] or lines[:1]
-    return "\n   ".join(lines)
-
-
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else format_bytes(count)
-
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else format_seconds(seconds)
