@@ -310,7 +310,7 @@ def _variants(spec: JobSpec, hardware: Hardware) -> list[_Variant]:
     found = []
     for chosen in product(*choices):
         values = {one.name: value for one, (value, _) in zip(touched, chosen, strict=True)}
-        if any(pins.get(name, value) != value for name, value in values.items()):
+        if pins and any(pins.get(name, value) != value for name, value in values.items()):
             continue
         if device.has(values["precision"]):
             found.append(_Variant(values=values, degradation=max(degradation for _, degradation in chosen)))
@@ -417,13 +417,13 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
     pins = dict(spec.plan)
     micro, steps, mode = (pins.get(name) for name in OF_A_FAMILY)
     for layout in layouts(spec, hardware):
-        if not agrees(layout, pins):
+        if pins and not agrees(layout, pins):
             continue
         cuts = batch_cuts(spec, layout.dp)
         if pins:
             cuts = tuple(cut for cut in cuts if micro in (None, cut[0]) and steps in (None, cut[1]))
         for strategy in strategies(spec, hardware, layout) if cuts else ():
-            if not agrees(strategy, pins):
+            if pins and not agrees(strategy, pins):
                 continue
             pipeline = layout.pp, strategy.pipeline_stages_per_rank
             try:  # which combinations are legal is said once, in specs.plan
@@ -431,7 +431,9 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
             except IllegalPlan:
                 continue
             at_work = tuple(cut for cut in cuts if why_pipeline_stalls(*pipeline, cut[1]) is None)
-            modes = tuple(one for one in checkpointing(spec, strategy) if mode in (None, one))
+            modes = checkpointing(spec, strategy)
+            if mode is not None:
+                modes = tuple(one for one in modes if one is mode)
             yield _Family(example=example, modes=modes, cuts=at_work)
 
 
