@@ -56,8 +56,11 @@ class EventLog(Protocol):
     def append(self, decided: Sequence[Decided]) -> None:
         """Keep events, decisions, ended jobs and records for trackers, all or nothing."""
 
-    def confirm(self) -> None:
-        """Return while this process owns the journal and may act. Raises ServiceError once it does not."""
+    def confirm(self, *, asks: bool = True) -> None:
+        """Return while this process owns the journal and may act. Raises ServiceError once it does not.
+
+        Without `asks` nothing is waited for, and doubt is a no.
+        """
 
     def archive(self, ended: Sequence[tuple[Job, float]]) -> None:
         """Keep ended jobs, each with the time of its end, unless they are kept already."""

@@ -120,6 +120,17 @@ def test_a_standby_that_is_stopped_ends_its_wait(database: str, monkeypatch: pyt
         first.append([(TimerFired(at_s=1), ())])  # the standby's end did not disturb it
 
 
+def test_who_only_wants_to_know_does_not_wait_for_a_database_that_is_away(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "SURE", 0.0)
+    with closing(Journal(database)) as journal:
+        refused = pytest.raises(ServiceError, match="has not answered for a while")
+        with journal.database.transaction(), refused:  # one that the database keeps waiting has the connection
+            journal.confirm(asks=False)
+        journal.confirm()
+
+
 def test_a_stopped_holder_of_a_file_keeps_it(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/journal.db"
     with leader(url, 0) as old:

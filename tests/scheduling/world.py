@@ -49,7 +49,7 @@ class MemoryJournal:
         state, count = self.newest or (None, 0)
         return state, list(zip(self.kept, self.decided, strict=True))[count:]
 
-    def confirm(self) -> None:
+    def confirm(self, *, asks: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[tuple[Event, Sequence[Action]]]) -> None:

@@ -71,9 +71,14 @@ class Database:
                     self._owned.renew(connection)
                 yield connection
 
-    def confirm(self) -> None:
-        """Return while this process owns the journal and may act. Raises ServiceError once it does not."""
+    def confirm(self, *, asks: bool = True) -> None:
+        """Return while this process owns the journal and may act. Raises ServiceError once it does not.
+
+        Without `asks` the database is not asked: who only wants to know must not wait for one that is away.
+        """
         if isinstance(self._owned, Lease) and not self._owned.is_sure:
+            if not asks:
+                raise ServiceError(f"journal {self.name} has not answered for a while: another service may own it.")
             with self.transaction():  # which holds the lease anew, or raises
                 pass
 

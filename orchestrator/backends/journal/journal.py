@@ -171,9 +171,9 @@ class Journal:
                 return
             after = rows[-1].id
 
-    def confirm(self) -> None:
-        """Return while this process owns the journal and may act. Raises ServiceError once it does not."""
-        self.database.confirm()
+    def confirm(self, *, asks: bool = True) -> None:
+        """Return while this process owns the journal and may act; see `Database.confirm`."""
+        self.database.confirm(asks=asks)
 
     def close(self) -> None:
         """Close the journal; another process may open it then, and every later call is refused."""

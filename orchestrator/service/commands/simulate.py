@@ -155,7 +155,7 @@ class Unkept:
     def load(self) -> tuple[State | None, Sequence[tuple[Event, str | None]]]:
         return None, ()
 
-    def confirm(self) -> None:
+    def confirm(self, *, asks: bool = True) -> None:
         pass
 
     def append(self, decided: Sequence[Decided]) -> None:

@@ -118,8 +118,8 @@ class Controller:
             return self._scheduler.wake_at_s()
 
     def confirm(self) -> None:
-        """Return where this service owns its journal, and so may act. Raises ServiceError where it does not."""
-        self._journal.confirm()
+        """Return where this service surely owns its journal; waits for nothing. Raises ServiceError elsewhere."""
+        self._journal.confirm(asks=False)
 
     def job(self, job_id: str) -> Job | None:
         """The job's current or final record."""
