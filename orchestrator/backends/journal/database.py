@@ -87,7 +87,7 @@ class Database:
         self._ended.set()
         with self._lock:
             self._closed = True
-            if isinstance(self._owned, Lease):
+            if isinstance(self._owned, Lease) and self._owned.is_sure:  # else the database is away, or another's
                 with suppress(DatabaseError), self.engine.begin() as connection:
                     self._owned.give_up(connection)
             self.engine.dispose()

@@ -127,4 +127,4 @@ def connect_args() -> dict[str, object]:
     """
     lease_ms = round(1000 * LEASE_S)
     options = f"-c idle_in_transaction_session_timeout={lease_ms} -c lock_timeout={2 * lease_ms}"
-    return {"options": options, "connect_timeout": 10, "tcp_user_timeout": lease_ms}
+    return {"options": options, "connect_timeout": round(LEASE_S / 2), "tcp_user_timeout": lease_ms}
