@@ -115,6 +115,7 @@ ROUTES = [
     ("PUT", "/uploads/0"),
     ("GET", "/cluster"),
     ("GET", "/teams"),
+    ("GET", "/report"),
     ("GET", "/metrics"),
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
