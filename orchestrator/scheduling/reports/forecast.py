@@ -157,12 +157,12 @@ class _Play:
 
     def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
         self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
-        self._desk = index_of(state)  # what is known of lengths: nothing is measured meanwhile
+        self._index = index_of(state)  # what is known of lengths: nothing is measured meanwhile
         self._found: dict[str, Expected] = {}
         self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
         self._ends: list[tuple[float, int, str]] = []
         self._longer: dict[str, float] = {}  # than expected, by job: as many times
-        for job in self._desk.running.values():
+        for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.ended_at_s is None:
                 self._begin(job, attempt)
@@ -170,7 +170,7 @@ class _Play:
     def until_ended(self, near: Sequence[str]) -> Mapping[str, Expected]:
         """What became of these jobs, as far as they ended."""
         going = {*near}
-        for job in self._desk.running.values():
+        for job in self._index.running.values():
             attempt = job.attempts[-1]
             if attempt.status is AttemptStatus.ENDED:
                 self._tell(Released(job_id=job.id, number=attempt.number, at_s=self._state.at_s))
@@ -204,7 +204,7 @@ class _Play:
 
     def _begin(self, job: Job, attempt: Attempt) -> None:
         launched_s, at_s = attempt.launched_at_s, self._state.at_s
-        length_s = self._desk.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
+        length_s = self._index.end_of(job, replace(attempt, leaves_by_s=None)) - launched_s
         if job.id not in self._longer and 0 < length_s < inf and self._sample:
             share = _share(job, self._sample)
             self._longer[job.id] = _longer(length_s, at_s - launched_s, self._spreads[job.id], share) / length_s
@@ -218,7 +218,7 @@ class _Play:
     def _stop(self, job_id: str) -> None:
         """Who is asked to end has saved what it has trained so far."""
         (attempt, end_s), job, at_s = self._running[job_id], self._state.jobs[job_id], self._state.at_s
-        pool, left = self._desk.pool_of(attempt), steps_left(job, attempt)
+        pool, left = self._index.pool_of(attempt), steps_left(job, attempt)
         saved = None
         if pool is not None and left is not None and job.spec.optimizer_steps is not None:
             from_s = attempt.launched_at_s + pool.launch_cost_s

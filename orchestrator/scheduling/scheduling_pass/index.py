@@ -1,6 +1,6 @@
 """What follows from a state, kept up to date with it: free devices, the waiting in their order, what each can run as.
 
-A desk could be made anew from every state; it is carried along because that would cost a look at every job.
+An index could be made anew from every state; it is carried along because that would cost a look at every job.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class QuotaPass:
     """
 
     def __init__(self, index: SchedulerIndex) -> None:
-        self._desk = index
+        self._index = index
         self._policy = index.state.policy
         self._left: dict[str, int] = {}  # devices that a team may still claim as its own
         self._without: set[str] = set()  # teams that wait and hold nothing
@@ -59,26 +59,26 @@ class QuotaPass:
         closed nodes are idle: their reasons say so.
         """
         ahead: list[tuple[Waiting, float, int | None]] = []
-        idle = self._desk.idle
+        idle = self._index.idle
         for number, turn in enumerate(self._all()):
             of_others = number - len(self._promised)
-            is_looked_at = of_others < 0 or (of_others < LOOKED_AT_MAX and bool(self._desk.elastic))
+            is_looked_at = of_others < 0 or (of_others < LOOKED_AT_MAX and bool(self._index.elastic))
             if not is_looked_at and not idle:
                 return
             ahead.append(turn)
-            if self._left or is_looked_at or not must_wait(self._desk, turn[0]):
+            if self._left or is_looked_at or not must_wait(self._index, turn[0]):
                 for one in ahead:
                     if one[0].job.id not in self._heard:
                         yield one
                 ahead.clear()
-                idle = self._desk.idle  # without what was given to them
-        if self._desk.closed and idle:
+                idle = self._index.idle  # without what was given to them
+        if self._index.closed and idle:
             yield from [one for one in ahead[:LOOKED_AT_MAX] if one[0].job.id not in self._heard]
 
     def _all(self) -> Iterator[tuple[Waiting, float, int | None]]:
         yield from ((waiting, inf, None) for waiting in self._promised)
         for waiting, by_s in self._unheard() if self._without else ():
-            if waiting.rank <= self._desk.state.at_s and self._team_of(waiting.job.user) in self._without:
+            if waiting.rank <= self._index.state.at_s and self._team_of(waiting.job.user) in self._without:
                 yield waiting, by_s, None
         if any(left > 0 for left in self._left.values()):
             for waiting, by_s in self._unheard():
@@ -89,7 +89,7 @@ class QuotaPass:
             yield waiting, by_s, None
 
     def _unheard(self) -> Iterator[tuple[Waiting, float]]:
-        return ((waiting, by_s) for waiting, by_s in self._desk.policy.in_order() if waiting.job.id not in self._heard)
+        return ((waiting, by_s) for waiting, by_s in self._index.policy.in_order() if waiting.job.id not in self._heard)
 
     def decided(self, waiting: Waiting, outcome: StartDecision | Wait | Infeasible) -> None:
         """The job has its answer."""
