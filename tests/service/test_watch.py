@@ -54,7 +54,12 @@ def test_a_terminal_sees_a_job_that_is_submitted_while_it_watches_and_ctrl_c_end
     world, folder = home
     terminal, slave = pty.openpty()
     watching = subprocess.Popen(
-        [*WATCH, "--every", "0.2"], stdin=slave, stdout=slave, stderr=slave, env=environment(folder)
+        [*WATCH, "--every", "0.2"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environment(folder),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of a shell may ignore it
     )
     try:
         assert "1 of 2 busy" in read_until(terminal, "lm-1")
