@@ -1,4 +1,4 @@
-"""Two services on one journal never both act, on a file and on a database, whoever is stopped and for how long."""
+"""Two services on one journal never both act, on a file and on a database, whichever is stopped, for any time."""
 
 from __future__ import annotations
 

@@ -193,6 +193,7 @@ def test_a_page_leads_to_sign_in_once_its_token_is_revoked(site: Site, monkeypat
     tab.get_by_text("Live.").wait_for()
     site.world.accounts.revoke_token(site.world.accounts.tokens()[-1].id)
     tab.wait_for_url(f"**{SIGN_IN}**")
+    assert tab.get_by_text("Live.").count() == 0
 
 
 def test_a_page_is_used_by_keyboard(site: Site) -> None:
@@ -219,6 +220,7 @@ def test_a_pasted_job_is_planned_and_then_submitted(site: Site) -> None:
     tab.get_by_text("taken", exact=True).wait_for()
     tab.get_by_role("button", name="Submit 1 job").click()
     tab.get_by_role("link", name="pasted-").wait_for()
+    assert [job.spec.name for job in site.world.controller.state.jobs.values()].count("pasted") == 1
 
 
 # ------------------------------------------------------------------------------------------------- sessions and gate

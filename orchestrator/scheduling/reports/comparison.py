@@ -59,7 +59,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One strategy; None stands for what nobody told or measured."""
+    """One strategy; None stands for what was neither said nor measured."""
 
     job_id: str
     strategy: str
