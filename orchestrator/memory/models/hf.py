@@ -1,6 +1,6 @@
 """A transformers configuration as the closed form of our decoder knows it: families of the Llama kind, and adapters.
 
-Their layers save what our decoder's do: measured as slopes over hidden size, feed-forward, heads and key-value heads,
+Their layers save what our decoder's do. Slopes over hidden size, feed-forward, heads and key-value heads were measured
 by counting live storages of one layer (transformers 5.23, torch 2.13.0, CPU, 2026-11). Differences are in
 `as_transformers`. A family that is not here needs a declared profile.
 """

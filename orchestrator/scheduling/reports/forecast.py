@@ -40,8 +40,8 @@ STOPPED = Evidence(stopped=True)
 class Expected:
     """From when to when a job is expected to run, and on how many devices it starts.
 
-    With lengths as wrong as they were seen to be, it starts and ends within these ranges with a probability of 80 %,
-    if nothing more is submitted and nothing fails.
+    It starts and ends within these ranges with a probability of 80 %, if lengths are as wrong as they were seen to be.
+    The forecast assumes that nothing more is submitted and nothing fails.
     """
 
     start_s: float
