@@ -1,9 +1,9 @@
 """`make bench-fairness`: two users on one cluster, one floods it. How long does the other wait?
 
-The fair tree promises (fair_share.py): the user with less usage per share comes first. So as long as a
-user has used less per share than everybody else who waits, a job of one device waits for a free device, and for
-those of its own jobs that are ahead of it. Of D devices, each held for L seconds at most (launch and release included),
-D come free within every L seconds, so that a job with k of its own ahead waits at most
+The fair tree promises (fair_share.py): the user with the least usage per share comes first. A job of one device of
+that user waits for a free device and for its own jobs ahead of it, and for no other. Each of D devices is held for L
+seconds at most, launch and release included, so D come free within every L seconds. A job with k of its own user's
+jobs ahead waits at most
 
     W(k) = (floor(k / D) + 1) * L
 

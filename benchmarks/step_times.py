@@ -79,10 +79,10 @@ def vtrain(path: Path) -> Iterator[Measured]:
     """Megatron-DeepSpeed on nodes of eight A100 with 800 Gbit/s of InfiniBand, 1F1B, attention not fused, 50,257 words,
     every layer recomputed (VIA-Research/vTrain: data/README.md, src/config.py, use_checkpoint in config/validation/).
 
-    Those of one node were not timed row by row: they are sums. A layer's time is the same to 1e-5 whatever the depth,
-    the data-parallel and the pipeline degree, and steps lie on a line over the number of micro-batches (`off_a_line`),
-    as where one trace is kept per width, tensor-parallel degree and micro-batch (same, src/predictor.py, profile).
-    1,440 rows hold 32 layer times.
+    Those of one node were not timed row by row: they are sums. A layer's time does not depend on the depth, the
+    data-parallel or the pipeline degree: it is the same to 1e-5. Steps lie on a line over the number of micro-batches
+    (`off_a_line`). One trace per width, tensor-parallel degree and micro-batch gives such rows (same, src/predictor.py,
+    profile). 1,440 rows hold 32 layer times.
     """
     for row in csv.DictReader(path.open()):
         number = {name: int(text) for name, text in row.items() if "(" not in name}
@@ -113,9 +113,9 @@ def bigscience(path: Path) -> Iterator[Measured]:
     All rows have 320 to 384 devices, with which it always hung unless launches blocked (same file, "dealing with JZ
     hanging on the large model": CUDA_LAUNCH_BLOCKING=1).
 
-    A group is what was tried on one day, since the software changed from day to day. Left out: rows of quality C, whose
-    layers were derived from a size, and three on one node, whose global batch of 2,048 in the time that is said would
-    be beyond the peak of eight A100.
+    A group is what was tried on one day, since the software changed from day to day. Rows of quality C are left out:
+    their layers were derived from a size. Three rows on one node are left out: at their global batch of 2,048 the
+    published time would exceed the peak of eight A100.
     """
     for row in csv.DictReader(path.open()):
         if row["source_path"] != "train/tr11-176B-ml/chronicles-prequel.md" or not row["tput"] or row["quality"] == "C":

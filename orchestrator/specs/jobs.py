@@ -16,7 +16,7 @@ class Jobs(Mapping[str, "Job"]):
     """Jobs in the order of their submission.
 
     A copy costs a chunk and the list of chunks. With 10,000 jobs: 0.7 us for one job changed, 6 us for one more, 10 us
-    for one less, where the copy of a dict is 26 us (measured, python 3.11, one Xeon core, 2026-11).
+    for one less. The copy of a dict takes 26 us (measured, python 3.11, one Xeon core, 2026-11).
     """
 
     __slots__ = ("_chunks", "_count", "_orders")

@@ -200,7 +200,7 @@ class MortalBackend(SimulatedBackend):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is asked of the service, and what the world has in store."""
+    """Jobs with their times, later cancels and drains, and the chances of failures."""
 
     cluster: ClusterSpec
     jobs: tuple[tuple[float, JobSpec, Fault | None], ...]  # submitted when, in order

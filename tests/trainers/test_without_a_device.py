@@ -1,7 +1,7 @@
 """Every client also runs without a virtual device, as the guard runs on a real one: it only watches.
 
-Each rank tells of PyTorch's version, its steps and a heartbeat, and of the out-of-memory error that it catches or dies
-of, which the user's own `sitecustomize` raises here in PyTorch's class and CUDA's words.
+Each rank reports PyTorch's version, its steps, a heartbeat and the out-of-memory error that it catches or dies of. The
+user's own `sitecustomize` raises that error here, in PyTorch's class and CUDA's words.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from orchestrator.specs.profile import MeasuredLine, MemoryEstimate, OwnSettings
 # A plan fits where it does so with this probability.
 CONFIDENCE = 0.99
 EVEN = 0.5
-# The room that a plan must leave where nothing was measured, by where its profile comes from. Of 240 plans on virtual
-# devices that were drawn at random (tests/memory/test_fits.py, 2026-11-22) the closed form falls short of 60 by 0.7 %
-# at most, a trace of the others by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is declared or assumed is
+# The room that a plan must leave where nothing was measured, by where its profile comes from. 240 plans on virtual
+# devices were drawn at random (tests/memory/test_fits.py, 2026-11-22). The closed form falls short of 60 by 0.7 % at
+# most, a trace of the other 180 by 1.6 %; its bar is 3 % (tests/memory/test_traced.py). What is declared or assumed is
 # trusted no more than the closed form. On CUDA, memory.estimate.FRAGMENTATION falls short of the worst of 11 replayed
 # allocator traces by 4.8 % (1.132 against 1.08), so that MARGIN holds whatever the source is.
 MARGIN = 1.05
@@ -174,10 +174,10 @@ def calibration(observations: Iterable[Observation], *, device: str, family: str
     """What the outcomes of a family on a kind of device say; `job` (a Job.key) is the one that asks.
 
     `observations` come oldest first, as `remembered` gives them. The correction is the upper median of the factors
-    observed, none above CORRECTION_MAX, so that one outlier among two or more others does not take it out of their
-    range; but a job that ran out of memory itself is held to the median of what is believed of it since. Outcomes
-    under another torch than the newest do not count, save that what was refuted stays refuted. Nor do those of a script
-    that were predicted relative to other settings than the newest that says anything.
+    observed, none above CORRECTION_MAX: one outlier among three or more does not move it out of the others' range. A
+    job that ran out of memory is held to the median of the belief about it since. Outcomes under another torch than
+    the newest do not count, but refuted plans stay refuted. Outcomes of a script do not count either where they were
+    predicted relative to other settings than the newest.
     """
     of_device = [seen for seen in observations if seen.device == device]
     of_family = [seen for seen in of_device if seen.family == family]

@@ -14,8 +14,8 @@ from orchestrator.specs.profile import MemoryEstimate, MomentBytes, Source
 def observed_correction(moments: Sequence[MomentBytes], measured_bytes: int) -> float:
     """The least factor on the activations under which some moment reaches `measured_bytes`.
 
-    At least 1: a plan that needed less than predicted says nothing about the plans that are still to come, and a wrong
-    "fits" costs an attempt where a wrong "too big" costs speed.
+    At least 1: a plan that needed less than predicted says nothing about later plans. A wrong "fits" costs an attempt;
+    a wrong "too big" costs only speed.
     """
     factors = (
         (measured_bytes - moment.counted_bytes) / moment.activation_bytes

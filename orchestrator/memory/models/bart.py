@@ -1,10 +1,10 @@
 """An encoder-decoder of the BART family as transformers has one, in closed form.
 
-Attention is flash attention under a mask, which every layer widens to its compute type for itself: what a layer saves
-grows with the square of the sequence all the same, but not with the number of heads. Encoder and decoder see
-`sequence_length` tokens each (data/tokenised.py), and all logits exist at once. Every coefficient is a slope of
-live bytes over one of the sizes, operation by operation, in traced steps of 8 models (transformers 5.23, torch 2.13.0,
-2026-11), which they meet to the byte.
+Attention is flash attention under a mask. Every layer widens the mask to its own compute type, so a layer's saved bytes
+grow with the square of the sequence, but not with the number of heads. Encoder and decoder see `sequence_length` tokens
+each (data/tokenised.py), and all logits exist at once. Every coefficient is a slope of live bytes over one of the
+sizes, operation by operation. They meet traced steps of 8 models to the byte (transformers 5.23, torch 2.13.0,
+2026-11).
 """
 
 from __future__ import annotations

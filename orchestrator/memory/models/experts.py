@@ -2,8 +2,8 @@
 
 Every token goes to some of the experts, whose matrices lie in two tensors of a layer. transformers 5.23 sorts the
 copies of all tokens by their expert and multiplies them group by group (`grouped_mm_experts_forward` in
-transformers/integrations/moe.py), so what a layer holds follows from the number of copies, not from the routing. Where
-experts are spread over ranks an uneven routing is memory too; no engine of ours does that.
+transformers/integrations/moe.py). A layer's bytes therefore follow from the number of copies, not from the routing.
+Uneven routing costs memory where experts are spread over ranks; none of our engines spreads them.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def experts_of(config: Mapping[str, Any]) -> Experts | None:
 def with_experts(profile: ModelProfile, experts: Experts, hidden: int, tokens: int, *, autocast: bool) -> ModelProfile:
     """The profile of `tokens` a sample whose layers have no feed-forward part, with a mixture of experts in each.
 
-    Each coefficient is a slope of live storages over one of the sizes, in traced steps of 21 mixtures (transformers
-    5.23, torch 2.13.0, 2026-11), which they meet to the byte; autocast does not reach the experts.
+    Each coefficient is a slope of live storages over one of the sizes. They meet traced steps of 21 mixtures to the
+    byte (transformers 5.23, torch 2.13.0, 2026-11). Autocast does not reach the experts.
     """
     embedding, layer, head = profile.segments
     h, f, shared, count = hidden, experts.width, experts.shared_width, experts.count

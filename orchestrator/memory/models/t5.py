@@ -1,10 +1,10 @@
 """An encoder-decoder of the T5 family as transformers has one, in closed form.
 
-Its attention adds a bias of positions that is learned: a CPU makes its scores whole, and the kernel of CUDA is given a
-bias as large as they are, so what a layer saves grows with the square of the sequence. Encoder and decoder see
-`sequence_length` tokens each (data/tokenised.py), and all logits exist at once. Every coefficient is a slope of
-live bytes over one of the sizes, operation by operation, in traced steps of 14 models (transformers 5.23, torch 2.13.0,
-2026-11), which they meet to the byte; with CUDA's kernels, of 9 models, the saved bytes and those of its backward pass.
+Its attention adds a learned bias of positions. A CPU makes all scores at once; the kernel of CUDA takes a bias as large
+as the scores. A layer's saved bytes therefore grow with the square of the sequence. Encoder and decoder see
+`sequence_length` tokens each (data/tokenised.py), and all logits exist at once. Every coefficient is a slope of live
+bytes over one of the sizes, operation by operation. They meet traced steps of 14 models to the byte (transformers 5.23,
+torch 2.13.0, 2026-11); with CUDA's kernels, the saved and the backward bytes of 9 models.
 """
 
 from __future__ import annotations

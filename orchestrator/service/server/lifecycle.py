@@ -39,9 +39,8 @@ def start(
     None where it was up already. Raises ServiceError; SpecError where no cluster is named and this machine's devices
     make none.
 
-    `cluster`, `ray_address`, `endpoint` and the variables ORC_JOURNAL (the address of a PostgreSQL journal) and
-    ORC_MLFLOW (of an MLflow server that is not ours) are kept in the home folder. A restart that names none of them
-    uses the kept ones.
+    The home folder keeps `cluster`, `ray_address`, `endpoint` and two variables: ORC_JOURNAL, the address of a
+    PostgreSQL journal, and ORC_MLFLOW, that of an MLflow server. A restart that names none of them uses the kept ones.
     """
     prepare(home)
     _refuse_another_machine(home)
