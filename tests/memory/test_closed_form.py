@@ -198,6 +198,23 @@ def test_the_model_knows_the_chunks_of_the_loss_and_the_cut_of_the_pipeline() ->
         assert [layers_of(layers, stage, count) for stage in range(count)] == cut
 
 
+def test_a_pipeline_needs_no_more_memory_for_four_times_the_micro_batches(tmp_path: Path) -> None:
+    tried = [
+        dataclasses.replace(
+            plan(Engine.TORCH, 0, 2, layout={"pp": 2}, pipeline_stages_per_rank=stages, activation_checkpointing=FULL),
+            gradient_accumulation_steps=turns,
+        )
+        for stages in (1, 2)
+        for turns in (8, 32)
+    ]
+    found = rows(DEEP, tried, tmp_path)
+    few, many = found[::2], found[1::2]
+    assert all(two.measured_bytes <= 1.01 * one.measured_bytes for one, two in zip(few, many, strict=True)), table(
+        found
+    )
+    assert _mean_error(found) <= MEAN_ERROR_MAX, table(found)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_full_matrix_with_bf16_and_large_vocabularies_holds_the_same_bars(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
     It keeps none of what tensor parallelism cuts, which are views of parameters (`cached_cast` in
     aten/src/ATen/autocast_mode.cpp, torch 2.13.0).
     """
-    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.neighbours, mode, casts)
+    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, mode, casts)
     if rank.in_flight == 1:
         return alone
     kept = [_kept(segment, mode, casts) for segment in rank.stage.segments]
@@ -50,7 +50,7 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
 
 def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
     """The rank's passages where most is live of large micro-batches under some checkpointing, or a loss in chunks."""
-    return _highest_places(rank.stage, rank.has_loss, not rank.neighbours, casts)
+    return _highest_places(rank.stage, rank.has_loss, not rank.messages, casts)
 
 
 @lru_cache(maxsize=8192)

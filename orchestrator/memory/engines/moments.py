@@ -90,13 +90,13 @@ class Rank:
     has_loss: bool = True
     in_flight: int = 1
     accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
-    neighbours: int = 0  # from which one of its stages receives hidden states, or their gradients
+    messages: int = 0  # hidden states and gradients that it keeps for them, of one micro-batch each
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
         if self.stage.moments:
             return traced_passages(self.stage)
-        return passages(self.stage, self.has_loss, gathers=not self.neighbours)
+        return passages(self.stage, self.has_loss, gathers=not self.messages)
 
     @cached_property
     def parameters(self) -> int:
@@ -121,18 +121,8 @@ class Rank:
         return sum(segment.trained_parameters for segment in self.held.segments if not segment.is_unit)
 
     def buffer_bytes(self, plan: Plan) -> int:
-        """What it keeps of the messages of a step (torch/distributed/pipelining/stage.py).
-
-        All that it receives has a buffer. Interleaved schedules wait at the end of a step for what they sent, which
-        counts beside the activations once its own backward pass is over.
-        """
-        if not self.neighbours:
-            return 0
-        samples, messages = plan.micro_batch_size * plan.gradient_accumulation_steps, float(self.neighbours)
-        if plan.pipeline_stages_per_rank > 1:
-            waiting = self.in_flight / (plan.gradient_accumulation_steps * plan.pipeline_stages_per_rank)
-            messages *= 2.0 - waiting
-        return int(messages * samples * self.held.boundary_bytes)
+        """What it keeps of the messages of a step (training/engines/pipeline.py)."""
+        return self.messages * plan.micro_batch_size * self.held.boundary_bytes
 
 
 @lru_cache(maxsize=8192)

@@ -46,7 +46,7 @@ def _stages(profile: ModelProfile, pp: int, per_rank: int, *, fills: bool) -> tu
             has_loss=rank == pp - 1,
             in_flight=in_flight(rank, pp, per_rank),
             accumulates=True,
-            neighbours=2 * per_rank - (rank in (0, pp - 1)),
+            messages=messages(rank, pp, per_rank),
         )
         if fills and rank == 0:
             found.append(replace(waiting, accumulates=False))
@@ -69,6 +69,18 @@ def in_flight(rank: int, pp: int, per_rank: int) -> int:
     if per_rank == 1:
         return pp - rank
     return (per_rank - 1) * pp + 2 * (pp - 1 - rank) + 1
+
+
+def messages(rank: int, pp: int, per_rank: int) -> int:
+    """The most hidden states and gradients from and to other ranks that the rank holds at once.
+
+    Inputs of all passes in flight that came from another rank, a gradient that arrives, and gradients on their way: at
+    1F1B the last one sent, interleaved one of each stage (training/engines/pipeline.py). Of the passes in flight on
+    rank 0, 2 pp - 1 are of the first stage, which receives nothing.
+    """
+    received = in_flight(rank, pp, per_rank) - (2 * pp - 1 if per_rank > 1 else pp) * (rank == 0)
+    arriving = 1 - (rank == pp - 1 and per_rank == 1)
+    return received + arriving + per_rank - (rank == 0)
 
 
 def _repeated(profile: ModelProfile) -> Segment:

@@ -4,7 +4,7 @@ Stage s of n has the layers from L*s//n to L*(s+1)//n of L. Rank r of pp has the
 Narayanan et al. 2021, arXiv:2104.04473, section 2.2). A rank's module keeps its structure, hence the whole-model names.
 
 Facts for its memory model:
-- Every rank permanently holds receive buffers for the hidden states, and their gradients, of a step's micro-batches.
+- A rank has receive buffers for the hidden states of micro-batches in flight, and for gradients as they arrive.
 - At 1F1B stage s holds the activations of min(n - s, micro-batches) micro-batches.
 - The first step starts with a forward and a backward pass of one micro-batch through all stages, to infer shapes.
 - FSDP2 holds a stage's gathered weights and unsharded gradients (fp32) until its last backward pass.
@@ -128,10 +128,12 @@ class Pipeline:
         self._replicated = [root for root in roots if isinstance(root, DistributedDataParallel)]
         self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
         count = len(roots) * self._ranks
+        kind = _Stage if len(roots) == 1 else _InterleavedStage
         stages = [
-            _SeededStage(self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group)
+            kind(self._seed, root, self._rank + turn * self._ranks, count, device, group=self._group)
             for turn, root in enumerate(roots)
         ]
+        self._stages = stages
         settings: dict[str, Any] = {"loss_fn": self._scaled, "scale_grads": False}
         turns = plan.gradient_accumulation_steps
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B = (
@@ -166,6 +168,8 @@ class Pipeline:
             for root in self._replicated:  # the schedule itself reduces after the last backward pass
                 quiet.enter_context(root.no_sync())
             losses = self._schedule.step(*inputs, target=target, **keywords)
+            for stage in self._stages:
+                stage.finish()
         return losses.detach().double().sum() if self.is_last else torch.zeros((), dtype=torch.float64)
 
     def add_up(self, gradients: Iterable[Tensor]) -> None:
@@ -190,16 +194,99 @@ class Pipeline:
         return loss.sum() * self._scale
 
 
-class _SeededStage(PipelineStage):
-    """Seeds before every micro-batch. It counts them itself: reading the number from an input would sync the device."""
+class _Stage(PipelineStage):
+    """Seeds before every micro-batch, and has a receive buffer only from the post of a receive to its use.
+
+    PipelineStage allocates the buffers of all micro-batches of a step at its start (torch 2.13.0,
+    torch/distributed/pipelining/stage.py). Many micro-batches, which fill a pipeline best, would need the most memory.
+    The stage counts the micro-batches itself: reading the number from an input would sync the device.
+    """
 
     def __init__(self, seed: Callable[[int], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._seed = seed
 
+    def finish(self) -> None:
+        """Wait for what is still being sent."""
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._seed(fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[no-untyped-call]
+        self._release(self.args_recv_info[fwd_chunk_id])  # `fwd_cache` keeps the input for the backward pass
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # type: ignore[no-untyped-call]
+        self._release(self.grad_recv_info[bwd_chunk_id])
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it, and with it the inputs of recomputed layers
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self._describe(self.args_recv_info, num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)  # type: ignore[no-untyped-call]
+        self.chunks = num_microbatches
+        self._describe(self.grad_recv_info, num_microbatches)
+
+    def _describe(self, infos: dict[int, tuple[Any, ...]], num_microbatches: int) -> None:
+        """Make the first micro-batch's buffers shapes without memory, and give every micro-batch the like."""
+        self._release(infos[0])
+        for chunk in range(1, num_microbatches):
+            infos[chunk] = tuple(copy.copy(info) for info in infos[0])
+
+    def _allocate(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
+    def _release(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+
+class _InterleavedStage(_Stage):
+    """A stage of several on a rank: at most one message to either neighbour is being sent at a time.
+
+    Interleaved schedules keep all that a step sends until its end. Waiting for the message before cannot deadlock: the
+    schedule lists every receive beside its send, and posting a receive blocks no rank
+    (`_add_send_recv` in torch/distributed/pipelining/schedules.py, torch 2.13.0).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._forward: list[tuple[dist.Work, Tensor]] = []  # messages that are being sent
+        self._backward: list[tuple[dist.Work, Tensor]] = []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._forward = _sent(super().get_fwd_send_ops(fwd_chunk_id), self._forward)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._backward = _sent(super().get_bwd_send_ops(bwd_chunk_id), self._backward)
+        return []
+
+    def finish(self) -> None:
+        self._forward, self._backward = _sent([], self._forward), _sent([], self._backward)
+
+
+def _sent(ops: Iterable[dist.P2POp], before: Iterable[tuple[dist.Work, Tensor]]) -> list[tuple[dist.Work, Tensor]]:
+    """Begin to send, once the messages before have gone."""
+    for work, _ in before:
+        work.wait()
+    return [(op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer), op.tensor) for op in ops]
 
 
 @contextlib.contextmanager
