@@ -29,7 +29,7 @@ def layouts(spec: JobSpec, hardware: Hardware) -> tuple[ParallelLayout, ...]:
         allowed = {world for world in allowed if world <= per_node}
     if _micro_is_unknown(spec):
         allowed &= {spec.gpus.min}
-    tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec)
+    tensor, pipeline = tensor_parallel_degrees(spec, hardware), pipeline_degrees(spec, most)
     found = [
         ParallelLayout(dp=dp, tp=tp, pp=pp)
         for dp, tp, pp in product(divisors(spec.global_batch_size), tensor, pipeline)
@@ -69,10 +69,15 @@ def tensor_parallel_degrees(spec: JobSpec, hardware: Hardware) -> tuple[int, ...
     return tuple(degree for degree in powers if all(size % degree == 0 for size in cut))
 
 
-def pipeline_degrees(spec: JobSpec) -> tuple[int, ...]:
-    """The divisors of the number of layers, and the powers of two up to it."""
+def pipeline_degrees(spec: JobSpec, devices: int) -> tuple[int, ...]:
+    """The divisors of the number of layers, and up to it the powers of two and the divisors of the devices.
+
+    Stages differ by a layer where the degree does not divide the layers, so that no device needs to stay idle.
+    """
     layers = layers_to_cut(spec)
-    return tuple(sorted({*divisors(layers), *(1 << power for power in range(layers.bit_length()))}))
+    powers = (1 << power for power in range(layers.bit_length()))
+    whole = (degree for degree in divisors(devices) if degree <= layers)
+    return tuple(sorted({*divisors(layers), *powers, *whole}))
 
 
 def layers_to_cut(spec: JobSpec) -> int:

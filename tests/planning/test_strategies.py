@@ -95,6 +95,12 @@ def test_a_factory_is_cut_as_its_profile_says() -> None:
     assert {one.pp for one in found} == {1, 2, 3, 4, 6}
 
 
+def test_twelve_devices_are_all_used_where_twelve_does_not_divide_the_layers() -> None:
+    seven = {**DECODER, "decoder": {**DECODER["decoder"], "num_hidden_layers": 7}}
+    found = layouts(job(seven, gpus=12), replace(machine(), devices_per_node=12, nodes=1))
+    assert {one.pp for one in found} == {3, 6}  # 12 devices, a batch of 32 and 7 layers
+
+
 def test_every_rank_of_a_pipeline_has_a_layer_and_enough_micro_batches() -> None:
     piped = [one for one in plans(job(), machine()) if one.layout.pp > 1]
     assert {one.pipeline_stages_per_rank for one in piped} == {1, 2}
