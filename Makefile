@@ -73,7 +73,7 @@ bench-memory: $(READY)
 	$(BIN)/python -m benchmarks memory published
 
 bench-cost: $(READY)
-	$(BIN)/python -m benchmarks cost
+	$(BIN)/python -m benchmarks cost experts
 
 bench-gpu: $(READY)  # on a machine with a CUDA device
 	$(BIN)/python -m tests.gpu.measure .bench/gpu.jsonl

@@ -23,6 +23,7 @@ NAMES = (
     "memory",
     "published",
     "cost",
+    "experts",
     "engines",
     "checkpoint",
     "guard",
