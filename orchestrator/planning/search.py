@@ -34,6 +34,7 @@ from orchestrator.specs.plan import (
     Plan,
     Precision,
     Setting,
+    ZeroStage,
     text_of,
     why_pipeline_stalls,
 )
@@ -60,6 +61,9 @@ BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for e
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
 ASSUMED_FILL = 0.9  # of a device: what a script of unknown memory is taken to fill at its own micro-batch
+# DistributedDataParallel's buckets beside what one rank was measured to hold without activations: 4 bytes a parameter
+# (torch/csrc/distributed/c10d/reducer.cpp) beside the 16 of weights, gradients and AdamW's moments in fp32.
+BUCKETS_OF_FIXED = 4 / 16
 ASSUMED_FORWARD_S = 0.01  # per sample: only the order of its plans follows from it
 
 
@@ -238,7 +242,14 @@ def profile_for(spec: JobSpec, hardware: Hardware, plan: Plan) -> ModelProfile:
     if known is not None:
         return with_held_boundaries(spec, known, plan)
     assumed = _assumed_profile(spec, hardware, plan.precision, plan.sequence_length)
+    if spec.measured is not None and spec.measured.is_of_one_rank and _is_ddp(plan):
+        bucket_bytes = int(spec.measured.fixed_bytes * BUCKETS_OF_FIXED)
+        assumed = replace(assumed, workspace_bytes=assumed.workspace_bytes + bucket_bytes)
     return assumed if plan.layout.tp == 1 else replace(assumed, tensor_parallel=plan.layout.tp)
+
+
+def _is_ddp(plan: Plan) -> bool:
+    return plan.layout.dp > 1 and plan.zero_stage is ZeroStage.NONE
 
 
 def _assumed_profile(

@@ -149,6 +149,7 @@ class MeasuredLine:
 
     fixed_bytes: int
     sample_bytes: int
+    is_of_one_rank: bool  # which had no buckets for gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.memory.calibration.calibrate import calibration, remembered
+from orchestrator.planning.search import frontier
+from orchestrator.scheduling.base.node_groups import groups_of
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import (
@@ -262,4 +264,13 @@ def test_what_was_probed_is_a_line_and_is_still_known_after_many_outcomes() -> N
     later = [replace(seen[0], probe=False, job=f"later-{n}", at_s=1e6 + n) for n in range(100)]
     kept = remembered((*seen, *later))
     known = calibration(kept, device="small", family="unknown")
-    assert known.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB)
+    assert known.line == MeasuredLine(fixed_bytes=30 * MIB, sample_bytes=7 * MIB, is_of_one_rank=True)
+
+
+def test_what_one_rank_was_measured_to_hold_gets_the_buckets_of_ddp_on_several() -> None:
+    line = MeasuredLine(fixed_bytes=80 * MIB, sample_bytes=MIB, is_of_one_rank=True)
+    spec, two = unknown(gpus={"min": 1, "max": 2}), groups_of(idle_nodes(CLUSTERS[1]))[0].hardware
+    for measured, added in ((line, 20 * MIB), (replace(line, is_of_one_rank=False), 0)):
+        known = frontier(spec.model_copy(update={"measured": measured}), two).candidates
+        fixed = {one.plan.layout.dp: one.estimate.allocated_bytes - one.plan.micro_batch_size * MIB for one in known}
+        assert fixed == {1: 80 * MIB, 2: 80 * MIB + added}

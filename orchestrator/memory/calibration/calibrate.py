@@ -249,12 +249,17 @@ def _proven(counted: Sequence[Observation]) -> tuple[Proven, ...]:
 
 def _line(of_family: Sequence[Observation]) -> MeasuredLine | None:
     """Through the peaks of the newest probes at two micro-batches; None where there are none."""
-    peaks = {seen.plan.micro_batch_size: seen.measured_bytes for seen in of_family if seen.probe and not seen.ran_out}
+    probed = [seen for seen in of_family if seen.probe and not seen.ran_out]
+    peaks = {seen.plan.micro_batch_size: seen.measured_bytes for seen in probed}
     if len(peaks) < 2:
         return None
     (few, least_bytes), (more, most_bytes) = sorted(peaks.items())[:2]
     sample_bytes = max(0, most_bytes - least_bytes) // (more - few)
-    return MeasuredLine(fixed_bytes=max(0, least_bytes - few * sample_bytes), sample_bytes=sample_bytes)
+    return MeasuredLine(
+        fixed_bytes=max(0, least_bytes - few * sample_bytes),
+        sample_bytes=sample_bytes,
+        is_of_one_rank=all(seen.plan.layout.dp == 1 for seen in probed),
+    )
 
 
 def remembered(observations: Iterable[Observation]) -> tuple[Observation, ...]:
