@@ -27,6 +27,7 @@ from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home,
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
     from orchestrator.service.server.endpoint import Endpoint
@@ -359,7 +360,7 @@ def get(
     """Fetch the output folder of a job, whole or not at all."""
     folder = (to or Path(job_id)).expanduser()
     size_bytes, left_out = client_of(home).fetch_output(job_id, folder)
-    words = f"{size_bytes} bytes are in {folder}."
+    words = f"{format_bytes(size_bytes)} are in {folder}."
     if left_out:
         words += f" Links that leave the folder were left out: {left_out}."
     tell({"folder": str(folder), "bytes": size_bytes, "left_out": left_out}, as_json, words)

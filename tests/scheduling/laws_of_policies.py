@@ -91,7 +91,7 @@ def deadline(job: Job, _state: State) -> float:
 
 
 def length(job: Job, state: State) -> float:
-    return index_of(state).options.size_of(job)[1]
+    return index_of(state).options.size_of(job).duration_s
 
 
 def attained(job: Job, state: State) -> float:

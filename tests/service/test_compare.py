@@ -201,6 +201,6 @@ def test_a_job_of_no_comparison_is_told_so(home: Path) -> None:
     with contextlib.closing(Client(home)) as client:
         spec = decoder_spec(data={"text": ["corpus.txt"]}, gpus={"min": 2, "max": 2}, name="lone")
         job_id = client.submit(spec.model_dump(mode="json"))
-        with pytest.raises(ServiceError, match=r"is of no comparison. `orc compare FILE` makes one"):
+        with pytest.raises(ServiceError, match=r"belongs to no comparison. `orc compare FILE` makes one"):
             client.comparison(job_id)
         client.cancel([job_id], whole_arrays=False)

@@ -39,7 +39,7 @@ class AdaptivePolicy:
         """
         if job.spec.guarantee is not None:
             return job.submitted_at_s
-        limit_s = self._index.tuning.aging_factor * self._index.options.size_of(job)[0]
+        limit_s = self._index.tuning.aging_factor * self._index.options.size_of(job).balanced_s
         if job.deadline_s is None or self.presses_s(job) > job.submitted_at_s:
             return job.submitted_at_s + limit_s
         return job.deadline_s + self._index.tuning.aging_late * limit_s
@@ -48,7 +48,7 @@ class AdaptivePolicy:
         """From when on its deadline leaves it little slack; infinity: it has none."""
         if job.deadline_s is None:
             return inf
-        return job.deadline_s - (1 + self._index.tuning.slack) * self._index.options.size_of(job)[1]
+        return job.deadline_s - (1 + self._index.tuning.slack) * self._index.options.size_of(job).duration_s
 
     def in_order(self) -> Iterator[tuple[Waiting, float]]:
         """Jobs with a guarantee; then by priority, then by the fair tree, then by age, deadline and length.

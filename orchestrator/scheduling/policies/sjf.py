@@ -11,4 +11,4 @@ class SjfPolicy(EasyPolicy):
 
     def rank(self, job: Job) -> float:
         """Seconds of the job's work that is left, with its launch."""
-        return self._index.options.size_of(job)[1]
+        return self._index.options.size_of(job).duration_s

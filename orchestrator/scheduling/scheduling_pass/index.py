@@ -256,7 +256,7 @@ class SchedulerIndex:
     def queue_entry(self, job: Job) -> Waiting:
         """The job as it waits for devices, or would; first of all where devices are kept for it."""
         rank = -inf if held_placement_of(job) else self.policy.rank(job)
-        return Waiting(job, rank, self.options.size_of(job)[2], self.policy.presses_s(job))
+        return Waiting(job, rank, self.options.size_of(job).device_s, self.policy.presses_s(job))
 
     def pool_of(self, attempt: Attempt) -> AvailabilityProfile | None:
         """Where it runs; None where one of its nodes is gone."""

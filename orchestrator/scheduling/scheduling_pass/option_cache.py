@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import NamedTuple
 
 from orchestrator.memory.calibration.calibrate import UNMEASURED, Calibration, calibration, overhead_of
 from orchestrator.memory.engines.overhead import Overhead
@@ -26,8 +27,14 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 
 MENUS_MAX = 4096  # kept of jobs that were never tried: arrays and sweeps share theirs
-# Between the seconds that a job needs, and those of the whole cluster; its seconds; its device-seconds.
-Size = tuple[float, float, float]
+
+
+class Size(NamedTuple):
+    """What a job still needs on the number of devices that is best for it and for the others."""
+
+    balanced_s: float  # between `duration_s` and `device_s` of the whole cluster: their geometric mean
+    duration_s: float  # with its launch
+    device_s: float  # over all its devices
 
 
 class OptionCache:
@@ -108,7 +115,7 @@ class OptionCache:
         return known[2]
 
     def size_of(self, job: Job) -> Size:
-        """Of the job on the number of devices that is best for both, as predicted before any measurement."""
+        """What the job still needs, as predicted before any measurement."""
         left = steps_left(job)
         known = self._sizes.get(job.id)
         if known is None or known[0] != left:
@@ -143,7 +150,7 @@ class OptionCache:
             for one in _candidates(job, pool.group)
             for seconds in [pool.launch_cost_s + (UNKNOWN_LENGTH_S if left is None else left * one.step_s)]
         ]
-        return min(found, default=(0.0, 0.0, 0.0))
+        return Size(*min(found, default=(0.0, 0.0, 0.0)))
 
 
 def _candidates(job: Job, group: Group) -> Sequence[Candidate]:

@@ -535,7 +535,7 @@ def _compared(service: Service, job: Job) -> list[Job]:
     """The jobs of the comparison that the job is of, which were submitted in one transaction."""
     member = job.spec.member
     if member is None or not member.compared:
-        raise ServiceError(f"{job.id} is of no comparison. `orc compare FILE` makes one")
+        raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
     first = job.order - member.number
     return [_job(service, f"{job.spec.name}-{first + number}") for number in range(member.of)]
 
