@@ -1,0 +1,302 @@
+"""A stand-in for the kubelet: runs a bound Pod's own commands as processes of this machine, and reports their status.
+
+Each pod has a network namespace with an address of its own, its own host name, /tmp and /dev/shm, the files that its
+volumes mount, and the environment that its containers name. It needs root, iproute2 and util-linux. It isolates
+nothing else: no user, no read-only root, no limit, no network policy; DNS is a file of host names.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import os
+import shlex
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.k8s.control_plane import NAMESPACE, SEEN_S, ControlPlane
+from tests.k8s.manifests import ROOT, Manifest
+
+PROGRAMS = ("ip", "unshare", "mount", "nsenter")
+BRIDGE, NET = "orctest0", "10.213.77"
+PROBE_S = 5.0
+GRACE_S = 15.0
+UPPER = "/dev/shm/upper"
+COVERED = ("etc", "srv", "var/lib")  # changed for one process alone: this machine stays as it is
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=SEEN_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningPod:
+    """A pod's processes."""
+
+    name: str
+    namespace: str
+    address: str
+    folder: Path
+    manifest: Manifest
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def log(self, container: str) -> Path:
+        return self.folder / f"{container}.log"
+
+
+@dataclass(slots=True, kw_only=True)
+class Kubelet:
+    """Runs pods; `names` gives host names that pods know, with their addresses."""
+
+    plane: ControlPlane
+    folder: Path
+    pods: dict[str, RunningPod] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> Path:
+        return self.folder / "hosts"
+
+    def write_hosts(self) -> None:
+        """DNS: one file of every pod."""
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.names.items())]
+        self.hosts.write_text("\n".join(lines) + "\n")
+
+    def reserve(self, name: str, *names: str) -> str:
+        """The address that the pod of this name will have, known to all under `names`."""
+        address = f"{NET}.{10 + len(self.names)}"
+        for known in (name, *names):
+            self.names[known] = address
+        self.write_hosts()
+        return address
+
+    def run(self, pod: Manifest) -> RunningPod:
+        """Start the pod: its init containers to their end, then its containers."""
+        name = pod["metadata"]["name"]
+        address = self.names[_alias(pod)]
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        namespace = f"orct{len(self.pods)}"
+        veth = f"orctv{len(self.pods)}"
+        one = RunningPod(name=name, namespace=namespace, address=address, folder=folder, manifest=pod)
+        self.pods[name] = one
+        _run("ip", "netns", "add", namespace)
+        _run("ip", "link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _run("ip", "link", "set", veth, "master", BRIDGE, "up")
+        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        _run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        _run("ip", "-n", namespace, "link", "set", "eth0", "up")
+        _run("ip", "-n", namespace, "route", "add", "default", "via", f"{NET}.1")
+        for container in pod["spec"].get("initContainers", ()):
+            self._start(one, container).wait(SEEN_S * 3)
+        for container in pod["spec"]["containers"]:
+            one.processes[container["name"]] = self._start(one, container)
+        return one
+
+    def _start(self, one: RunningPod, container: Manifest) -> subprocess.Popen[bytes]:
+        command = [*container["command"], *container.get("args", ())]
+        script = "\n".join(self._mounts(one, container))
+        inside = (
+            f"set -e\n{script}\nhostname {one.name}\ncd {container.get('workingDir', '/')}\nexec {shlex.join(command)}"
+        )
+        with one.log(container["name"]).open("ab") as log:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", one.namespace, "unshare", "--mount", "--uts", "bash", "-c", inside],
+                env=self._environment(one, container),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _mounts(self, one: RunningPod, container: Manifest) -> Iterator[str]:
+        volumes = {volume["name"]: volume for volume in one.manifest["spec"]["volumes"]}
+        yield from _covered(self.hosts)
+        last = ("/dev/shm", "/tmp")  # what is mounted elsewhere comes from below them
+        order = {path: number for number, path in enumerate(last, 1)}
+        for mount in sorted(container.get("volumeMounts", ()), key=lambda one: order.get(one["mountPath"], 0)):
+            source = self._source(one, volumes[mount["name"]])
+            if "subPath" in mount:
+                source /= mount["subPath"]
+            target = mount["mountPath"]
+            make = f"mkdir -p {Path(target).parent} && touch {target}" if source.is_file() else f"mkdir -p {target}"
+            yield f"{make} && mount --bind {source} {target}"
+
+    def _source(self, one: RunningPod, volume: Manifest) -> Path:
+        """The folder behind a volume, filled where an object of the API fills it."""
+        folder = one.folder / "volumes" / volume["name"]
+        if "persistentVolumeClaim" in volume:
+            folder = self.folder / "claims" / volume["persistentVolumeClaim"]["claimName"]
+        folder.mkdir(parents=True, exist_ok=True)
+        if "configMap" in volume:
+            for name, text in self.plane.get("configmap", volume["configMap"]["name"])["data"].items():
+                (folder / name).write_text(text)
+        if "secret" in volume:
+            for name, text in self.plane.get("secret", volume["secret"]["secretName"])["data"].items():
+                (folder / name).write_bytes(base64.b64decode(text))
+        return folder
+
+    def _environment(self, one: RunningPod, container: Manifest) -> dict[str, str]:
+        """What the image and the manifest say, and nothing of ours."""
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = {"PATH": path, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env["GRPC_DNS_RESOLVER"] = "native"  # gRPC's own asks a DNS server for what the file of host names lacks
+        for variable in container.get("env", ()):
+            env[variable["name"]] = self._value(one, variable)
+        return env
+
+    def _value(self, one: RunningPod, variable: Manifest) -> str:
+        source = variable.get("valueFrom")
+        if source is None:
+            return str(variable.get("value", ""))
+        if "secretKeyRef" in source:
+            wanted = source["secretKeyRef"]
+            data = self.plane.get("secret", wanted["name"])["data"]
+            return base64.b64decode(data[wanted["key"]]).decode()
+        field_path = source["fieldRef"]["fieldPath"]
+        metadata, spec = one.manifest["metadata"], one.manifest["spec"]
+        known = {
+            "metadata.name": metadata["name"],
+            "metadata.namespace": metadata["namespace"],
+            "spec.nodeName": spec["nodeName"],
+        }
+        labels = {f"metadata.labels['{name}']": text for name, text in metadata["labels"].items()}
+        return str({**known, **labels}[field_path])
+
+    # ------------------------------------------------------------------------------------------------------- probes
+
+    def passes(self, one: RunningPod, container: Manifest, kind: str) -> bool:
+        """Whether a probe of the container succeeds now. Host is the address; a kubelet checks no certificate."""
+        probe = container[kind]["httpGet"]
+        ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+        port = ports.get(probe["port"], probe["port"])
+        try:
+            if probe.get("scheme") == "HTTPS":
+                context = ssl._create_unverified_context()
+                connection: Any = http.client.HTTPSConnection(one.address, port, timeout=PROBE_S, context=context)
+            else:
+                connection = http.client.HTTPConnection(one.address, port, timeout=PROBE_S)
+            connection.request("GET", probe["path"])
+            return 200 <= int(connection.getresponse().status) < 400
+        except OSError:
+            return False
+
+    def report(self, one: RunningPod) -> bool:
+        """Write the pod's status, as its probes say it; whether it is ready."""
+        statuses = []
+        for container in one.manifest["spec"]["containers"]:
+            alive = one.processes[container["name"]].poll() is None
+            ready = alive and ("readinessProbe" not in container or self.passes(one, container, "readinessProbe"))
+            state = {"running": {}} if alive else {"terminated": {"exitCode": one.processes[container["name"]].poll()}}
+            statuses.append(
+                {
+                    "name": container["name"],
+                    "image": container["image"],
+                    "imageID": "",
+                    "restartCount": 0,
+                    "ready": ready,
+                    "state": state,
+                }
+            )
+        ready = all(status["ready"] for status in statuses)
+        conditions = [{"type": "Ready", "status": str(ready)}]
+        status = {
+            "phase": "Running",
+            "podIP": one.address,
+            "conditions": conditions,
+            "containerStatuses": statuses,
+        }
+        self.plane.set_status(f"/api/v1/namespaces/{NAMESPACE}/pods/{one.name}", status)
+        return ready
+
+    def restart_ended(self, one: RunningPod) -> None:
+        """Start containers again that ended, as restartPolicy Always says."""
+        for container in one.manifest["spec"]["containers"]:
+            if one.processes[container["name"]].poll() is not None:
+                one.processes[container["name"]] = self._start(one, container)
+
+    def execute(self, one: RunningPod, container: Manifest, *command: str) -> str:
+        """What a command printed that `kubectl exec` would run; it must end well."""
+        pid = str(one.processes[container["name"]].pid)
+        ended = subprocess.run(
+            ["nsenter", "--target", pid, "--mount", "--uts", "--net", *command],
+            env=self._environment(one, container),
+            capture_output=True,
+            text=True,
+            timeout=SEEN_S,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    def client(self, command: list[str], env: dict[str, str], within_s: float) -> subprocess.CompletedProcess[str]:
+        """Run a command outside every pod: it knows the pods' names and has the home folder's claim, as by NFS."""
+        claim = self.folder / "claims" / "orc-home"
+        mounts = "\n".join((*_covered(self.hosts), f"mkdir -p /srv/orc && mount --bind {claim} /srv/orc"))
+        inside = f"set -e\n{mounts}\nexec {shlex.join(command)}"
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.run(
+            ["unshare", "--mount", "bash", "-c", inside],
+            env={"PATH": path, "LANG": "C.UTF-8", "COLUMNS": "200", "PYTHONPATH": str(ROOT), **env},
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            check=False,
+        )
+
+    def stop(self) -> None:
+        """End every process of every pod, and take away what was made on this machine."""
+        for one in self.pods.values():
+            inside = subprocess.run(["ip", "netns", "pids", one.namespace], capture_output=True, text=True, check=False)
+            for pid in inside.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            for process in one.processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
+            subprocess.run(["ip", "netns", "del", one.namespace], capture_output=True, check=False)
+
+
+def _covered(hosts: Path) -> Iterator[str]:
+    """Commands that let a process write its own version of some folders, and give it the host names."""
+    yield f"mkdir -p {UPPER} && mount -t tmpfs none {UPPER}"
+    for number, place in enumerate(COVERED):
+        at = f"{UPPER}/{number}"
+        yield f"mkdir -p {at}/u {at}/w"
+        yield f"mount -t overlay o -o lowerdir=/{place},upperdir={at}/u,workdir={at}/w /{place}"
+    yield f"cat {hosts} > /etc/hosts"
+
+
+def _alias(pod: Manifest) -> str:
+    return str(pod["metadata"]["labels"]["app.kubernetes.io/name"])
+
+
+@contextmanager
+def kubelet(plane: ControlPlane, folder: Path) -> Iterator[Kubelet]:
+    """One, with a bridge between its pods; the test is skipped where this machine cannot."""
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is missing (Debian: iproute2, util-linux, mount)")
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    made = subprocess.run(["ip", "link", "add", BRIDGE, "type", "bridge"], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"no bridge can be made here: {made.stderr.strip()}")
+    one = Kubelet(plane=plane, folder=folder)
+    try:
+        _run("ip", "addr", "add", f"{NET}.1/24", "dev", BRIDGE)
+        _run("ip", "link", "set", BRIDGE, "up")
+        yield one
+    finally:
+        one.stop()
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
