@@ -1,8 +1,9 @@
 """A stand-in for the kubelet: runs a bound Pod's own commands as processes of this machine, and reports their status.
 
 Each pod has a network namespace with an address of its own, its own host name, /tmp and /dev/shm, the files that its
-volumes mount, and the environment that its containers name. It needs root, iproute2 and util-linux. It isolates
-nothing else: no user, no read-only root, no limit, no network policy; DNS is a file of host names.
+volumes mount, and the environment that its containers name. Its containers run as the user and the group that the
+manifest says, without capabilities, and cannot write to their root. It needs root, iproute2 and util-linux. It does not
+isolate processes, limit memory or enforce a network policy; DNS is a file of host names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import ssl
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,12 +29,13 @@ import pytest
 from tests.k8s.control_plane import NAMESPACE, SEEN_S, ControlPlane
 from tests.k8s.manifests import ROOT, Manifest
 
-PROGRAMS = ("ip", "unshare", "mount", "nsenter")
+PROGRAMS = ("ip", "unshare", "mount", "nsenter", "setpriv")
 BRIDGE, NET = "orctest0", "10.213.77"
 PROBE_S = 5.0
 GRACE_S = 15.0
 UPPER = "/dev/shm/upper"
-COVERED = ("etc", "srv", "var/lib")  # changed for one process alone: this machine stays as it is
+COVERED = ("etc", "srv", "var/lib", "root")  # changed for one process alone: this machine stays as it is
+RESOLVER = "nameserver 127.0.0.1"  # nothing listens: a name that the file lacks is refused at once
 
 
 def _run(*command: str) -> None:
@@ -49,6 +52,7 @@ class RunningPod:
     folder: Path
     manifest: Manifest
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    restarts: Counter[str] = field(default_factory=Counter)  # by container
 
     def log(self, container: str) -> Path:
         return self.folder / f"{container}.log"
@@ -107,7 +111,8 @@ class Kubelet:
         command = [*container["command"], *container.get("args", ())]
         script = "\n".join(self._mounts(one, container))
         inside = (
-            f"set -e\n{script}\nhostname {one.name}\ncd {container.get('workingDir', '/')}\nexec {shlex.join(command)}"
+            f"set -e\n{script}\nhostname {one.name}\ncd {container.get('workingDir', '/')}\n"
+            f"exec {shlex.join(_confined(one, container))} {shlex.join(command)}"
         )
         with one.log(container["name"]).open("ab") as log:
             return subprocess.Popen(
@@ -122,15 +127,21 @@ class Kubelet:
     def _mounts(self, one: RunningPod, container: Manifest) -> Iterator[str]:
         volumes = {volume["name"]: volume for volume in one.manifest["spec"]["volumes"]}
         yield from _covered(self.hosts)
+        yield f"echo {one.address} {one.name} >> /etc/hosts"
         last = ("/dev/shm", "/tmp")  # what is mounted elsewhere comes from below them
         order = {path: number for number, path in enumerate(last, 1)}
-        for mount in sorted(container.get("volumeMounts", ()), key=lambda one: order.get(one["mountPath"], 0)):
+        mounts = sorted(container.get("volumeMounts", ()), key=lambda one: order.get(one["mountPath"], 0))
+        for mount in mounts:
             source = self._source(one, volumes[mount["name"]])
             if "subPath" in mount:
                 source /= mount["subPath"]
             target = mount["mountPath"]
             make = f"mkdir -p {Path(target).parent} && touch {target}" if source.is_file() else f"mkdir -p {target}"
             yield f"{make} && mount --bind {source} {target}"
+            if mount.get("readOnly"):
+                yield f"mount -o remount,bind,ro {target}"
+        assert container["securityContext"]["readOnlyRootFilesystem"], container["name"]
+        yield "\n".join(f"mount -o remount,bind,ro /{place}" for place in (*COVERED, ""))
 
     def _source(self, one: RunningPod, volume: Manifest) -> Path:
         """The folder behind a volume, filled where an object of the API fills it."""
@@ -138,12 +149,18 @@ class Kubelet:
         if "persistentVolumeClaim" in volume:
             folder = self.folder / "claims" / volume["persistentVolumeClaim"]["claimName"]
         folder.mkdir(parents=True, exist_ok=True)
-        if "configMap" in volume:
-            for name, text in self.plane.get("configmap", volume["configMap"]["name"])["data"].items():
-                (folder / name).write_text(text)
-        if "secret" in volume:
-            for name, text in self.plane.get("secret", volume["secret"]["secretName"])["data"].items():
-                (folder / name).write_bytes(base64.b64decode(text))
+        group = one.manifest["spec"]["securityContext"]["fsGroup"]
+        os.chown(folder, 0, group)
+        folder.chmod(0o2777 if "emptyDir" in volume else 0o2775)
+        kind = "secret" if "secret" in volume else "configMap"
+        if kind in volume:
+            wanted = volume[kind]
+            data = self.plane.get(kind.lower(), wanted.get("secretName") or wanted["name"])["data"]
+            for name, text in data.items():
+                file = folder / name
+                file.write_bytes(base64.b64decode(text) if kind == "secret" else text.encode())
+                os.chown(file, 0, group)
+                file.chmod(wanted.get("defaultMode", 0o644))
         return folder
 
     def _environment(self, one: RunningPod, container: Manifest) -> dict[str, str]:
@@ -191,19 +208,29 @@ class Kubelet:
         except OSError:
             return False
 
+    def fails_liveness(self) -> list[str]:
+        """The containers that a kubelet would end now."""
+        return [
+            f"{one.name}/{container['name']}"
+            for one in self.pods.values()
+            for container in one.manifest["spec"]["containers"]
+            if "livenessProbe" in container and not self.passes(one, container, "livenessProbe")
+        ]
+
     def report(self, one: RunningPod) -> bool:
         """Write the pod's status, as its probes say it; whether it is ready."""
         statuses = []
         for container in one.manifest["spec"]["containers"]:
             alive = one.processes[container["name"]].poll() is None
-            ready = alive and ("readinessProbe" not in container or self.passes(one, container, "readinessProbe"))
+            probes = [kind for kind in ("startupProbe", "readinessProbe") if kind in container]
+            ready = alive and all(self.passes(one, container, kind) for kind in probes)
             state = {"running": {}} if alive else {"terminated": {"exitCode": one.processes[container["name"]].poll()}}
             statuses.append(
                 {
                     "name": container["name"],
                     "image": container["image"],
                     "imageID": "",
-                    "restartCount": 0,
+                    "restartCount": one.restarts[container["name"]],
                     "ready": ready,
                     "state": state,
                 }
@@ -223,13 +250,14 @@ class Kubelet:
         """Start containers again that ended, as restartPolicy Always says."""
         for container in one.manifest["spec"]["containers"]:
             if one.processes[container["name"]].poll() is not None:
+                one.restarts[container["name"]] += 1
                 one.processes[container["name"]] = self._start(one, container)
 
     def execute(self, one: RunningPod, container: Manifest, *command: str) -> str:
         """What a command printed that `kubectl exec` would run; it must end well."""
         pid = str(one.processes[container["name"]].pid)
         ended = subprocess.run(
-            ["nsenter", "--target", pid, "--mount", "--uts", "--net", *command],
+            ["nsenter", "--target", pid, "--mount", "--uts", "--net", *_confined(one, container), *command],
             env=self._environment(one, container),
             capture_output=True,
             text=True,
@@ -240,10 +268,8 @@ class Kubelet:
         return ended.stdout.strip()
 
     def client(self, command: list[str], env: dict[str, str], within_s: float) -> subprocess.CompletedProcess[str]:
-        """Run a command outside every pod: it knows the pods' names and has the home folder's claim, as by NFS."""
-        claim = self.folder / "claims" / "orc-home"
-        mounts = "\n".join((*_covered(self.hosts), f"mkdir -p /srv/orc && mount --bind {claim} /srv/orc"))
-        inside = f"set -e\n{mounts}\nexec {shlex.join(command)}"
+        """Run a command outside every pod: it knows the pods' names and has none of their files."""
+        inside = "\n".join(("set -e", *_covered(self.hosts), f"exec {shlex.join(command)}"))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return subprocess.run(
             ["unshare", "--mount", "bash", "-c", inside],
@@ -256,7 +282,7 @@ class Kubelet:
 
     def stop(self) -> None:
         """End every process of every pod, and take away what was made on this machine."""
-        for one in self.pods.values():
+        for number, one in enumerate(self.pods.values()):
             inside = subprocess.run(["ip", "netns", "pids", one.namespace], capture_output=True, text=True, check=False)
             for pid in inside.stdout.split():
                 with suppress(ProcessLookupError):
@@ -265,6 +291,7 @@ class Kubelet:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_S)
             subprocess.run(["ip", "netns", "del", one.namespace], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", f"orctv{number}"], capture_output=True, check=False)
 
 
 def _covered(hosts: Path) -> Iterator[str]:
@@ -274,7 +301,17 @@ def _covered(hosts: Path) -> Iterator[str]:
         at = f"{UPPER}/{number}"
         yield f"mkdir -p {at}/u {at}/w"
         yield f"mount -t overlay o -o lowerdir=/{place},upperdir={at}/u,workdir={at}/w /{place}"
-    yield f"cat {hosts} > /etc/hosts"
+    yield f"cat {hosts} > /etc/hosts && rm -f /etc/resolv.conf && echo {RESOLVER} > /etc/resolv.conf"
+    yield "chmod a+x /root"  # the Python of this machine may be there
+
+
+def _confined(one: RunningPod, container: Manifest) -> list[str]:
+    """The words that run a program as the manifest's securityContext says."""
+    who, rights = one.manifest["spec"]["securityContext"], container["securityContext"]
+    assert rights["capabilities"] == {"drop": ["ALL"]}, rights
+    assert rights["allowPrivilegeEscalation"] is False, rights
+    words = ["setpriv", f"--reuid={who['runAsUser']}", f"--regid={who['runAsGroup']}", f"--groups={who['fsGroup']}"]
+    return [*words, "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
 
 def _alias(pod: Manifest) -> str:

@@ -130,12 +130,12 @@ def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(run
     (container,) = [one for one in service.manifest["spec"]["containers"] if one["name"] == "orc"]
     running.kubelet.execute(service, container, "orc", "user", "set", "ada", "--role", "member")
     token = running.kubelet.execute(service, container, "orc", "token", "create", "ada")
-    demo = running.folder / "kubelet/claims/orc-home/demo"
+    demo = running.folder / "demo"  # no pod sees it: the client uploads what the job needs
     shutil.copytree(ROOT / "jobs/demo", demo)
     write_corpus(demo / "corpus")
 
     running.orc("login", SERVER, "--ca", str(running.authority), token=token)
-    job_id = running.orc("--server", SERVER, "submit", "/srv/orc/demo/foreign.yaml")
+    job_id = running.orc("--server", SERVER, "submit", str(demo / "foreign.yaml"))
 
     def ended() -> dict[str, Any] | None:
         job = dict(json.loads(running.orc("--server", SERVER, "show", job_id, "--json")))
@@ -145,6 +145,7 @@ def test_a_job_from_outside_runs_out_of_memory_recovers_and_stands_in_mlflow(run
     assert job["status"] == "succeeded", job
     assert [attempt["outcome"] for attempt in job["attempts"]] == ["device_oom", "succeeded"]
     assert job["user"] == "ada"
+    assert running.kubelet.fails_liveness() == []
     eventually("MLflow has both attempts", lambda: recorded(running, job_id) == ["FAILED", "FINISHED"], RECORDED_S)
 
 
