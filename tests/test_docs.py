@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -477,6 +478,17 @@ def test_the_page_of_mlflow_names_all_that_is_recorded() -> None:
     names = {*names_recorded(ROOT / "orchestrator/backends/mlflow/content.py"), *settings(plan)}
     assert len(names) > 40
     assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def test_every_test_that_the_page_of_security_names_is_there() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    promised = page[page.index("## Promised") : page.index("## Not promised")]
+    rows = [row for row in promised.splitlines() if row.startswith("| ") and row != "| promise | tests |"]
+    named = {row: re.findall(r"`([\w/]+\.py)::(test_\w+)`", row) for row in rows}
+    assert len(rows) > 30
+    assert not [row for row, tests in named.items() if not tests], "a promise without a test"
+    for file, name in itertools.chain.from_iterable(named.values()):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
 
 
 def test_the_support_matrix_has_the_versions_of_the_package() -> None:
