@@ -122,6 +122,7 @@ class Database:
                 )
             time.sleep(min(left_s, patience_s))
             patience_s -= left_s
+        log.info("journal %s is owned by this process from now on", self.name)
         threading.Thread(target=self._hold, args=(self._owned.beat_s,), name="journal-lease", daemon=True).start()
 
     def _stand_by(self, lease: Lease, stop: threading.Event, left_s: float) -> None:
