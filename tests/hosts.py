@@ -93,6 +93,15 @@ class Host:
         """Put the host on the network again."""
         subprocess.run(["ip", "link", "set", self.interface, "up"], check=True)
 
+    def fill_disk(self) -> bool:
+        """Leave no room in the host's /tmp; whether it was possible. What writes may be faster."""
+        used = self.run("df", "--block-size=1", "--output=used", "/tmp").stdout.split()[-1]
+        return self.run("mount", "-o", f"remount,size={used}", "/tmp", code=None).returncode == 0
+
+    def empty_disk(self) -> None:
+        """Give the host's /tmp its room back."""
+        self.run("mount", "-o", "remount,size=50%", "/tmp")
+
     def kill(self) -> None:
         """End every process of the host at once, as a power cut does."""
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):

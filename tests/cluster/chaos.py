@@ -48,6 +48,7 @@ KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
     "kill a launcher": 0.0,
     "kill a rank": 0.0,
     "kill a raylet": 0.0,
+    "kill Ray's head": 0.0,
     "kill MLflow": 0.0,
     "kill PostgreSQL": 0.0,
     "freeze the service": 15.0,
@@ -60,6 +61,9 @@ KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
     "cut a host off": 12.0,
     "half-open link of a host to the head": 12.0,
     "half-open link of the service to PostgreSQL": 15.0,
+    "half-open link of two hosts": 12.0,
+    "cut link of two hosts": 12.0,
+    "full disk of a host": 8.0,
 }
 GAP_S = (0.5, 4.0)  # between two faults
 JOB = """\
@@ -127,23 +131,22 @@ class Night:
         made = self.cluster
         verb, _, what = fault.kind.partition(" ")
         holder = _holder(made)
-        if verb == "cut":
+        if fault.kind == "cut a host off":
             host = made.hosts[NODES[int(fault.draw * len(NODES))]]
             host.cut()
             return host.heal
-        if verb == "half-open":
-            node, to = (
-                (holder, made.database) if "PostgreSQL" in what else (fault.one_of(NODES), _address(made, "head"))
-            )
-            assert node is not None
-            made.cut(node, to)
-            return lambda: made.heal(node, to)
+        if "link" in fault.kind:
+            return _cut_link(made, fault, holder)
+        if verb == "full":
+            host = made.hosts[fault.one_of(list(made.hosts))]
+            return host.empty_disk if host.fill_disk() else None
         pid = {
             "the service": lambda: _pid(made, f"service-{holder}"),
             "the standby": lambda: _pid(made, f"service-{_other(holder)}"),
             "a launcher": lambda: fault.one_of(made.launchers()),
             "a rank": lambda: fault.one_of(made.ranks()),
             "a raylet": lambda: made.raylet(NODES[int(fault.draw * len(NODES))]),
+            "Ray's head": made.ray_head,
             "MLflow": lambda: _pid(made, "mlflow"),
             "PostgreSQL": lambda: _pid(made, "database"),
         }[what]()
@@ -180,15 +183,33 @@ def _other(node: str) -> str:
     return "n1" if node == "n0" else "n0"
 
 
-def _address(made: Cluster, name: str) -> str:
-    return made.hosts[name].address
-
-
 def _pid(made: Cluster, part: str) -> int | None:
     try:
         return made.parts[part].pid
     except ProcessLookupError:
         return None
+
+
+def _cut_link(made: Cluster, fault: ChosenFault, holder: str) -> Callable[[], None]:
+    """Lose what one host sends to another, or what both send; how that is undone."""
+    verb, _, what = fault.kind.partition(" ")
+    if what.endswith("PostgreSQL"):
+        ways = [(holder, made.database)]
+    elif what.endswith("the head"):
+        ways = [(str(fault.one_of(NODES)), made.hosts["head"].address)]
+    else:
+        one, other = fault.one_of(list(itertools.permutations(made.hosts, 2)))
+        ways = [(one, made.hosts[other].address)]
+        if verb == "cut":
+            ways.append((other, made.hosts[one].address))
+    for node, to in ways:
+        made.cut(node, to)
+
+    def undo() -> None:
+        for node, to in ways:
+            made.heal(node, to)
+
+    return undo
 
 
 def _thaw(made: Cluster, pid: int) -> None:

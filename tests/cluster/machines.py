@@ -247,12 +247,11 @@ class Cluster:
 
     def raylet(self, node: str) -> int | None:
         """Process id of a node's raylet."""
-        for pid in _processes():
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if command.split(b"\0")[0].endswith(b"/raylet") and f"/tmp/ray-{node}".encode() in command:
-                    return pid
-        return None
+        return _of_ray("raylet", node)
+
+    def ray_head(self) -> int | None:
+        """Process id of the server that knows all nodes (GCS)."""
+        return _of_ray("gcs_server", "head")
 
     def supervise(self) -> list[str]:
         """Start again what has ended, as systemd does; the names of what was started."""
@@ -413,6 +412,15 @@ def _add(made: Cluster, name: str, host: str, words: Sequence[str], env: dict[st
     part = Part(name, made.hosts[host], words, made.folder / f"{name}.log", env or {})
     made.parts[name] = part
     part.start()
+
+
+def _of_ray(program: str, node: str) -> int | None:
+    for pid in _processes():
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if command.split(b"\0")[0].endswith(f"/{program}".encode()) and f"/tmp/ray-{node}".encode() in command:
+                return pid
+    return None
 
 
 def _processes() -> list[int]:
