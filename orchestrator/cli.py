@@ -21,7 +21,7 @@ import typer
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.logs import VARIABLE as LOG_FORMAT
 from orchestrator.service.server.logs import LogFormat
-from orchestrator.service.terminal import access, comparing, machines, report, simulation, watch
+from orchestrator.service.terminal import access, comparing, machines, notify, report, simulation, watch
 from orchestrator.service.terminal.completion import job_ids
 from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home, Pinned, Settings, client_of, service_of
 from orchestrator.service.terminal.output import tell
@@ -520,6 +520,7 @@ app.command()(access.whoami)
 app.command()(access.audit)
 app.add_typer(access.users, name="user")
 app.add_typer(access.tokens, name="token")
+app.add_typer(notify.notify, name="notify")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
     "mlflow": "orchestrator/backends/mlflow",
     "sqlalchemy": "orchestrator/backends/journal",
     "alembic": "orchestrator/backends/journal",
+    "apprise": "orchestrator/backends/notify",
 }
 BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
     "orchestrator/backends/ray": {

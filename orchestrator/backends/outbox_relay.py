@@ -1,38 +1,39 @@
-"""The relay: brings the outbox's rows to one tracker, and retries while it is away."""
+"""The relay: brings an outbox's rows to one receiver, and retries while it is away."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from typing import Generic
 
 from orchestrator.backends.journal.outbox import Outbox
-from orchestrator.backends.ports import OutboxRow, Tracker
+from orchestrator.backends.ports import Body, Receiver
 
 POLL_S = 0.5  # how long a row can wait without `notify`
-REFRESH_S = 3.0  # between calls of Tracker.refresh
+REFRESH_S = 3.0  # between calls of Receiver.refresh
 RETRY_FIRST_S, RETRY_MAX_S = 0.5, 30.0  # back-off, doubled after each failure
-REFUSALS_MAX = 5  # sends of one job that may fail in a row before its rows are dropped
+REFUSALS_MAX = 5  # sends of one group that may fail in a row before its rows are dropped
 ROWS = 50  # outbox rows in memory
 STOP_TIMEOUT_S = 10.0  # for the request under way
 
 log = logging.getLogger(__name__)
 
 
-class OutboxRelay:
-    """A thread that sends every outbox row to one tracker, at least once.
+class OutboxRelay(Generic[Body]):
+    """A thread that sends every outbox row to one receiver, at least once.
 
-    No method waits for the tracker but `wait_delivered` and, for one request at most, `stop`.
+    No method waits for the receiver but `wait_delivered` and, for one request at most, `stop`.
     """
 
-    def __init__(self, name: str, tracker: Tracker, outbox: Outbox) -> None:
-        """`name` is the tracker's name in the cluster file, and that of its cursor. Nothing is sent before `start`."""
+    def __init__(self, name: str, receiver: Receiver[Body], outbox: Outbox[Body]) -> None:
+        """`name` is the receiver's name in the cluster file, and that of its cursor. Nothing is sent before `start`."""
         self.problem: str | None = None  # why the last send failed, for people
-        self._name, self._tracker, self._outbox = name, tracker, outbox
-        self._refusals: dict[str, int] = {}  # by job
+        self._name, self._receiver, self._outbox = name, receiver, outbox
+        self._refusals: dict[str, int] = {}  # by group
         self._refresh_at_s = 0.0
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"relay-{name}", daemon=True)
 
     def start(self) -> None:
         """Begin to send."""
@@ -49,7 +50,7 @@ class OutboxRelay:
         self._wake.set()
 
     def wait_delivered(self, timeout_s: float) -> bool:
-        """True once the tracker has every row; False where it has not within `timeout_s`."""
+        """True once the receiver has every row; False where it has not within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while self._outbox.pending(self._name, 1):
             if time.monotonic() > deadline_s:
@@ -64,12 +65,12 @@ class OutboxRelay:
             try:
                 try:
                     more = self._deliver()
-                finally:  # a tracker that is away may have to start what it needs
+                finally:  # a receiver that is away may have to start what it needs
                     self._refresh()
             except Exception as error:  # the thread's edge: the outbox waits, training goes on
                 said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500]
                 if said != self.problem:
-                    log.warning("tracker %s at %s: %s", self._name, self._tracker.address, said)
+                    log.warning("%s at %s: %s", self._name, self._receiver.address, said)
                 self.problem = said
                 self._stop.wait(min(RETRY_FIRST_S * 2 ** min(failures, 10), RETRY_MAX_S))
                 failures += 1
@@ -80,37 +81,35 @@ class OutboxRelay:
                 self._wake.clear()
 
     def _deliver(self) -> bool:
-        """Send the oldest rows, one job at a time; True where more rows may wait."""
+        """Send the oldest rows, one group at a time; True where more rows may wait."""
         rows = self._outbox.pending(self._name, ROWS)
-        by_job: dict[str, list[OutboxRow]] = {}
+        groups: dict[str, list[tuple[int, Body]]] = {}
         for row in rows:
-            by_job.setdefault(row[1].job.id, []).append(row)
+            groups.setdefault(self._receiver.group(row[1]), []).append(row)
         unsent = [number for number, _ in rows]
-        for job_id, of_job in by_job.items():  # in the order of their first rows: each moves the cursor
+        for group, together in groups.items():  # in the order of their first rows: each moves the cursor
             if self._stop.is_set():
                 return False
-            self._send(job_id, of_job)
-            sent = {number for number, _ in of_job}
+            self._send(group, together)
+            sent = {number for number, _ in together}
             unsent = [number for number in unsent if number not in sent]
             self._outbox.delivered(self._name, unsent[0] - 1 if unsent else rows[-1][0])
         return len(rows) == ROWS
 
-    def _send(self, job_id: str, rows: list[OutboxRow]) -> None:
-        """Send one job's rows; drop them after REFUSALS_MAX refusals in a row."""
+    def _send(self, group: str, rows: list[tuple[int, Body]]) -> None:
+        """Send one group's rows; drop them after REFUSALS_MAX refusals in a row."""
         try:
-            self._tracker.send(rows)
+            self._receiver.send(rows)
         except OSError:
-            raise  # the tracker is away
+            raise  # the receiver is away
         except Exception:
-            self._refusals[job_id] = self._refusals.get(job_id, 0) + 1
-            if self._refusals[job_id] < REFUSALS_MAX:
+            self._refusals[group] = self._refusals.get(group, 0) + 1
+            if self._refusals[group] < REFUSALS_MAX:
                 raise
-            log.exception(
-                "tracker %s refuses job %s: its outbox rows are dropped", self._name, job_id, extra={"job": job_id}
-            )
-        self._refusals.pop(job_id, None)
+            log.exception("%s refuses %s: its rows are dropped", self._name, group)
+        self._refusals.pop(group, None)
 
     def _refresh(self) -> None:
         if time.monotonic() >= self._refresh_at_s and not self._stop.is_set():
-            self._tracker.refresh()
+            self._receiver.refresh()
             self._refresh_at_s = time.monotonic() + REFRESH_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt
@@ -13,6 +13,8 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import in_short
 from orchestrator.specs.state import State
 
+Body = TypeVar("Body")  # what a row of an outbox holds
+Sent = TypeVar("Sent", contravariant=True)
 OutboxRow = tuple[int, Record]  # its number, which is never given again, and what it holds
 Decided = tuple[Event, Sequence[Action]]  # what happened, and what was decided to do about it
 
@@ -78,27 +80,42 @@ class EventLog(Protocol):
         """How many jobs have ended, and how many records wait for trackers."""
 
 
-class Tracker(Protocol):
-    """Where people find the records of jobs and attempts. One thread calls it, and calls again after an error.
+class Receiver(Protocol[Sent]):
+    """What gets the rows of an outbox. One thread calls it, and calls again after an error.
 
-    Subclass it: `refresh` and `shut_down` need a body only where a tracker has something to do there.
+    Subclass it: `refresh` and `shut_down` need a body only where a receiver has something to do there.
     """
 
-    address: str  # where people look: a URL or a path
+    address: str  # for people: a URL, a path or a word
 
-    def send(self, rows: Sequence[OutboxRow]) -> None:
-        """Keep rows of one job, oldest first; on return they are kept. Rows can come again: the same row, the same id.
+    def group(self, body: Sent) -> str:
+        """What is sent together: rows of one group, and no others."""
 
-        A row's job has all attempts up to then, so the last row says what the earlier ones said. Raises OSError while
-        the tracker is away: the rows come again for as long as it takes. Rows that raise another exception five times
-        are dropped.
+    def send(self, rows: Sequence[tuple[int, Sent]]) -> None:
+        """Keep rows of one group, oldest first; on return they are kept.
+
+        Rows can come again: the same row, the same id. Raises OSError while the receiver is away: the rows come again
+        for as long as it takes. Rows that raise another exception five times are dropped.
         """
 
     def refresh(self) -> None:
         """Called every few seconds, for what no row brings: the curves of running attempts, a server to keep up."""
+        return
 
     def shut_down(self) -> None:
-        """End the processes that the tracker started, as `orc down` asks."""
+        """End the processes that the receiver started, as `orc down` asks."""
+        return
+
+
+class Tracker(Receiver[Record], Protocol):
+    """Where people find the records of jobs and attempts. Its rows are grouped by job.
+
+    A row's job has all attempts up to then, so the last row says what the earlier ones said.
+    """
+
+    def group(self, body: Record) -> str:
+        """The id of the job."""
+        return body.job.id
 
 
 def decisions(actions: Sequence[Action]) -> str:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, mode
 from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
+from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
 from orchestrator.specs.order import Order
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
@@ -229,6 +230,11 @@ class ClusterSpec(SpecModel):
         description="Where the records of jobs and attempts go: mlflow (a server of the home's own), jsonl (the file "
         "records.jsonl in the home), or both.",
         examples=[["mlflow", "jsonl"]],
+    )
+    notify: NotifySpec = Field(
+        default=UNNOTIFIED,
+        description="Who is told of failed and late jobs and lost nodes, and gets the morning report.",
+        examples=[{"targets": [{"name": "team-mail", "apprise": "ORC_MAIL_URL"}]}],
     )
 
     @model_validator(mode="after")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.service.commands.report import SHOWN_MAX, html, markdown, sections, since_of
 from orchestrator.service.views.morning import ReportView
+from orchestrator.service.views.report import SHOWN_MAX, html, markdown, sections, since_of
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
 from tests.service.test_api import World

@@ -36,6 +36,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "degrade.sequence_lengths": {"degrade": {"allow": "semantic"}},
     "training.sync_batch_norm": {"training": {"batch_norm_samples": 8}},
     "policy.half_life": {"policy": {"teams": [{"name": "vision"}]}},
+    "notify.report_at": {"notify": {"targets": [{"name": "a", "apprise": "URL"}]}},
+    "notify.targets.webhook": {"notify": {"targets": [{"name": "a", "signed_with": "KEY"}]}},
+    "notify.targets.signed_with": {"notify": {"targets": [{"name": "a", "webhook": "URL"}]}},
+    "notify.targets.name": {"notify": {"targets": [{"name": "a", "apprise": "URL"}]}},
+    "notify.targets.kinds": {"notify": {"targets": [{"name": "a", "apprise": "URL"}]}},
     "nodes.device.*": {"nodes": [{"device": {"bf16_tflops": 100}}]},
 }
 WAYS = ("flag", "switch", "override", "key", "env", "accelerate")

@@ -12,8 +12,9 @@ import sqlalchemy as sa
 from pydantic import Field, TypeAdapter
 
 from orchestrator.backends.journal.database import Database
-from orchestrator.backends.journal.outbox import Outbox
+from orchestrator.backends.journal.outbox import Notices, Outbox
 from orchestrator.backends.journal.rows import adapter, dump, read
+from orchestrator.backends.notify.notice import notices_of
 from orchestrator.backends.ports import Decided, Totals, decisions
 from orchestrator.specs.actions import Archive, Record
 from orchestrator.specs.events import Event
@@ -57,7 +58,8 @@ class Journal:
         """
         self.database = Database(url, reads_only=reads_only, stop=stop)
         self.name = self.database.name
-        self.outbox = Outbox(self.database)
+        self.outbox = Outbox(self.database, Record, "outbox", "trackers")
+        self.notices = Notices(self.database)
         self._event = adapter(Annotated[Event, Field(discriminator="type")])
         self._state, self._job = adapter(State), adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
@@ -78,7 +80,7 @@ class Journal:
         return state, tuple(self.history(row.id))
 
     def append(self, decided: Sequence[Decided]) -> None:
-        """Keep events, decisions, ended jobs and records for trackers, all or nothing.
+        """Keep events, decisions, ended jobs, records for trackers and notices for people, all or nothing.
 
         On disk when this returns.
         """
@@ -90,9 +92,11 @@ class Journal:
             for action in actions
             if isinstance(action, Archive)
         ]
+        notices = [*notices_of(decided)] if self.notices.has_targets else []
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
             self.outbox.add(connection, records)
+            self.notices.add(connection, notices)
             if ended:
                 connection.execute(_jobs.insert(), ended)
 

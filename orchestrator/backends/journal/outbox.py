@@ -1,74 +1,156 @@
-"""The outbox: records that trackers have yet to get.
+"""The outbox: bodies that receivers have yet to get, such as records for trackers and notices for targets.
 
-One queue with a cursor for each tracker (the transactional outbox: microservices.io/patterns/data). A row is removed
-once every registered tracker has passed it.
+One queue with a cursor for each receiver (the transactional outbox: microservices.io/patterns/data). A row is removed
+once every registered receiver has passed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Generic
 
 import sqlalchemy as sa
 
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.rows import adapter, dump, read
-from orchestrator.backends.ports import OutboxRow
-from orchestrator.specs.actions import Record
+from orchestrator.backends.notify.notice import Notice
+from orchestrator.backends.ports import Body
 
-_metadata = sa.MetaData()
-_outbox = sa.Table("outbox", _metadata, sa.Column("id", sa.Integer, primary_key=True), sa.Column("body", sa.Text))
-_trackers = sa.Table(
-    "trackers", _metadata, sa.Column("name", sa.Text, primary_key=True), sa.Column("last_row", sa.Integer)
+NOTICES_MAX = 10_000  # that wait; more than these are not kept
+PAGE = 500  # ids in one query
+TOLD_S = 30 * 86_400.0  # how long it is remembered that something was told
+
+_told = sa.Table(
+    "told",
+    sa.MetaData(),
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("kind", sa.Text),
+    sa.Column("at_s", sa.Float),
 )
 
+log = logging.getLogger(__name__)
 
-class Outbox:
-    """The journal's queue of records; every method may be called from any thread."""
 
-    def __init__(self, database: Database) -> None:
-        self.database, self._record = database, adapter(Record)
+class Outbox(Generic[Body]):
+    """A queue of the journal; every method may be called from any thread."""
 
-    def add(self, connection: sa.Connection, records: Sequence[Record]) -> None:
-        """Append records in a transaction of the journal."""
-        if records:
-            connection.execute(_outbox.insert(), [{"body": dump(self._record, record)} for record in records])
+    def __init__(self, database: Database, noun: type[Body], rows: str, cursors: str) -> None:
+        """`rows` and `cursors` are the names of its tables."""
+        self.database, self._noun = database, adapter(noun)
+        tables = sa.MetaData()
+        self._rows = sa.Table(rows, tables, sa.Column("id", sa.Integer, primary_key=True), sa.Column("body", sa.Text))
+        self._cursors = sa.Table(
+            cursors, tables, sa.Column("name", sa.Text, primary_key=True), sa.Column("last_row", sa.Integer)
+        )
 
-    def register(self, trackers: Sequence[str]) -> None:
-        """Register exactly these trackers, at least one.
+    def add(self, connection: sa.Connection, bodies: Sequence[Body]) -> None:
+        """Append bodies in a transaction of the journal."""
+        if bodies:
+            connection.execute(self._rows.insert(), [{"body": dump(self._noun, body)} for body in bodies])
 
-        A new tracker begins at the oldest row that is there. A tracker that is not named loses its cursor and holds no
-        row any more; named again, it is new.
+    def register(self, receivers: Iterable[str]) -> None:
+        """Register exactly these receivers.
+
+        A new receiver begins at the oldest row that is there. A receiver that is not named loses its cursor and holds
+        no row any more; named again, it is new.
         """
-        assert trackers
+        names, cursors = tuple(receivers), self._cursors
         with self.database.transaction() as connection:
-            known = set(connection.execute(sa.select(_trackers.c.name)).scalars())
-            connection.execute(_trackers.delete().where(_trackers.c.name.not_in(trackers)))
-            for name in trackers:
+            known = set(connection.execute(sa.select(cursors.c.name)).scalars())
+            connection.execute(cursors.delete().where(cursors.c.name.not_in(names)))
+            for name in names:
                 if name not in known:
-                    connection.execute(_trackers.insert().values(name=name, last_row=0))
+                    connection.execute(cursors.insert().values(name=name, last_row=0))
             self._remove_passed(connection)
 
-    def pending(self, tracker: str, limit: int) -> list[OutboxRow]:
-        """At most `limit` rows that a registered tracker has not passed, oldest first."""
-        cursor = sa.select(_trackers.c.last_row).where(_trackers.c.name == tracker)
-        oldest = sa.select(_outbox.c.id, _outbox.c.body).order_by(_outbox.c.id).limit(limit)
+    def pending(self, receiver: str, limit: int) -> list[tuple[int, Body]]:
+        """At most `limit` rows that a registered receiver has not passed, oldest first."""
+        cursor = sa.select(self._cursors.c.last_row).where(self._cursors.c.name == receiver)
+        oldest = sa.select(self._rows.c.id, self._rows.c.body).order_by(self._rows.c.id).limit(limit)
         with self.database.transaction() as connection:
             last_row = connection.execute(cursor).scalar_one()
-            rows = connection.execute(oldest.where(_outbox.c.id > last_row)).all()
-        return [(row.id, read(self._record, self.database.name, "outbox", row.id, row.body)) for row in rows]
+            rows = connection.execute(oldest.where(self._rows.c.id > last_row)).all()
+        table = self._rows.name
+        return [(row.id, read(self._noun, self.database.name, table, row.id, row.body)) for row in rows]
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
-        """How many rows each tracker has not passed, in a transaction of the journal."""
-        behind = sa.select(sa.func.count()).where(_outbox.c.id > _trackers.c.last_row).scalar_subquery()
-        rows = connection.execute(sa.select(_trackers.c.name, behind.label("rows"))).all()
+        """How many rows each receiver has not passed, in a transaction of the journal."""
+        behind = sa.select(sa.func.count()).where(self._rows.c.id > self._cursors.c.last_row).scalar_subquery()
+        rows = connection.execute(sa.select(self._cursors.c.name, behind.label("rows"))).all()
         return {row.name: row.rows for row in rows}
 
-    def delivered(self, tracker: str, row: int) -> None:
-        """Move a tracker's cursor: it has `row` and every row before it."""
+    def delivered(self, receiver: str, row: int) -> None:
+        """Move a receiver's cursor: it has `row` and every row before it."""
         with self.database.transaction() as connection:
-            connection.execute(_trackers.update().where(_trackers.c.name == tracker).values(last_row=row))
+            moved = self._cursors.update().where(self._cursors.c.name == receiver)
+            connection.execute(moved.values(last_row=row))
             self._remove_passed(connection)
 
     def _remove_passed(self, connection: sa.Connection) -> None:
-        slowest = connection.execute(sa.select(sa.func.min(_trackers.c.last_row))).scalar_one()
-        connection.execute(_outbox.delete().where(_outbox.c.id <= slowest))
+        """Remove what every receiver has passed; where there is no receiver, every row."""
+        slowest = connection.execute(sa.select(sa.func.min(self._cursors.c.last_row))).scalar_one()
+        passed = sa.true() if slowest is None else self._rows.c.id <= slowest
+        connection.execute(self._rows.delete().where(passed))
+
+
+class Notices(Outbox[Notice]):
+    """What people are told, each thing once; nothing is kept while no target is registered."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database, Notice, "notices", "targets")
+        self.has_targets = False
+
+    def register(self, receivers: Iterable[str]) -> None:
+        """Register exactly these targets; see `Outbox.register`."""
+        names = tuple(receivers)
+        super().register(names)
+        self.has_targets = bool(names)
+
+    def add(self, connection: sa.Connection, bodies: Sequence[Notice]) -> None:
+        """Append the notices that were not told before, in a transaction of the journal."""
+        if not self.has_targets or not bodies:
+            return
+        by_id = {one.id: one for one in bodies}
+        known = _known(connection, [*by_id])
+        fresh = [one for one in by_id.values() if one.id not in known]
+        if not fresh:
+            return
+        self._remember(connection, fresh)
+        super().add(connection, fresh)
+        last = connection.execute(sa.select(sa.func.max(self._rows.c.id))).scalar_one()
+        dropped = connection.execute(self._rows.delete().where(self._rows.c.id <= last - NOTICES_MAX)).rowcount
+        if dropped:
+            log.error("more than %d notices wait for their targets: the oldest %d are dropped", NOTICES_MAX, dropped)
+
+    def tell(self, notices: Sequence[Notice]) -> None:
+        """Append the notices that were not told before."""
+        with self.database.transaction() as connection:
+            self.add(connection, notices)
+
+    def remember(self, notice: Notice) -> None:
+        """Take a notice for told, without telling it."""
+        with self.database.transaction() as connection:
+            self._remember(connection, [notice])
+
+    def known(self, ids: Sequence[str]) -> set[str]:
+        """Those of these notices that were told in the last TOLD_S."""
+        with self.database.transaction() as connection:
+            return _known(connection, ids)
+
+    def knows_kind(self, kind: str) -> bool:
+        """Whether any notice of this kind was told in the last TOLD_S."""
+        with self.database.transaction() as connection:
+            return connection.execute(sa.select(_told.c.id).where(_told.c.kind == kind).limit(1)).first() is not None
+
+    def _remember(self, connection: sa.Connection, notices: Sequence[Notice]) -> None:
+        connection.execute(_told.delete().where(_told.c.at_s < max(one.at_s for one in notices) - TOLD_S))
+        connection.execute(_told.insert(), [{"id": one.id, "kind": one.kind, "at_s": one.at_s} for one in notices])
+
+
+def _known(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
+    found = set[str]()
+    for first in range(0, len(ids), PAGE):
+        asked = sa.select(_told.c.id).where(_told.c.id.in_(ids[first : first + PAGE]))
+        found |= set(connection.execute(asked).scalars())
+    return found

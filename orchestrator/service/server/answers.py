@@ -118,6 +118,12 @@ class UserAnswer(TypedDict):
     created_at_s: float
 
 
+class TriedAnswer(TypedDict):
+    """Why targets of notifications could not be reached, by name; null for those that were."""
+
+    problems: dict[str, str | None]
+
+
 class UsersAnswer(TypedDict):
     """Every user."""
 

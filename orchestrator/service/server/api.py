@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,6 @@ from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.comparison import comparison, curve_of
 from orchestrator.scheduling.reports.deadlines import late
-from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
@@ -45,6 +44,7 @@ from orchestrator.service.server.answers import (
     SubmittedAnswer,
     TeamsAnswer,
     TokensAnswer,
+    TriedAnswer,
     UsersAnswer,
     WhoAnswer,
     answers,
@@ -53,12 +53,14 @@ from orchestrator.service.server.answers import (
 from orchestrator.service.server.attempt_files import beats, read_from, view_of
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.ended import report_of
 from orchestrator.service.server.endpoint import LOOPBACK
 from orchestrator.service.server.gate import Gate, limiter, refusal
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
 from orchestrator.service.server.metrics import MEDIA_TYPE, Metrics
+from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.requests import (
     BatchRequest,
@@ -70,6 +72,7 @@ from orchestrator.service.server.requests import (
     ShutdownRequest,
     SubmitRequest,
     TokenRequest,
+    TryRequest,
     UserRequest,
 )
 from orchestrator.service.server.sessions import Sessions
@@ -77,7 +80,7 @@ from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
 from orchestrator.service.views.comparison import ComparisonView, comparison_view
-from orchestrator.service.views.morning import ReportView, report_view
+from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import (
     ExplanationView,
     explanation_view,
@@ -99,7 +102,6 @@ from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder, uploaded
 
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
-REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
 NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
@@ -125,6 +127,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("PUT", "/uploads/{digest}"): Role.MEMBER,
     ("POST", "/nodes/{node}/drain"): Role.OPERATOR,
     ("POST", "/observations"): Role.OPERATOR,
+    ("POST", "/notify/test"): Role.OPERATOR,
     ("GET", "/join"): Role.OPERATOR,
     ("POST", "/nodes"): Role.OPERATOR,
     ("DELETE", "/nodes/{node}"): Role.OPERATOR,
@@ -177,6 +180,7 @@ class Service:
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone
+    notifier: Notifier | None = None  # None: the cluster file names no target
 
 
 def create_app(service: Service) -> FastAPI:
@@ -388,9 +392,12 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> dict[str, Any]:
         """What happened since a moment, in seconds since 1970."""
-        ended = _ended_since(controller, since_s)
-        at_s = time.time() if until_s is None else until_s
-        return dict(report_view(morning_report(controller.state, ended, since_s, at_s)))
+        return dict(report_of(controller, since_s, time.time() if until_s is None else until_s))
+
+    @app.post("/notify/test", **answers(TriedAnswer))
+    def notify_test(request: TryRequest) -> dict[str, Any]:
+        """Send a notice to targets, or to all."""
+        return {"problems": {} if service.notifier is None else service.notifier.test(request.targets)}
 
     @app.post("/observations", **answers(KeptAnswer))
     def observe(request: ObserveRequest) -> dict[str, Any]:
@@ -406,17 +413,6 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
             )
         service.shut_down()
         return {"running": running}
-
-
-def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
-    """Archived jobs, the latest end first, up to the first page that ended before."""
-    before: str | None = None
-    for _ in range(REPORTED_MAX // ENDED_MAX):
-        page = controller.ended(ENDED_MAX, before)
-        yield from page
-        if len(page) < ENDED_MAX or all(ended_at_s(job) < since_s for job in page):
-            return
-        before = page[-1].id
 
 
 def _add_member_routes(app: FastAPI, service: Service) -> None:

@@ -162,6 +162,10 @@ class Client:
         """The strategies of a comparison side by side, by the id of one of their jobs."""
         return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
 
+    def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
+        """Have a notice sent to targets, or to all; why it could not be delivered, or None, by name."""
+        return self._json("POST", "/notify/test", {"targets": list(targets)})["problems"]
+
     def observe(self, observations: Sequence[Observation]) -> int:
         """Send outcomes that were measured elsewhere; returns how many were new."""
         parts = [

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pydantic.v1.fields  # noqa: F401  Ray and FastAPI import it late in two threads, which fails if simultaneous
 import uvicorn
@@ -26,6 +27,7 @@ from fastapi import FastAPI
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.notify.targets import targets_of
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
@@ -40,6 +42,7 @@ from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoi
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
+from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.rates import known, measured
 from orchestrator.service.server.waiting import waiting_app
 from orchestrator.specs.cluster import ClusterSpec
@@ -103,7 +106,9 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             return down.is_set() or (found is None and not is_serving.is_set())
 
         rates = background.submit(measured, cluster, home)
+        targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
         journal.outbox.register(cluster.trackers)
+        journal.notices.register(targets)
         trackers: dict[str, Tracker] = {}
         for name in cluster.trackers:
             trackers[name] = TRACKERS[name](home, lambda: controller.state)
@@ -114,10 +119,16 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
         controller = Controller(journal, backend, time.time)
         controller.turn(0.0)  # the first request already sees the nodes
-        relays = [OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()]
+        notifier = Notifier(cluster.notify, targets, journal.notices, controller, time.time) if targets else None
+        relays: list[OutboxRelay[Any]] = [
+            *(OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()),
+            *(OutboxRelay(name, target, journal.notices) for name, target in targets.items()),
+        ]
         for relay in relays:
             relay.start()
             stack.callback(relay.stop)
+        if notifier is not None:
+            threading.Thread(target=notifier.run, args=(stop,), name="notifier", daemon=True).start()
         threading.Thread(target=_notify, args=(controller, relays, stop), daemon=True).start()
 
         def shut_down() -> None:
@@ -138,6 +149,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             hosts=endpoint.names() if endpoint else LOOPBACK,
             members=members if is_own else None,
             pages=pages,
+            notifier=notifier,
         )
         application = create_app(service)
         waiting.close()
@@ -188,7 +200,7 @@ def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: thr
             shut_down()
 
 
-def _notify(controller: Controller, relays: Sequence[OutboxRelay], stop: threading.Event) -> None:
+def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:
     """Wake the relays whenever something happened."""
     version = -1
     while not stop.is_set():

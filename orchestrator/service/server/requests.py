@@ -89,6 +89,13 @@ class TokenRequest(BaseModel):
     lifetime_s: float | None = Field(default=None, gt=0, le=LIFETIME_S_MAX, allow_inf_nan=False)
 
 
+class TryRequest(BaseModel):
+    """Targets of notifications to try; none: all."""
+
+    model_config = ConfigDict(extra="forbid")
+    targets: list[str] = Field(default=[], max_length=100)
+
+
 class ShutdownRequest(BaseModel):
     """`force` ends the service even while jobs run."""
 

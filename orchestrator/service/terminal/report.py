@@ -37,7 +37,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Report what ended, failed, recovered or is late, what it cost, and what to do now."""
-    from orchestrator.service.commands.report import html, markdown, since_of
+    from orchestrator.service.views.report import html, markdown, since_of
 
     view = client_of(home).report(since_of(since, time.time()))
     if as_json or form is ReportFormat.TEXT:
@@ -52,7 +52,7 @@ def _panel(view: ReportView) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from orchestrator.service.commands.report import cost_words, gantt, sections, shown, title
+    from orchestrator.service.views.report import cost_words, gantt, sections, shown, title
 
     parts: list[RenderableType] = [Text(title(view), style="bold"), Text(view["summary"]), Text(cost_words(view))]
     if chart := gantt(view):

@@ -1,4 +1,4 @@
-"""`orc report`: its span of time, and the report as Markdown and as HTML that mail programs show."""
+"""The report of `orc report` and of notifications: span of time, Markdown, and HTML that mail programs show."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""Which addresses a webhook may reach, and a connection to exactly the address that was checked.
+
+A name is resolved once: a second look-up could give another address (DNS rebinding; OWASP, Server Side Request Forgery
+Prevention Cheat Sheet).
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Collection
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+
+NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
+WIRE_SERVER = ip_address("168.63.129.16")  # Azure's, within each of its networks, and public by its number
+
+
+class Refused(ConnectionError):
+    """The address is not allowed. Its message holds no URL."""
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is of the public network; private, loopback, link-local and metadata addresses are not."""
+    address = ip_address(text.partition("%")[0])
+    return all(one.is_global and not one.is_multicast and one != WIRE_SERVER for one in _meant(address))
+
+
+def _meant(address: IPv4Address | IPv6Address) -> list[IPv4Address | IPv6Address]:
+    """The address, and the IPv4 addresses inside it, to which a gateway or the kernel may send on."""
+    if isinstance(address, IPv4Address):
+        return [address]
+    inner: list[IPv4Address | IPv6Address] = []
+    if address.ipv4_mapped is not None:
+        return [address.ipv4_mapped]
+    if address.sixtofour is not None:
+        inner.append(address.sixtofour)
+    if address.teredo is not None:
+        inner += address.teredo
+    if address in NAT64:
+        return [IPv4Address(int(address) & 0xFFFF_FFFF)]
+    return [address, *inner]
+
+
+def resolved(host: str, port: int, allowed_hosts: Collection[str]) -> list[str]:
+    """The addresses of a host, asked once. Raises Refused where one of them is not public and the host not allowed."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        raise ConnectionError("the name of its host is not known") from None
+    addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+    if host not in allowed_hosts:
+        for address in addresses:
+            if not is_public(address):
+                raise Refused(f"the address {address} is not public: `notify.allow_hosts` may name its host")
+    return addresses
+
+
+class Pinned(http.client.HTTPSConnection):
+    """A connection to one of the addresses that were checked, whatever the name means by now."""
+
+    def __init__(self, host: str, port: int, addresses: list[str], *, tls: bool, timeout_s: float) -> None:
+        super().__init__(host, port, timeout=timeout_s, context=ssl.create_default_context())
+        self._addresses, self._tls, self._timeout_s = addresses, tls, timeout_s
+
+    def connect(self) -> None:
+        """Connect to the first address that answers; the certificate must be the host's."""
+        for number, address in enumerate(self._addresses, 1):
+            try:
+                connected = socket.create_connection((address, self.port), self._timeout_s)
+                break
+            except OSError:
+                if number == len(self._addresses):
+                    raise
+        self.sock = connected
+        if self._tls:
+            self.sock = self._context.wrap_socket(connected, server_hostname=self.host)  # type: ignore[attr-defined]

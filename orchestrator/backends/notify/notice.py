@@ -1,0 +1,66 @@
+"""Notice: what people are told, once; and which notices follow from what was decided."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.backends.ports import Decided
+from orchestrator.backends.redaction import hider
+from orchestrator.specs.actions import Record
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.events import Event, Finished
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.notify import NoticeKind
+
+TEXT_MAX = 200_000  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """One thing that people are told, with the id that it keeps however often it is sent."""
+
+    id: str
+    kind: str  # a NoticeKind, or "test"
+    at_s: float
+    title: str
+    text: str  # Markdown
+    data: Mapping[str, str] = field(default_factory=dict)  # for programs
+
+
+def notice(kind: str, key: str, at_s: float, title: str, text: str, data: Mapping[str, str]) -> Notice:
+    """The notice of `key`, which names the same thing in every home and at every time."""
+    digest = hashlib.sha256(f"{kind}/{key}".encode()).hexdigest()[:32]
+    return Notice(id=f"msg_{digest}", kind=kind, at_s=at_s, title=title[:200], text=text[:TEXT_MAX], data=data)
+
+
+def job_notice(kind: NoticeKind, job: Job, key: str, at_s: float, words: str, said: str) -> Notice:
+    """A notice about one job; the values of its secrets and variables are hidden."""
+    said = hider(job.spec, os.environ)(said)
+    data = {"job": job.id, "name": job.spec.name, "user": job.user, "status": job.status.value, "reason": said}
+    text = f"{said}\n\n`orc explain {job.id}` says more."
+    return notice(kind, key, at_s, f"{job.id} {words}", text, data)
+
+
+def notices_of(decided: Sequence[Decided]) -> Iterator[Notice]:
+    """What people are told at once of these decisions; the same decisions give the same ids."""
+    for event, actions in decided:
+        for action in actions:
+            if isinstance(action, Record):
+                yield from _of_record(event, action)
+
+
+def _of_record(event: Event, record: Record) -> Iterator[Notice]:
+    job, attempt = record.job, record.attempt
+    if isinstance(event, Finished) and attempt is not None and attempt.number == event.number:
+        failure = attempt.failure
+        if failure is not None and failure.kind is FailureKind.NODE_LOST:
+            nodes = ", ".join(sorted({part.node for part in attempt.placement}))
+            said = f"Attempt {attempt.number} ran on {nodes}: {failure.reason}. The job is {job.status}: {job.reason}"
+            key = f"{job.key}/{attempt.number}"
+            yield job_notice(NoticeKind.NODE_LOST, job, key, event.at_s, "lost its node", said)
+    if job.status in (JobStatus.FAILED, JobStatus.REFUSED):
+        words = "failed" if job.status is JobStatus.FAILED else "was refused"
+        yield job_notice(NoticeKind.FAILED, job, job.key, event.at_s, words, job.reason)

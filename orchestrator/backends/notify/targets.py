@@ -1,0 +1,112 @@
+"""Targets of notifications, as receivers of the notices in the journal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.util import find_spec
+
+from orchestrator.backends.notify.notice import Notice
+from orchestrator.backends.notify.webhook import deliver, signing_key
+from orchestrator.backends.ports import Receiver
+from orchestrator.specs.notify import NotifySpec, TargetSpec
+
+EXPIRES_S = 3 * 86_400.0  # a notice that a target could not be given for so long is dropped
+
+log = logging.getLogger(__name__)
+
+
+class Target(Receiver[Notice]):
+    """One target of the cluster file. Its address is never shown: it is a secret."""
+
+    def __init__(self, spec: TargetSpec, cluster: str, secrets: Mapping[str, str]) -> None:
+        self.address = "webhook" if spec.webhook else "apprise"
+        self.spec, self._cluster, self._secrets = spec, cluster, secrets
+
+    def group(self, body: Notice) -> str:
+        """Each notice is sent on its own."""
+        return body.id
+
+    def send(self, rows: Sequence[tuple[int, Notice]]) -> None:
+        """Deliver what the target wants to know, and drop what is EXPIRES_S old. Raises OSError while it is away."""
+        wanted = [one for _, one in rows if one.kind in self.spec.kinds]
+        fresh = [one for one in wanted if one.at_s > time.time() - EXPIRES_S]
+        for one in wanted:
+            if one not in fresh:
+                log.error("target %s was away for %.0f s: %s is dropped", self.spec.name, EXPIRES_S, one.id)
+        if fresh:
+            self.deliver(fresh)
+
+    def deliver(self, notices: Sequence[Notice]) -> None:
+        """Deliver notices, at least one, whatever `kinds` says. Raises OSError, whose message holds no secret."""
+        raise NotImplementedError
+
+    def secret(self, name: str | None) -> str:
+        """The value of a variable. Raises OSError where the service has none."""
+        assert name is not None, self.spec
+        value = self._secrets.get(name, "").strip()
+        if not value:
+            raise ConnectionError(f"the service was started without the variable {name}")
+        return value
+
+
+class WebhookTarget(Target):
+    """A signed webhook."""
+
+    def __init__(self, spec: TargetSpec, notify: NotifySpec, cluster: str, secrets: Mapping[str, str]) -> None:
+        super().__init__(spec, cluster, secrets)
+        self._allowed = frozenset(host.lower() for host in notify.allow_hosts)
+
+    def deliver(self, notices: Sequence[Notice]) -> None:
+        """POST each notice; the receiver has answered 2xx to all of them on return."""
+        url = self.secret(self.spec.webhook)
+        try:
+            key = signing_key(self.secret(self.spec.signed_with))
+        except ValueError as error:
+            raise ConnectionError(str(error)) from None
+        for one in notices:
+            deliver(url, key, one, self._cluster, self._allowed)
+
+
+class AppriseTarget(Target):
+    """Mail, chat or whatever else apprise reaches; notices that wait together are one message."""
+
+    def group(self, body: Notice) -> str:
+        """Reports are messages of their own; all other notices may share one."""
+        return body.id if body.kind == "report" else ""
+
+    def deliver(self, notices: Sequence[Notice]) -> None:
+        """Send one message. apprise does not say why it could not."""
+        if find_spec("apprise") is None:
+            raise ConnectionError("apprise is missing: pip install 'orchestrator[notify]'")
+        import apprise
+
+        logging.getLogger("apprise").disabled = True  # it may log the URL
+        asset = apprise.AppriseAsset(app_id="orc", app_desc="orc", secure_logging=True)
+        sender = apprise.Apprise(asset=asset)
+        if not sender.add(self.secret(self.spec.apprise)):
+            raise ConnectionError(f"{self.spec.apprise} holds no URL that apprise knows")
+        title = notices[0].title if len(notices) == 1 else f"{len(notices)} notices"
+        parts = [f"{one.text}\n\nid: {one.id}" for one in notices]
+        if len(notices) > 1:
+            parts = [f"## {one.title}\n\n{part}" for one, part in zip(notices, parts, strict=True)]
+        text = "\n\n".join(parts)
+        try:
+            sent = sender.notify(
+                body=text, title=f"[{self._cluster}] {title}", body_format=apprise.NotifyFormat.MARKDOWN
+            )
+        except Exception as error:  # a plug-in's edge: what it says may quote the URL
+            raise ConnectionError(f"apprise raised {type(error).__name__}") from None
+        if not sent:
+            raise ConnectionError("apprise could not deliver it")
+
+
+def targets_of(notify: NotifySpec, cluster: str, environment: MutableMapping[str, str]) -> dict[str, Target]:
+    """The targets by name. Their secrets are taken out of the environment, so that no job inherits them."""
+    names = {name for one in notify.targets for name in (one.apprise, one.webhook, one.signed_with) if name}
+    secrets = {name: environment.pop(name) for name in sorted(names) if name in environment}
+    return {
+        one.name: WebhookTarget(one, notify, cluster, secrets) if one.webhook else AppriseTarget(one, cluster, secrets)
+        for one in notify.targets
+    }

@@ -1,0 +1,29 @@
+"""Archived jobs of the journal, page by page, and the report over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator.scheduling.reports.morning import ended_at_s, morning_report
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.views.morning import ReportView, report_view
+from orchestrator.specs.job_record import Job
+
+PAGE = 1000  # jobs read at a time
+REPORTED_MAX = 20_000  # ended jobs that a report looks at, the latest first
+
+
+def report_of(controller: Controller, since_s: float, until_s: float) -> ReportView:
+    """What happened between two moments, in seconds since 1970."""
+    return report_view(morning_report(controller.state, _ended_since(controller, since_s), since_s, until_s))
+
+
+def _ended_since(controller: Controller, since_s: float) -> Iterator[Job]:
+    """Archived jobs, the latest end first, up to the first page that ended before."""
+    before: str | None = None
+    for _ in range(REPORTED_MAX // PAGE):
+        page = controller.ended(PAGE, before)
+        yield from page
+        if len(page) < PAGE or all(ended_at_s(job) < since_s for job in page):
+            return
+        before = page[-1].id

@@ -1,0 +1,111 @@
+"""Watches for what no event brings, late jobs and the hour of the report, and tries targets on request."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from orchestrator.backends.journal.outbox import Notices
+from orchestrator.backends.notify.notice import Notice, job_notice, notice
+from orchestrator.backends.notify.targets import Target
+from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.ended import report_of
+from orchestrator.service.views.report import markdown, title
+from orchestrator.specs.errors import ServiceError, SpecError, closest
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.notify import NoticeKind, NotifySpec
+
+LOOK_S = 20.0  # between two looks: a forecast of 2,000 waiting jobs takes seconds
+DAY_S = 86_400.0
+SHIFT_S = 3600.0  # by which clocks are put forward or back
+
+log = logging.getLogger(__name__)
+
+
+class Notifier:
+    """Notices that follow from the time, and the targets of all notices."""
+
+    def __init__(
+        self,
+        spec: NotifySpec,
+        targets: Mapping[str, Target],
+        notices: Notices,
+        controller: Controller,
+        clock: Callable[[], float],
+    ) -> None:
+        """Nothing is told yet. The hour before the first start with `report_at` counts as told."""
+        self.targets = targets
+        self._spec, self._notices, self._controller, self._clock = spec, notices, controller, clock
+        if spec.report_at is not None and not notices.knows_kind(NoticeKind.REPORT):
+            due_s = self._due_s(clock())
+            notices.remember(notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}))
+
+    def run(self, stop: threading.Event) -> None:
+        """Look every LOOK_S until `stop` is set; ends with the journal."""
+        while not stop.wait(LOOK_S):
+            try:
+                self.look()
+            except ServiceError as error:  # the controller meets the same, and ends the service
+                log.error("%s", error)
+            except Exception:  # the thread's edge: jobs go on
+                log.exception("looking for late jobs failed")
+
+    def look(self) -> None:
+        """Tell of jobs that are expected to be late, and of a report that is due, each once."""
+        now_s = self._clock()
+        self._notices.tell([*self._late(now_s), *self._report(now_s)])
+
+    def test(self, names: Sequence[str]) -> dict[str, str | None]:
+        """Send a notice to these targets, or to all, at once; why it could not be delivered, or None, by name.
+
+        Raises SpecError for an unknown target.
+        """
+        for name in names:
+            if name not in self.targets:
+                near = closest(name, self.targets)
+                hint = f"did you mean {near!r}?" if near else "`notify.targets` of the cluster file names them"
+                raise SpecError("no such target", source="TARGET", got=name, hint=hint)
+        now_s = self._clock()
+        trial = notice("test", secrets.token_hex(8), now_s, "A test", "`orc notify test` sent this.", {})
+        found: dict[str, str | None] = {}
+        for name in names or self.targets:
+            try:
+                self.targets[name].deliver([trial])
+            except OSError as error:
+                found[name] = str(error)
+            else:
+                found[name] = None
+        return found
+
+    def _late(self, now_s: float) -> list[Notice]:
+        state = self._controller.state
+        due = [job.id for job in state.jobs.values() if job.deadline_s is not None and not job.status.ended]
+        ids = {job_id: _late_notice(state.jobs[job_id], now_s, "").id for job_id in due}
+        known = self._notices.known([*ids.values()]) if ids else set()
+        said = late(state, [job_id for job_id in due if ids[job_id] not in known])
+        return [_late_notice(state.jobs[job_id], now_s, words) for job_id, words in said.items()]
+
+    def _report(self, now_s: float) -> list[Notice]:
+        if self._spec.report_at is None:
+            return []
+        due_s = self._due_s(now_s)
+        if self._notices.known([notice(NoticeKind.REPORT, repr(due_s), due_s, "", "", {}).id]):
+            return []
+        view = report_of(self._controller, due_s - DAY_S, now_s)
+        data = {"summary": view["summary"], "since_s": repr(view["since_s"]), "until_s": repr(view["until_s"])}
+        words = f"Report, {title(view)}"
+        return [notice(NoticeKind.REPORT, repr(due_s), now_s, words, markdown(view), data)]
+
+    def _due_s(self, now_s: float) -> float:
+        """The last moment at which a report was due."""
+        assert self._spec.report_at is not None
+        first_s = self._spec.report_at.due_s(now_s - DAY_S - SHIFT_S)
+        next_s = self._spec.report_at.due_s(first_s)
+        return next_s if next_s <= now_s else first_s
+
+
+def _late_notice(job: Job, at_s: float, words: str) -> Notice:
+    return job_notice(NoticeKind.LATE, job, job.key, at_s, "will be late", f"{job.id} {words}")

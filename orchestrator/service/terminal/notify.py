@@ -1,0 +1,33 @@
+"""Commands about notifications."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from orchestrator.service.server.logins import DEFAULT_HOME
+from orchestrator.service.terminal.options import AsJson, Home, client_of
+from orchestrator.service.terminal.output import tell
+
+notify = typer.Typer(no_args_is_help=True, help="Notifications of failed and late jobs, and the morning report.")
+
+
+@notify.command("test")
+def try_targets(
+    targets: Annotated[
+        list[str] | None, typer.Argument(metavar="[TARGET...]", help="Targets of the cluster file; without any, all.")
+    ] = None,
+    home: Home = DEFAULT_HOME,
+    as_json: AsJson = False,
+) -> None:
+    """Send a notice to targets now, and say what came of it. Exits with 1 where one could not be reached."""
+    problems = client_of(home).try_targets(targets or ())
+    lines = [f"{name}: {problem or 'delivered'}" for name, problem in problems.items()]
+    tell({"problems": problems}, as_json, "\n".join(lines) or "The cluster file names no target under `notify`.")
+    raise typer.Exit(any(problems.values()))
+
+
+@notify.callback()
+def _group() -> None:
+    """Notifications of failed and late jobs, and the morning report."""

@@ -1,0 +1,125 @@
+"""NotifySpec: who is told what, and when. Read from the cluster file's `notify:`; it names secrets and holds none."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+
+from orchestrator.specs.clock import Deadline, parse_deadline
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.spec_model import SpecModel
+
+VARIABLE = r"^[A-Z_][A-Z0-9_]{0,127}$"
+
+
+class NoticeKind(StrEnum):
+    """What people are told of."""
+
+    FAILED = "failed"  # a job failed for good, or was refused
+    LATE = "late"  # a job is expected to miss its deadline
+    NODE_LOST = "node_lost"  # an attempt lost its node
+    REPORT = "report"  # the morning report
+
+
+def _variable(name: object) -> object:
+    """An address in place of a name is not repeated in the error: it is a secret."""
+    if not isinstance(name, str) or not re.fullmatch(VARIABLE, name):
+        raise SpecError(
+            "a secret is named, not written",
+            allowed="name of an environment variable of the service, such as ORC_NOTIFY_URL",
+        )
+    return name
+
+
+Variable = Annotated[str, BeforeValidator(_variable), WithJsonSchema({"type": "string", "pattern": VARIABLE})]
+
+
+def _hour(text: object) -> object:
+    if isinstance(text, Deadline):
+        return text
+    found = parse_deadline(text)
+    if found.day is not None:
+        raise ValueError("expected a time of each day, such as 07:00 Europe/Berlin")
+    return found
+
+
+Hour = Annotated[
+    Deadline,
+    BeforeValidator(_hour),
+    PlainSerializer(str, return_type=str),
+    WithJsonSchema({"type": "string"}),
+]
+
+
+class TargetSpec(SpecModel):
+    """One target: a signed webhook, or whatever apprise reaches."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$",
+        description="Name of the target, as `orc notify test` and the log show it.",
+        examples=["team-mail"],
+    )
+    apprise: Variable | None = Field(
+        default=None,
+        description="Environment variable of the service with an apprise URL, such as `mailtos://` or `slack://`.",
+        examples=["ORC_MAIL_URL"],
+    )
+    webhook: Variable | None = Field(
+        default=None,
+        description="Environment variable of the service with the URL of a webhook; needs `signed_with`.",
+        examples=["ORC_HOOK_URL"],
+    )
+    signed_with: Variable | None = Field(
+        default=None,
+        description="Environment variable with the secret that signs the webhook: `whsec_` and 24 to 64 bytes, base64.",
+        examples=["ORC_HOOK_SECRET"],
+    )
+    kinds: tuple[NoticeKind, ...] = Field(
+        default=tuple(NoticeKind),
+        min_length=1,
+        description="What the target is told of.",
+        examples=[["failed", "late", "node_lost"]],
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> TargetSpec:
+        if (self.apprise is None) == (self.webhook is None):
+            raise ValueError("a target has one of `apprise` and `webhook`")
+        if (self.webhook is None) != (self.signed_with is None):
+            raise ValueError("`webhook` and `signed_with` go together")
+        return self
+
+
+class NotifySpec(SpecModel):
+    """Targets of notifications, and when the morning report is sent."""
+
+    targets: tuple[TargetSpec, ...] = Field(
+        default=(),
+        description="Who is told; each target is served on its own.",
+        examples=[[{"name": "team-mail", "apprise": "ORC_MAIL_URL"}]],
+    )
+    report_at: Hour | None = Field(
+        default=None,
+        description="Time of each day, in UTC or a zone, at which the morning report is sent; null: never.",
+        examples=["07:00 Europe/Berlin"],
+    )
+    allow_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Hosts of webhooks that may have a private address, or be reached without TLS.",
+        examples=[["hooks.internal"]],
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> NotifySpec:
+        names = [target.name for target in self.targets]
+        if len(set(names)) < len(names):
+            raise ValueError("a target is named once")
+        if self.report_at is not None and not any(NoticeKind.REPORT in target.kinds for target in self.targets):
+            raise ValueError("`report_at` needs a target whose `kinds` has `report`")
+        return self
+
+
+UNNOTIFIED = NotifySpec()  # what a cluster file means that says no `notify`
