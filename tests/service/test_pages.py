@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from orchestrator.service.pages import live
+from orchestrator.service.pages import forecasts, live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
 from orchestrator.service.server.daemon import served
@@ -22,6 +23,7 @@ from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.service.server.sessions import LIFETIME_S, Sessions
 from orchestrator.specs.access import Role
 from orchestrator.specs.run import JobFolder
+from orchestrator.specs.state import State
 from tests.service.test_access import TEAMS
 from tests.service.test_api import JOB, TOKEN, World, _spec
 
@@ -369,19 +371,31 @@ def test_a_chart_of_nothing_is_nothing_and_a_flat_curve_is_drawn() -> None:
 
 
 @pytest.mark.long
-def test_the_queue_of_5000_jobs_is_a_page_of_50_within_a_second(world: World) -> None:
+def test_a_page_of_a_queue_of_5000_is_there_within_300_ms_while_its_forecast_is_reckoned(world: World) -> None:
     for _ in range(10):
         answer = world.client.post("/jobs/batch", json={"jobs": [{"spec": _spec()}] * 500})
         assert answer.status_code == 200, answer.text
-    world.client.get(f"{PAGES}/queue")
     took_s = []
-    for _ in range(5):
+    for number in range(1, 12):
         began_s = time.perf_counter()
-        page = world.client.get(f"{PAGES}/queue?page=40")
+        page = world.client.get(f"{PAGES}/queue?page={number}")
         took_s.append(time.perf_counter() - began_s)
         assert page.text.count('href="/ui/jobs/') == 50
     print(f"pages of 5,000 jobs took {[f'{1000 * one:.0f} ms' for one in took_s]}")
-    assert min(took_s) < 1.0
+    assert sorted(took_s)[len(took_s) // 2] < 0.3
+
+
+def test_no_page_waits_for_a_forecast_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second page finds what is known, and the first one is not held up for long."""
+    is_over = threading.Event()
+    monkeypatch.setattr(forecasts, "expected_jobs", lambda *_, **__: is_over.wait(60.0) and [])
+    asked = forecasts.Forecasts(State)
+    try:
+        began_s = time.perf_counter()
+        assert [asked.newest() for _ in range(200)] == [{}] * 200
+        assert time.perf_counter() - began_s < 20 * forecasts.PATIENCE_S
+    finally:
+        is_over.set()
 
 
 def _token(world: World, role: Role) -> str:

@@ -59,7 +59,8 @@ def forecast(state: State) -> Mapping[str, Expected]:
     found = dict(foreseen(state))
     near = [*found][: sum(job.status is JobStatus.RUNNING for job in state.jobs.values()) + RANGED_MAX]
     spreads = {job.id: spread_of(state.observations, job) for job in state.jobs.values()}
-    plays = [_Play(state, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
+    index = index_of(state)
+    plays = [_Play(state, index, spreads, sample).until_ended(near) for sample in range(SAMPLES + 1)]
     for job_id in near:
         seen = [play[job_id] for play in plays if job_id in play]
         if len(seen) == len(plays):
@@ -155,9 +156,9 @@ def _placed(index: SchedulerIndex, hurried: Collection[str]) -> dict[str, Expect
 class _Play:
     """The decisions to come, where each job takes as long as this sample says; sample 0: as long as expected."""
 
-    def __init__(self, state: State, spreads: Mapping[str, float], sample: int) -> None:
+    def __init__(self, state: State, index: SchedulerIndex, spreads: Mapping[str, float], sample: int) -> None:
         self._scheduler, self._spreads, self._sample = Scheduler(state), spreads, sample
-        self._index = index_of(state)  # what is known of lengths: nothing is measured meanwhile
+        self._index = index  # of this state, for all plays: what is known of lengths; nothing is measured meanwhile
         self._found: dict[str, Expected] = {}
         self._running: dict[str, tuple[Attempt, float]] = {}  # by job, with the end that it comes to
         self._ends: list[tuple[float, int, str]] = []
