@@ -33,9 +33,11 @@ PAGE_PATHS = [
     "/jobs/lm-1",
     "/jobs/lm-1/plan",
     "/jobs/lm-1/log",
-    "/jobs/lm-5",
+    "/jobs/lm-8",
     "/cluster",
     "/night?hours=72",
+    "/compare",
+    "/compare/lm-compare-4",
     "/teams",
     "/submit",
     "/audit",
@@ -76,6 +78,19 @@ class Site:
         return tab
 
 
+def compare(world: World) -> None:
+    """Three strategies of the job, of which two finish and one has no plan; their ids begin with lm-compare-4."""
+    pins = ({"micro_batch_size": 8}, {"micro_batch_size": 2}, {"engine": "torch", "zero_stage": 1})
+    jobs = [
+        {"spec": {**_spec(), "name": "lm-compare", "plan": pin, "degrade": {"allow": "none"}, "member": member}}
+        for number, pin in enumerate(pins)
+        for member in [{"number": number, "of": len(pins), "max_concurrent": 1, "compared": True}]
+    ]
+    answer = world.client.post("/jobs/batch", json={"jobs": jobs})
+    assert answer.json()["ids"][0] == "lm-compare-4", answer.text
+    world.turn_until("succeeded", 5)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Jobs that ended, run and wait; one has a log that means harm."""
@@ -89,6 +104,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for _ in range(3):
             world.submit()
         world.turn_until("succeeded")
+        compare(world)
         for _ in range(3):
             world.submit()
         world.controller.turn(1.0)
@@ -96,6 +112,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         folder.path.mkdir(parents=True)
         folder.log(0).write_text(f"begins\n{HOSTILE}\nends\n")
         folder.metrics.write_text("".join(f'{{"step": {n}, "loss": {9 / n}, "step_s": 0.1}}\n' for n in range(1, 9)))
+        for number, job_id in enumerate(("lm-compare-4", "lm-compare-5")):
+            written = JobFolder(world.home, job_id).attempt(1)
+            written.path.mkdir(parents=True)
+            written.metrics.write_text("".join(f'{{"step": {n}, "loss": {number / 9 + 9 / n}}}\n' for n in range(1, 9)))
         port = stack.enter_context(served(world.app))
         playwright = stack.enter_context(sync_playwright())
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
@@ -152,6 +172,28 @@ def test_an_action_of_a_page_is_done_and_the_page_shows_it(site: Site) -> None:
     job = site.world.controller.job(job_id)
     assert job is not None
     assert job.cancelling or job.status == "cancelled"
+
+
+def test_a_comparison_shows_what_orc_compare_answers(site: Site) -> None:
+    answer = site.world.client.get("/jobs/lm-compare-4/comparison").json()
+    tab = site.signed_in()
+    tab.get_by_role("link", name="Compare", exact=True).click()
+    tab.get_by_role("link", name="lm-compare-4").click()
+    tab.get_by_text(answer["verdict"]).wait_for()
+    rows = tab.get_by_role("region", name="Strategies").get_by_role("row").all_inner_texts()
+    assert len(rows) == 1 + len(answer["rows"])
+    for row, shown in zip(answer["rows"], rows[1:], strict=True):
+        assert row["strategy"] in shown
+        assert row["outcome"] in shown
+    assert tab.get_by_role("img", name="Memory against step time").is_visible()
+    assert "1 plain on 1" in (tab.get_by_role("img", name="Losses").locator("desc").text_content() or "")
+    assert tab.get_by_role("link", name="Compare its runs in MLflow").count() == (answer["mlflow"] is not None)
+    tab.get_by_role("link", name=answer["rows"][0]["strategy"]).click()
+    tab.get_by_role("link", name="lm-compare-4", exact=True).wait_for()  # back from its job
+
+
+def test_a_page_says_that_nothing_was_compared_yet(world: World) -> None:
+    assert "Nothing was compared yet." in world.client.get(f"{PAGES}/compare").text
 
 
 def test_a_viewer_sees_no_action_and_is_refused_it(site: Site) -> None:

@@ -20,7 +20,8 @@ from orchestrator.specs.run import JobFolder
 CURVE_BYTES_MAX = 4 * 2**20  # of the end of an attempt's curves: some 40,000 steps
 TAIL_BYTES = 32 * 2**10  # of a log
 MEMORY = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
-ATTEMPTS_DRAWN = 6  # the newest ones
+CURVE_TONES = 6  # colours of curves
+ATTEMPTS_DRAWN = CURVE_TONES  # the newest ones
 Metric = tuple[float, float]  # step, value
 
 
@@ -48,6 +49,11 @@ def curves_of(home: Path, job: JobView) -> list[Curves]:
     numbers = [attempt["number"] for attempt in job["attempts"]][-ATTEMPTS_DRAWN:]
     read = [_curves(JobFolder(home, job["id"]).attempt(number).metrics, number) for number in numbers]
     return [curves for curves in read if curves.loss or curves.step_s]
+
+
+def last_curves(home: Path, job_id: str, number: int) -> Curves:
+    """The curves of this attempt; empty where it wrote none."""
+    return _curves(JobFolder(home, job_id).attempt(number).metrics, number)
 
 
 def _curves(path: Path, number: int) -> Curves:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.plan import forecast
+from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.forecasts import Forecasts
 from orchestrator.service.pages.frame import as_page, page
 from orchestrator.service.pages.job import (
@@ -54,6 +55,8 @@ PAGE_ROLES = {
     ("GET", f"{PAGES}/jobs/{{job_id}}/log"): Role.VIEWER,
     ("GET", f"{PAGES}/cluster"): Role.VIEWER,
     ("GET", f"{PAGES}/night"): Role.VIEWER,
+    ("GET", f"{PAGES}/compare"): Role.VIEWER,
+    ("GET", f"{PAGES}/compare/{{job_id}}"): Role.VIEWER,
     ("GET", f"{PAGES}/teams"): Role.VIEWER,
     ("GET", f"{PAGES}/submit"): Role.MEMBER,
     ("POST", f"{PAGES}/submit"): Role.MEMBER,
@@ -89,6 +92,8 @@ def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
         ("GET", f"{PAGES}/jobs/{{job_id}}/log"): pages.log,
         ("GET", f"{PAGES}/cluster"): pages.cluster,
         ("GET", f"{PAGES}/night"): pages.night,
+        ("GET", f"{PAGES}/compare"): pages.comparisons,
+        ("GET", f"{PAGES}/compare/{{job_id}}"): pages.comparison,
         ("GET", f"{PAGES}/teams"): pages.teams,
         ("GET", f"{PAGES}/submit"): pages.submit,
         ("POST", f"{PAGES}/submit"): pages.dry_run,
@@ -198,6 +203,7 @@ class _Pages:
             memory=memory_rows(job, self._capacities()),
             expected=self._forecasts.newest().get(job["id"]),
             deadline_s=last.deadline_s if last else None,
+            comparison=last.array if last and last.spec.member and last.spec.member.compared else None,
         )
 
     def plan(self, request: Request) -> Response:
@@ -241,6 +247,14 @@ class _Pages:
         looked_back = min(float(hours), 24.0 * 366) if hours.isdecimal() and int(hours) else 12.0
         data = night_data(self._controller.state, archived, self._forecasts.newest(), looked_back, time.time())
         return self._page(request, "night", **data)
+
+    def comparisons(self, request: Request) -> Response:
+        known = (*self._controller.state.jobs.values(), *self._controller.ended(ENDED_MAX))
+        return self._page(request, "comparisons", comparisons=comparisons(known))
+
+    def comparison(self, request: Request) -> Response:
+        found = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"])
+        return self._page(request, "comparison", **comparison_data(found, self._home))
 
     def teams(self, request: Request) -> Response:
         return self._page(request, "teams", **self._asked("/teams"))

@@ -19,6 +19,13 @@ DOTS_MAX = 400  # of a line: more are averaged
 TICKS = 5
 AXIS_NAME = 170  # room for the words under the axis
 LANE, GAP = 18, 6
+DOTS = {  # class and radius; what ran out of memory is a cross
+    Mark.CHOSEN: ("chosen", 6),
+    Mark.FITS: ("fits", 4),
+    Mark.TOO_BIG: ("big", 3),
+    Mark.PREDICTED: ("fits", 4),
+    Mark.MEASURED: ("measured", 5),
+}
 LABEL_WIDTH = 132
 
 
@@ -97,8 +104,11 @@ def lines(title: str, curves: Sequence[Line], *, unit: str = "", zero: bool = Fa
     return _svg(title, said, WIDTH, HEIGHT, drawn)
 
 
-def frontier(picture: Picture) -> Markup:
-    """Step time against needed bytes, both logarithmic, with the line where the memory ends."""
+def frontier(picture: Picture, title: str = "", labelled: str = "attempt ") -> Markup:
+    """Step time against needed bytes, both logarithmic, with the line where the memory ends.
+
+    `labelled` stands before the label of each point.
+    """
     across = _Scale(*picture.span_s, LEFT, WIDTH - RIGHT, is_log=True)
     up = _Scale(*picture.span_bytes, HEIGHT - BOTTOM, TOP, is_log=True)
     seconds = second_ticks(*picture.span_s, 8)
@@ -118,18 +128,19 @@ def frontier(picture: Picture) -> Markup:
         drawn.append(_mark(point.mark, x, y, words))
         if point.label:
             drawn.append(
-                Markup('<text class="label" x="{}" y="{}">attempt {}</text>').format(x + 12, y + 4, point.label)
+                Markup('<text class="label" x="{}" y="{}">{}{}</text>').format(x + 10, y + 4, labelled, point.label)
             )
-    counts = ", ".join(f"{sum(one.mark is mark for one in picture.points)} {mark}" for mark in Mark)
-    return _svg(f"Plans on {picture.device}", f"{counts}; {said}. The table below has each plan.", WIDTH, HEIGHT, drawn)
+    counts = ", ".join(f"{count} {mark}" for mark in Mark if (count := sum(one.mark is mark for one in picture.points)))
+    return _svg(
+        title or f"Plans on {picture.device}", f"{counts}; {said}. The table below has each plan.", WIDTH, HEIGHT, drawn
+    )
 
 
 def _mark(mark: Mark, x: float, y: float, words: str) -> Markup:
-    tone = {Mark.CHOSEN: "chosen", Mark.FITS: "fits", Mark.REFUTED: "refuted", Mark.TOO_BIG: "big"}[mark]
     if mark is Mark.REFUTED:
         shape = Markup('<path class="mark refuted" d="M{} {}l8 8m0 -8l-8 8"><title>{}</title></path>')
         return shape.format(x - 4, y - 4, words)
-    radius = {Mark.CHOSEN: 6, Mark.FITS: 4, Mark.TOO_BIG: 3}[mark]
+    tone, radius = DOTS[mark]
     shape = Markup('<circle class="mark {}" cx="{}" cy="{}" r="{}"><title>{}</title></circle>')
     return shape.format(tone, x, y, radius, words)
 

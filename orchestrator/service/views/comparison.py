@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from typing_extensions import TypedDict
 
-from orchestrator.scheduling.reports.comparison import Comparison
+from orchestrator.scheduling.reports.comparison import Comparison, Outcome
 from orchestrator.service.views.records import PictureView, picture_view
+from orchestrator.specs.units import format_bytes
+
+EXPLAINED = (Outcome.OUT_OF_MEMORY, Outcome.DOES_NOT_FIT, Outcome.NO_SUCH_PLAN, Outcome.FAILED)
+Words = Callable[[Any], str]
+MEASURES: Mapping[str, tuple[str, Words]] = {  # what a strategy gave, beside its memory and its step time
+    "Tokens/s": ("tokens_per_s", lambda rate: f"{rate:,.0f}"),
+    "Samples/s": ("samples_per_s", lambda rate: f"{rate:,.1f}"),
+    "MFU": ("mfu", lambda share: f"{100 * share:.1f} %"),
+    "Reserved": ("reserved_bytes", format_bytes),
+    "Host": ("host_bytes", format_bytes),
+    "Loss": ("loss", lambda loss: f"{loss:.4f}"),
+    "Distance": ("loss_distance", lambda distance: f"{distance:.1g}"),
+    "OOMs": ("ooms", str),
+    "Restarts": ("restarts", str),
+    "Device-s": ("device_s", lambda seconds: f"{seconds:,.0f}"),
+    "Cost": ("money", lambda money: f"{money:.4g}"),
+}
 
 
 class ComparisonView(TypedDict):
@@ -32,3 +50,24 @@ def comparison_view(found: Comparison, mlflow: str | None) -> ComparisonView:
         picture=None if found.picture is None else picture_view(found.picture),
         mlflow=mlflow,
     )
+
+
+def measures(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, tuple[str, Words]]:
+    """Those of MEASURES that are known of any strategy; samples only where no tokens are counted."""
+    known = {name: said for name, said in MEASURES.items() if any(row[said[0]] is not None for row in rows)}
+    if "Tokens/s" in known:
+        known.pop("Samples/s", None)
+    return known
+
+
+def reasons(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[str]]]:
+    """Number of each strategy that did not finish, with the lines of its reason."""
+    return [(number, _reason(row)) for number, row in enumerate(rows, 1) if row["outcome"] in EXPLAINED]
+
+
+def _reason(row: Mapping[str, Any]) -> list[str]:
+    """Why it did not finish, without what is true of all strategies; of one that does not fit, its bytes."""
+    lines: list[str] = row["reason"].partition(" (degrade.allow")[0].splitlines()
+    if row["outcome"] == Outcome.DOES_NOT_FIT:  # one for each kind of device
+        lines = [line for line in lines if line.startswith("closest: ")] or lines[:1]
+    return lines
