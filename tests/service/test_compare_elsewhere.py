@@ -1,0 +1,62 @@
+"""A comparison that another machine asks for, through real processes, Ray and MLflow, and its link in a browser."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.service.test_reach import Reached, reached
+
+__all__ = ["reached"]  # a fixture
+CHROMIUM = shutil.which("chromium")
+SHOWN_MS = 60_000.0  # for the first page of a server that starts its workers at the first request
+JOB = """\
+name: elsewhere
+global_batch_size: 8
+gpus: {min: 1, max: 2}
+model:
+  decoder: {vocab_size: 256, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
+data: {text: [corpus.txt], sequence_length: 32}
+"""
+STRATEGIES = """\
+- {dp: 1, micro_batch: 8, activation_checkpointing: none}
+- {dp: 1, micro_batch: 2, activation_checkpointing: none}
+"""
+
+
+@pytest.fixture(scope="module")
+def told(reached: Reached) -> Any:
+    """What `orc --server URL compare` answers on the other machine."""
+    folder = reached.there.folder
+    (folder / "corpus.txt").write_text("the quick brown fox " * 2000)
+    (folder / "job.yaml").write_text(JOB)
+    (folder / "strategies.yaml").write_text(STRATEGIES)
+    asked = ("--strategies", str(folder / "strategies.yaml"), "--steps", "4")
+    return reached.there.orc("compare", str(folder / "job.yaml"), *asked)
+
+
+@pytest.mark.timeout(400)
+def test_a_comparison_is_asked_for_from_elsewhere(reached: Reached, told: Any) -> None:
+    assert [(row["outcome"], row["loss"] is not None) for row in told["rows"]] == [("finished", True)] * 2
+    assert told["complete"]
+    assert told["mlflow"], "the link of MLflow is there as well"
+    assert reached.here.orc("compare", told["rows"][1]["job_id"]) == told
+
+
+@pytest.mark.timeout(400)
+def test_mlflow_opens_a_comparison_with_its_runs_and_metrics(told: Any) -> None:
+    if CHROMIUM is None:
+        pytest.skip("chromium is missing (Debian: chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        tab = browser.new_page(viewport={"width": 1400, "height": 1000})
+        tab.set_default_timeout(SHOWN_MS)
+        tab.goto(told["mlflow"])
+        tab.get_by_text("Comparing 2 Runs").first.wait_for()
+        for row in told["rows"]:
+            tab.get_by_text(row["job_id"]).first.wait_for()
+        browser.close()
