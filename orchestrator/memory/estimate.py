@@ -58,7 +58,8 @@ def alike(plan: Plan) -> object:
     return (shards, layout.tp, layout.pp, _SHARED(plan))
 
 
-_OWN = ("layout", "dp_replicate", "micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
+CHECKPOINTING = ("activation_checkpointing", "full_checkpointing_layers")
+_OWN = ("layout", "dp_replicate", "micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)
 _SHARED = attrgetter(*(one.name for one in SETTINGS if one.name not in _OWN))
 
 
@@ -102,9 +103,10 @@ class DeviceBytes:
         which the most activations are live: straight lines over the micro-batch, with which nothing else changes.
         """
         mode, micro, casts = plan.activation_checkpointing, plan.micro_batch_size, autocasts(plan)
+        full_layers = plan.full_checkpointing_layers
         allocated = 0
         for rank, beside in self._counted_of(plan):
-            live = activations(rank, mode, casts=casts)
+            live = activations(rank, mode, casts=casts, full_layers=full_layers)
             most = max([counted + live[at].bytes_of(micro) for at, counted in beside.items()])
             allocated = max(allocated, most + rank.buffer_bytes(plan))
         return self._reserved_bytes(allocated, mode) + self._overhead_bytes(plan)
@@ -113,7 +115,8 @@ class DeviceBytes:
         """The plan's `estimate`."""
         micro, found = plan.micro_batch_size, []
         for rank, moments in self._moments_of(plan):
-            live = activations(rank, plan.activation_checkpointing, casts=autocasts(plan))
+            mode, full_layers = plan.activation_checkpointing, plan.full_checkpointing_layers
+            live = activations(rank, mode, casts=autocasts(plan), full_layers=full_layers)
             buffer_bytes = rank.buffer_bytes(plan)
             for moment, counted in moments:
                 found.append((rank, moment, counted + buffer_bytes, live[moment.activations].bytes_of(micro)))
@@ -150,10 +153,11 @@ class DeviceBytes:
         return self._overhead_bytes_of[copies]
 
     def _moments_of(self, plan: Plan) -> list[tuple[Rank, list[tuple[Moment, int]]]]:
-        key = self._key(plan)
+        full_layers = plan.full_checkpointing_layers
+        key = (self._key(plan), full_layers)
         if key not in self._moments:
             self._moments[key] = []
-            for rank in _ranks(self._profile, plan):
+            for rank in _ranks(self._profile, plan, full_layers):
                 moments = _moments(rank, plan, self._device, range(len(rank.passages)))
                 self._moments[key].append((rank, [(moment, moment.counted_bytes) for moment in moments]))
         return self._moments[key]
@@ -165,7 +169,7 @@ class DeviceBytes:
         """
         key = self._key(plan)
         if key not in self._counted:
-            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in _ranks(self._profile, plan)]
+            self._counted[key] = [(rank, self._counted_beside(rank, plan)) for rank in _ranks(self._profile, plan, 0)]
         return self._counted[key]
 
     def _counted_beside(self, rank: Rank, plan: Plan) -> dict[int, int]:
@@ -188,11 +192,11 @@ def _as_run(profile: ModelProfile, *, sharded: bool, zero3: bool) -> ModelProfil
     return profile if len(kept) == len(profile.moments) else replace(profile, moments=kept)
 
 
-def _ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
+def _ranks(profile: ModelProfile, plan: Plan, full_layers: int) -> tuple[Rank, ...]:
     assert profile.tensor_parallel == plan.layout.tp, f"a profile of tp={profile.tensor_parallel} for {plan.layout}"
     sharded = plan.engine is Engine.TORCH and plan.zero_stage is not ZeroStage.NONE
     zero3 = plan.engine is Engine.DEEPSPEED and plan.zero_stage is ZeroStage.PARAMETERS
-    return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan)
+    return ranks(_as_run(profile, sharded=sharded, zero3=zero3), plan, full_layers=full_layers)
 
 
 def _moments(rank: Rank, plan: Plan, device: DeviceSpec, places: Iterable[int]) -> list[Moment]:

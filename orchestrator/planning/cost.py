@@ -91,11 +91,12 @@ class StepSeconds:
         """`step_s` of the plan, in half of the time."""
         micro_steps, pp = plan.gradient_accumulation_steps, plan.layout.pp
         handed_on_s = _handed_on_s(self._profile, plan, self._hardware)
-        seconds = [_computing_s(part, plan, self._hardware) + handed_on_s for part in self._held]
+        per_rank = plan.pipeline_stages_per_rank
+        seconds = [_computing_s(part, plan, self._hardware, per_rank) + handed_on_s for part in self._held]
         slowest_s = max(seconds)
         compute_s = micro_steps * slowest_s
         if pp > 1:
-            through_all_s = _computing_s(self._profile, plan, self._hardware) + pp * handed_on_s
+            through_all_s = _computing_s(self._profile, plan, self._hardware, per_rank * pp) + pp * handed_on_s
             compute_s += max(0.0, through_all_s - slowest_s) / plan.pipeline_stages_per_rank
         shared_s, update_s = self._once_s(plan)
         window_s = _window_s(seconds[self._largest_at], plan)
@@ -112,12 +113,13 @@ class StepSeconds:
         return self._once[micro_steps]
 
 
-def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware) -> float:
-    """Seconds of one micro-batch on a rank that holds `profile`, but for what it waits for."""
+def _computing_s(profile: ModelProfile, plan: Plan, hardware: Hardware, stages: int) -> float:
+    """Seconds of one micro-batch on a rank that holds `profile`, so many stages, but for what it waits for."""
     added = 0  # bytes of a gradient that a micro-batch adds to that of those before it
     if plan.gradient_accumulation_steps > 1:
         added = compute_bytes(plan) if plan.engine is Engine.DEEPSPEED else 4
-    return _busy_s(profile, plan.micro_batch_size, plan.activation_checkpointing, plan.precision, added, hardware)
+    how = plan.activation_checkpointing, stages * plan.full_checkpointing_layers
+    return _busy_s(profile, plan.micro_batch_size, *how, plan.precision, added, hardware)
 
 
 @lru_cache(maxsize=16384)
@@ -125,6 +127,7 @@ def _busy_s(
     profile: ModelProfile,
     size: int,
     mode: ActivationCheckpointing,
+    full_layers: int,
     precision: Precision,
     added: int,
     hardware: Hardware,
@@ -145,6 +148,9 @@ def _busy_s(
         device_s += one.replay_s
     elif mode is ActivationCheckpointing.SELECTIVE:
         device_s += one.selective_replay_s
+        for count, more_s in one.layers if full_layers else ():
+            device_s += min(full_layers, count) * more_s
+            full_layers -= min(full_layers, count)
     launches_s = host_s(one.parts, replayed, 3, device)
     if tp > 1:
         across, messages = _ring(tp, 1, hardware), one.messages + 2 * replayed

@@ -65,6 +65,7 @@ class MicroBatch:
     selective_replay_s: float  # the same for what selective checkpointing does not keep
     parts: int
     replayed_parts: int
+    layers: tuple[tuple[int, float], ...]  # (count, seconds more of each where it is recomputed in full), first to last
     messages: int  # that tensor-parallel ranks wait for, recomputing left out
 
 
@@ -73,6 +74,7 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
     """What `size` samples take on a device that holds `profile`."""
     forward_s = backward_s = replay_s = selective_replay_s = 0.0
     parts = replayed = messages = 0
+    layers = []
     bandwidth = device.memory_bandwidth * BANDWIDTH_EFFICIENCY
     attention_backward = EAGER_ATTENTION_BACKWARD if profile.attention == "eager" else ATTENTION_BACKWARD
     for segment in profile.segments:
@@ -82,12 +84,17 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
         parts += segment.count
         known = bool(segment.matmuls) or not segment.forward_flops
         messages += segment.count * (min(LAYER_MESSAGES, max(1, len(segment.matmuls))) if known else LAYER_MESSAGES)
+        full_s = selective_s = 0.0
         if segment.checkpointed_bytes < segment.saved_bytes or not known:
+            full_s = ahead
             replay_s += segment.count * ahead
             replayed += segment.count
             if segment.selective_bytes is not None:
                 again = segment.saved_bytes - segment.selective_bytes
+                selective_s = size * again * moved / bandwidth
                 selective_replay_s += segment.count * size * again * moved / bandwidth
+        if segment.is_unit:
+            layers.append((segment.count, full_s - selective_s))
     return MicroBatch(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -95,6 +102,7 @@ def micro_batch(profile: ModelProfile, size: int, device: DeviceSpec, precision:
         selective_replay_s=selective_replay_s,
         parts=parts,
         replayed_parts=replayed,
+        layers=tuple(layers),
         messages=messages,
     )
 

@@ -113,6 +113,7 @@ def _declared(
     cheaper: tuple[Any, ...] = (),
     is_given: bool = True,
     alias: str = "",
+    least: int = 1,
 ) -> dict[str, Any]:
     """What is declared of a field of `Plan` beside its type and default; `Setting` describes each part."""
     said = {
@@ -122,6 +123,7 @@ def _declared(
         "cheaper": cheaper,
         "is_given": is_given,
         "alias": alias,
+        "least": least,
     }
     return {"setting": said}  # under a key of its own, since pydantic reads keys such as `alias` as its own
 
@@ -176,6 +178,20 @@ class Plan:
                 ActivationCheckpointing.SELECTIVE: ["selective checkpointing"],
                 ActivationCheckpointing.FULL: ["checkpointing"],
             }[plan.activation_checkpointing],
+        ),
+    )
+    # Of selective checkpointing: the first so many layers of every pipeline stage keep their input only.
+    full_checkpointing_layers: int = field(
+        default=0,
+        metadata=_declared(
+            Degradation.EXACT,
+            short=lambda plan: _partial_in_short(plan),
+            rows=lambda plan: (
+                {"full_checkpointing_layers": str(plan.full_checkpointing_layers)}
+                if plan.full_checkpointing_layers
+                else {}
+            ),
+            least=0,
         ),
     )
     offload: Offload = field(
@@ -241,6 +257,10 @@ class Plan:
     def _why_illegal(self) -> str | None:
         if min(self.micro_batch_size, self.gradient_accumulation_steps, self.pipeline_stages_per_rank) < 1:
             return "micro_batch_size, gradient_accumulation_steps and pipeline_stages_per_rank are at least 1"
+        if self.full_checkpointing_layers < 0:
+            return "full_checkpointing_layers is at least 0"
+        if self.full_checkpointing_layers and self.activation_checkpointing is not ActivationCheckpointing.SELECTIVE:
+            return "full_checkpointing_layers > 0 needs activation_checkpointing=selective, which the other layers have"
         if self.offload is Offload.OPTIMIZER and self.zero_stage is ZeroStage.NONE:
             return "offload=optimizer needs zero_stage >= 1 (deepspeed/runtime/zero/offload_config.py)"
         if self.offload is Offload.PARAMETERS and self.zero_stage is not ZeroStage.PARAMETERS:
@@ -309,6 +329,8 @@ class Plan:
     def _why_illegal_for_script(self) -> str | None:
         if self.layout.pp > 1:
             return "engine=script runs no pipeline (pp=1): nothing tells a script how to cut its model"
+        if self.full_checkpointing_layers:
+            return "engine=script has full_checkpointing_layers=0: nothing tells a script which layers it recomputes"
         if self.offload_target is OffloadTarget.NVME:
             return "engine=script offloads to host memory only: no one removes the files that a script leaves"
         if self.sharding is Sharding.FSDP and self.zero_stage is ZeroStage.OPTIMIZER:
@@ -355,6 +377,7 @@ class Setting:
     cheaper: tuple[Any, ...]  # values that `degrade: numeric` may take instead of the usual one, the best first
     is_given: bool  # whether people may give it (`plan:`, `orc estimate --set`); else it follows from the job
     alias: str  # what `--set` takes for its name as well
+    least: int  # of a number
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -449,6 +472,12 @@ def _layout_in_short(plan: Plan) -> list[str]:
     layout = plan.layout
     words = [f"{plan.world_size} gpu{'s' if plan.world_size > 1 else ''}", f"dp{layout.dp}"]
     return words + [f"{axis}{getattr(layout, axis)}" for axis in ("tp", "pp") if getattr(layout, axis) > 1]
+
+
+def _partial_in_short(plan: Plan) -> list[str]:
+    layers, stages = plan.full_checkpointing_layers, plan.layout.pp * plan.pipeline_stages_per_rank
+    words = f"full in {layers} layer{'s' if layers > 1 else ''}{' a stage' if stages > 1 else ''}"
+    return _where(words, layers > 0)
 
 
 def _sharding_in_short(plan: Plan) -> list[str]:

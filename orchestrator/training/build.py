@@ -48,8 +48,9 @@ def build_engine(run: TrainingRun, recipe: Recipe, device: torch.device, resume_
     recipes = (recipe, *recipe.then)
     norms = [layer for each in recipes for layer in batch_norms(each.module)]
     prepare_batch_norms(norms, run.plan, run.training)
+    plan, stages = run.plan, run.plan.layout.pp * run.plan.pipeline_stages_per_rank
     for each in recipes:
-        recompute(each.layers, run.plan.activation_checkpointing)
+        recompute(each.layers, plan.activation_checkpointing, plan.full_checkpointing_layers, stages)
         if run.training.compile:
             compile_layers(each.layers)
 

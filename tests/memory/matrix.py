@@ -160,6 +160,30 @@ def parallel_plans(
     )
 
 
+def partial_plans(ranks: int) -> list[Plan]:
+    """Where some first layers of a stage keep their input only: few and most of them, few samples and many."""
+    low = Precision.BF16
+    of_two = (
+        (Engine.TORCH, 0, 8, {"dp": 2}, {"full_checkpointing_layers": 2}),
+        (Engine.TORCH, 2, 8, {"dp": 2}, {"full_checkpointing_layers": 1, "precision": low}),
+        (Engine.TORCH, 3, 1, {"dp": 2}, {"full_checkpointing_layers": 1}),
+        (Engine.TORCH, 3, 8, {"dp": 2}, {"full_checkpointing_layers": 3}),
+        (Engine.TORCH, 3, 8, {"dp": 2}, {"full_checkpointing_layers": 2, "precision": low}),
+        (Engine.TORCH, 0, 8, {"tp": 2}, {"full_checkpointing_layers": 2}),
+        (Engine.TORCH, 0, 2, {"pp": 2}, {"full_checkpointing_layers": 1}),
+        (Engine.DEEPSPEED, 1, 8, {"dp": 2}, {"full_checkpointing_layers": 2}),
+        (Engine.DEEPSPEED, 2, 8, {"dp": 2}, {"full_checkpointing_layers": 3, "precision": low}),
+        (Engine.DEEPSPEED, 3, 8, {"dp": 2}, {"full_checkpointing_layers": 3}),
+    )
+    of_four = (
+        (Engine.TORCH, 3, 8, {"dp": 2, "tp": 2}, {"full_checkpointing_layers": 3}),
+        (Engine.TORCH, 2, 2, {"dp": 2, "pp": 2}, {"full_checkpointing_layers": 1}),
+        (Engine.TORCH, 3, 4, {"dp": 4}, {"full_checkpointing_layers": 2, "dp_replicate": 2}),
+    )
+    selective = {"activation_checkpointing": ActivationCheckpointing.SELECTIVE}
+    return _legal((*how, selective | more) for *how, more in (of_two if ranks == 2 else of_four))
+
+
 def adapted_plans() -> list[Plan]:
     """Where what is gathered, recomputed and returned by adapters shows."""
     none, selective, whole = ActivationCheckpointing

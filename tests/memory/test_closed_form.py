@@ -29,6 +29,7 @@ from tests.memory.matrix import (
     full,
     job,
     parallel_plans,
+    partial_plans,
     plan,
     plans,
     predicted,
@@ -66,6 +67,15 @@ def test_the_mean_error_over_engines_stages_micro_batches_and_checkpointing_is_w
     measured: list[Row],
 ) -> None:
     assert _mean_error(measured) <= MEAN_ERROR_MAX, table(measured)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_plan_whose_first_layers_only_are_recomputed_in_full_needs_what_is_predicted(
+    tmp_path: Path, ranks: int
+) -> None:
+    found = rows(DEEP, partial_plans(ranks), tmp_path)
+    assert found
+    assert max(abs(row.error) for row in found) <= MEAN_ERROR_MAX, table(found)
 
 
 def test_no_plan_called_fitting_needs_more_than_the_capacity(measured: list[Row]) -> None:

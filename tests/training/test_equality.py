@@ -100,6 +100,9 @@ COVERING = (
     plan(TORCH, 2, dp=2, pp=2, cuts=2),
     plan(TORCH, 0, dp=2, pp=2, cuts=4, precision=Precision.BF16),
     plan(TORCH, 0, tp=2, pp=2, cuts=4, activation_checkpointing=FULL),
+    plan(TORCH, 3, dp=2, cuts=2, activation_checkpointing=SELECTIVE, full_checkpointing_layers=3),
+    plan(TORCH, 0, pp=2, cuts=4, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
+    plan(DEEPSPEED, 3, dp=2, cuts=2, activation_checkpointing=SELECTIVE, full_checkpointing_layers=1),
 )
 
 
@@ -259,7 +262,8 @@ def one_of_each_strategy(emitted: Iterable[Plan]) -> list[Plan]:
     for each in emitted:
         share = GLOBAL_BATCH // each.layout.dp
         micro = dataclasses.replace(each, micro_batch_size=1, gradient_accumulation_steps=share)
-        groups.setdefault(dataclasses.replace(micro, activation_checkpointing=FULL), []).append(each)
+        alike = dataclasses.replace(micro, activation_checkpointing=FULL, full_checkpointing_layers=0)
+        groups.setdefault(alike, []).append(each)
     return [group[number % len(group)] for number, group in enumerate(groups.values())]
 
 

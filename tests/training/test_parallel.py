@@ -165,6 +165,17 @@ def test_a_training_goes_on_in_another_layout_and_back(curves: Curves, name: str
         _check(run, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
 
 
+def test_a_training_goes_on_with_another_number_of_layers_recomputed_in_full(curves: Curves, tmp_path: Path) -> None:
+    text = gang.ragged_text(tmp_path)
+    first, then = (
+        plan(dp=2, stage=3, activation_checkpointing=SELECTIVE, full_checkpointing_layers=layers) for layers in (1, 2)
+    )
+    before, after = _run(tmp_path, "first", first, text, DECODER), _run(tmp_path, "then", then, text, DECODER)
+    gang.launch([Part(run=before), Part(run=after, start_from=_step_folder(tmp_path, "first"))])
+    _check(before, curves.reference)
+    _check(after, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
+
+
 def test_the_reference_learns(curves: Curves) -> None:
     """Otherwise equal curves would prove little."""
     found = gang.losses(curves.reference)

@@ -6,7 +6,16 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from orchestrator.memory.engines.moments import FORWARDED, NOTHING, Passage, Point, Rank, passages, traced_passages
+from orchestrator.memory.engines.moments import (
+    FORWARDED,
+    NOTHING,
+    Passage,
+    Point,
+    Rank,
+    full_parts,
+    passages,
+    traced_passages,
+)
 from orchestrator.specs.plan import ActivationCheckpointing, Precision
 from orchestrator.specs.profile import LossChunks, ModelProfile, Segment
 
@@ -26,19 +35,31 @@ class Activations(NamedTuple):
 NONE = Activations(0)
 
 
+class _How(NamedTuple):
+    """What a plan keeps of its activations."""
+
+    mode: ActivationCheckpointing
+    casts: bool
+    full_layers: int
+
+
 @lru_cache(maxsize=16384)
-def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tuple[Activations, ...]:
+def activations(
+    rank: Rank, mode: ActivationCheckpointing, *, casts: bool, full_layers: int = 0
+) -> tuple[Activations, ...]:
     """What is live at every passage of the rank, then where the last layer goes forward, then none at all.
 
     The other micro-batches in flight keep theirs meanwhile. `casts`: autocast keeps low-precision copies of the weights
     until the forward pass is over; those that the backward pass needs live on, and what is recomputed casts them again.
     It keeps none of what tensor parallelism cuts, which are views of parameters (`cached_cast` in
-    aten/src/ATen/autocast_mode.cpp, torch 2.13.0).
+    aten/src/ATen/autocast_mode.cpp, torch 2.13.0). The first `full_layers` layers of the stage keep their input only.
     """
-    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, mode, casts)
+    how = _How(mode, casts, full_layers)
+    alone = _of_one_micro_batch(rank.stage, rank.has_loss, not rank.messages, how, rank.full_layers)
     if rank.in_flight == 1:
         return alone
-    kept = [_kept(segment, mode, casts) for segment in rank.stage.segments]
+    full = full_parts(rank.stage, full_layers)
+    kept = [_kept(segment, how, segment.count, parts) for segment, parts in zip(rank.stage.segments, full, strict=True)]
     others = rank.in_flight - 1
     saved_bytes, copied_bytes = (others * sum(each) for each in zip(*kept, strict=True))
     beside = (
@@ -46,6 +67,20 @@ def activations(rank: Rank, mode: ActivationCheckpointing, *, casts: bool) -> tu
         for each in alone[:NOTHING]
     )
     return (*beside, alone[NOTHING])
+
+
+def full_is_lightest(profile: ModelProfile) -> bool:
+    """Whether full checkpointing needs no more than selective at any moment, wherever layers are mixed."""
+    return not profile.fragmentation and not profile.moments and all(map(_full_is_lightest, profile.segments))
+
+
+def _full_is_lightest(segment: Segment) -> bool:
+    if segment.selective_bytes is None or segment.peaks:
+        return not segment.is_unit
+    recomputing = max(segment.transient_bytes, segment.forward_transient_bytes + segment.checkpointed_bytes)
+    if not segment.forward_transient_bytes:
+        recomputing = segment.transient_bytes
+    return segment.checkpointed_bytes <= segment.selective_bytes and recomputing <= segment.selective_transient_bytes
 
 
 def highest_places(rank: Rank, *, casts: bool) -> frozenset[int]:
@@ -59,7 +94,7 @@ def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: b
     points = traced_passages(stage) if stage.moments else passages(stage, has_loss, gathers=gathers)
     places, found = [at for at, passage in enumerate(points) if passage.point is not Point.ARRIVAL], set()
     for mode in ActivationCheckpointing:
-        passing = _of_one_micro_batch(stage, has_loss, gathers, mode, casts)[:FORWARDED]
+        passing = _of_one_micro_batch(stage, has_loss, gathers, _How(mode, casts, 0), 0)[:FORWARDED]
         found.add(max(places, key=lambda at: passing[at].per_sample_bytes))
         found.update(at for at, live in enumerate(passing) if live.chunks is not None)
     return frozenset(found)
@@ -67,25 +102,31 @@ def _highest_places(stage: ModelProfile, has_loss: bool, gathers: bool, casts: b
 
 @lru_cache(maxsize=8192)
 def _of_one_micro_batch(
-    stage: ModelProfile, has_loss: bool, gathers: bool, mode: ActivationCheckpointing, casts: bool
+    stage: ModelProfile, has_loss: bool, gathers: bool, how: _How, passing: int
 ) -> tuple[Activations, ...]:
+    """`passing`: full layers whose passages count."""
+    mode, casts = how.mode, how.casts
     if stage.moments:
         lines = (Activations(one.sample_bytes, one.fixed_bytes) if one.mode is mode else NONE for one in stage.moments)
         return (*lines, NONE, NONE)
     segments = stage.segments
-    kept = [_kept(segment, mode, casts) for segment in segments]
+    full = full_parts(stage, how.full_layers)
+    kept = [_kept(segment, how, segment.count, parts) for segment, parts in zip(segments, full, strict=True)]
     saved = list(accumulate((saved for saved, _ in kept), initial=0))
     copied = list(accumulate((copied for _, copied in kept), initial=0))
 
     def up_to(place: int, parts: int) -> tuple[int, int]:
         """What all segments before the place and so many parts of it keep."""
-        count, (all_saved, all_copied) = segments[place].count, kept[place]
-        return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
+        if not full[place]:
+            count, (all_saved, all_copied) = segments[place].count, kept[place]
+            return saved[place] + parts * (all_saved // count), copied[place] + parts * (all_copied // count)
+        own_saved, own_copied = _kept(segments[place], how, parts, full[place])
+        return saved[place] + own_saved, copied[place] + own_copied
 
     gradient_bytes = stage.parameter_bytes if casts or stage.precision is Precision.FP32 else 2
     recast = casts and mode is not ActivationCheckpointing.NONE and stage.tensor_parallel == 1
     found = []
-    for passage in passages(stage, has_loss, gathers=gathers):
+    for passage in passages(stage, has_loss, gathers=gathers, full_layers=passing):
         if passage.point is Point.FORWARD:
             kept_then = up_to(passage.place, passage.segment.count)
             waiting_bytes = gradient_bytes * _waiting(passage, segments[-1])
@@ -98,7 +139,8 @@ def _of_one_micro_batch(
             found.append(Activations(saved_before, copied_before + gradient_bytes * waiting))
             continue
         saved_before, copied_before = up_to(passage.place, parts - 1)
-        own_saved, summed = _backward(passage, mode)
+        is_full = parts <= full[passage.place]
+        own_saved, summed = _backward(passage, ActivationCheckpointing.FULL if is_full else mode)
         summed += waiting
         cast_bytes = passage.segment.cast_bytes if casts else 0
         if passage.segment.holds_boundaries and mode is ActivationCheckpointing.FULL:
@@ -109,14 +151,18 @@ def _of_one_micro_batch(
     return (*found, NONE)
 
 
-def _kept(segment: Segment, mode: ActivationCheckpointing, casts: bool) -> tuple[int, int]:
-    """From forward to backward, by all parts of a segment: per sample, and copies of weights."""
-    if mode is ActivationCheckpointing.FULL:
-        return segment.count * segment.checkpointed_bytes, 0
-    if mode is ActivationCheckpointing.SELECTIVE:
-        selective = segment.selective_bytes
-        return segment.count * (segment.saved_bytes if selective is None else selective), 0
-    return segment.count * segment.saved_bytes, segment.count * segment.cast_bytes if casts else 0
+def _kept(segment: Segment, how: _How, parts: int, full: int) -> tuple[int, int]:
+    """From forward to backward, by so many first parts of a segment: per sample, and copies of weights.
+
+    The first `full` of the segment keep their input only.
+    """
+    if how.mode is ActivationCheckpointing.FULL:
+        return parts * segment.checkpointed_bytes, 0
+    if how.mode is ActivationCheckpointing.SELECTIVE:
+        selective = segment.saved_bytes if segment.selective_bytes is None else segment.selective_bytes
+        inputs = min(parts, full)
+        return inputs * segment.checkpointed_bytes + (parts - inputs) * selective, 0
+    return parts * segment.saved_bytes, parts * segment.cast_bytes if how.casts else 0
 
 
 def _forward_end(

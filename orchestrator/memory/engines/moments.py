@@ -91,12 +91,13 @@ class Rank:
     in_flight: int = 1
     accumulates: bool = False  # whether the gradients of an earlier micro-batch exist while so many are in flight
     messages: int = 0  # hidden states and gradients that it keeps for them, of one micro-batch each
+    full_layers: int = 0  # of selective checkpointing: its first layers that keep their input only
 
     @cached_property
     def passages(self) -> tuple[Passage, ...]:
         if self.stage.moments:
             return traced_passages(self.stage)
-        return passages(self.stage, self.has_loss, gathers=not self.messages)
+        return passages(self.stage, self.has_loss, gathers=not self.messages, full_layers=self.full_layers)
 
     @cached_property
     def parameters(self) -> int:
@@ -125,12 +126,24 @@ class Rank:
         return self.messages * plan.micro_batch_size * self.held.boundary_bytes
 
 
+def full_parts(stage: ModelProfile, full_layers: int) -> list[int]:
+    """Of every segment, how many of its parts are among the first so many layers of the stage."""
+    if not full_layers:
+        return [0] * len(stage.segments)
+    found, left = [], full_layers
+    for segment in stage.segments:
+        found.append(min(left, segment.count) if segment.is_unit else 0)
+        left -= found[-1]
+    return found
+
+
 @lru_cache(maxsize=8192)
-def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Passage, ...]:
+def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool, full_layers: int = 0) -> tuple[Passage, ...]:
     """The points that can be the worst of one micro-batch, in the order in which they come.
 
     Between the second part of a segment and the last everything changes linearly, so three are enough; but the last has
     none ahead. Where an engine `gathers` one part ahead of another, as no pipeline does, the last but one counts too.
+    Where the first layers keep less than the others, the last of them and the first of the others count as well.
     """
     segments = stage.segments
     last, chunks = segments[-1], segments[-1].chunks
@@ -144,10 +157,13 @@ def passages(stage: ModelProfile, has_loss: bool, *, gathers: bool) -> tuple[Pas
     found.append(Passage(f"forward {last.name}", Point.FORWARD, last, len(segments) - 1, 0, 0, in_forward, fresh, 0, 0))
     done = units = ends = passed = 0
     layers = [segment for segment in segments if segment.is_unit for _ in range(segment.count)]
+    full = full_parts(stage, full_layers)
     for place, segment in reversed(list(enumerate(segments))):
         positions = {0, min(1, segment.count - 1), segment.count - 1}
         if gathers and segment.count > 3:
             positions.add(segment.count - 2)
+        if 0 < full[place] < segment.count:
+            positions |= {segment.count - full[place] - 1, segment.count - full[place]}
         repeated, is_loss = segment.is_unit, has_loss and segment is last and segment.count == 1
         for position in sorted(positions):
             at = len(layers) - 1 - passed - position

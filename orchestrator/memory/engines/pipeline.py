@@ -10,16 +10,17 @@ from orchestrator.specs.plan import Plan
 from orchestrator.specs.profile import ModelProfile, Segment
 
 
-def ranks(profile: ModelProfile, plan: Plan) -> tuple[Rank, ...]:
+def ranks(profile: ModelProfile, plan: Plan, *, full_layers: int = 0) -> tuple[Rank, ...]:
     """One rank of each kind that can need the most: of the first stage, the first with the most layers, the last.
 
     The first stage has the embedding and the most micro-batches in flight, the last has the loss. The repeated segment
     is cut as evenly as it goes; what stands before it belongs to the first stage, what stands behind it to the last.
     Where as many micro-batches are in flight as a step has, no gradient exists then; a rank is listed twice.
+    `full_layers`: the ranks' passages are those where so many first layers of every stage keep less than the others.
     """
     if plan.layout.pp == 1:
-        return _whole(profile, is_alone=all_in_flight(plan))
-    return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, fills=all_in_flight(plan))
+        return _whole(profile, full_layers, is_alone=all_in_flight(plan))
+    return _stages(profile, plan.layout.pp, plan.pipeline_stages_per_rank, full_layers, fills=all_in_flight(plan))
 
 
 def all_in_flight(plan: Plan) -> bool:
@@ -29,12 +30,12 @@ def all_in_flight(plan: Plan) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _whole(profile: ModelProfile, *, is_alone: bool) -> tuple[Rank, ...]:
-    return (Rank(name="", held=profile, stage=profile, accumulates=not is_alone),)
+def _whole(profile: ModelProfile, full_layers: int, *, is_alone: bool) -> tuple[Rank, ...]:
+    return (Rank(name="", held=profile, stage=profile, accumulates=not is_alone, full_layers=full_layers),)
 
 
 @lru_cache(maxsize=4096)
-def _stages(profile: ModelProfile, pp: int, per_rank: int, *, fills: bool) -> tuple[Rank, ...]:
+def _stages(profile: ModelProfile, pp: int, per_rank: int, full_layers: int, *, fills: bool) -> tuple[Rank, ...]:
     layers, count = _repeated(profile).count, pp * per_rank
     held = [sum(layers_of(layers, stage, count) for stage in range(rank, count, pp)) for rank in range(pp)]
     found = []
@@ -47,6 +48,7 @@ def _stages(profile: ModelProfile, pp: int, per_rank: int, *, fills: bool) -> tu
             in_flight=in_flight(rank, pp, per_rank),
             accumulates=True,
             messages=messages(rank, pp, per_rank),
+            full_layers=full_layers,
         )
         if fills and rank == 0:
             found.append(replace(waiting, accumulates=False))

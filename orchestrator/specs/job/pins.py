@@ -49,8 +49,9 @@ def setting_value(setting: Setting, key: str, given: object, source: str = "") -
             allowed=", ".join(choices),
             hint=f"did you mean {near!r}?" if near else "",
         )
-    if not text.isdecimal() or int(text) < 1:
-        raise SpecError("not a number of things", source=source, path=key, got=given, allowed="1 or more")
+    if not text.isdecimal() or int(text) < setting.least:
+        allowed = f"{setting.least} or more"
+        raise SpecError("not a number of things", source=source, path=key, got=given, allowed=allowed)
     return int(text)
 
 

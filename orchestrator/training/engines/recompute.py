@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.training.engines.batch_norm import batch_norms, counted_once
+from orchestrator.training.engines.pipeline import layer_range
 
 aten = torch.ops.aten
 # Expensive operations, which selective checkpointing saves: matrix products, convolutions and attention.
@@ -27,18 +28,28 @@ KEPT = frozenset(
 )
 
 
-def recompute(layers: Sequence[nn.Module], mode: ActivationCheckpointing) -> None:
-    """Apply activation checkpointing to every layer, in place."""
+def recompute(
+    layers: Sequence[nn.Module], mode: ActivationCheckpointing, full_layers: int = 0, stages: int = 1
+) -> None:
+    """Apply activation checkpointing to every layer, in place.
+
+    The first `full_layers` layers of each of so many pipeline stages are recomputed in full.
+    """
     if mode is ActivationCheckpointing.NONE:
         return
-    for layer in layers:
-        settings: dict[str, Any] = {"use_reentrant": False}
-        norms = batch_norms(layer)
-        if norms:
-            settings["context_fn"] = functools.partial(_contexts, mode, norms)
-        elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
-            settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
-        layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
+    full = {at for stage in range(stages) for at in layer_range(len(layers), stage, stages)[:full_layers]}
+    for at, layer in enumerate(layers):
+        _recompute(layer, ActivationCheckpointing.FULL if at in full else mode)
+
+
+def _recompute(layer: nn.Module, mode: ActivationCheckpointing) -> None:
+    settings: dict[str, Any] = {"use_reentrant": False}
+    norms = batch_norms(layer)
+    if norms:
+        settings["context_fn"] = functools.partial(_contexts, mode, norms)
+    elif mode is ActivationCheckpointing.SELECTIVE:  # torch.compile supports only this function
+        settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_what_is_dear)
+    layer.forward = functools.partial(checkpoint, layer.forward, **settings)  # type: ignore[method-assign]
 
 
 def _contexts(mode: ActivationCheckpointing, norms: list[_BatchNorm]) -> tuple[Any, Any]:
