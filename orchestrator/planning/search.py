@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from math import ceil, floor, gcd, inf, log2, prod
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.memory.calibration.correction import corrected_bytes
+from orchestrator.memory.engines.activations import full_is_lightest
 from orchestrator.memory.engines.overhead import SUPPOSED_OVERHEAD, Overhead
-from orchestrator.memory.estimate import DeviceBytes, alike
+from orchestrator.memory.estimate import CHECKPOINTING, DeviceBytes, alike
 from orchestrator.memory.profiles import autocasts, profile_of, with_held_boundaries
 from orchestrator.planning.cost import Hardware, StepSeconds
 from orchestrator.planning.frontier import MARGIN, Candidate, Frontier
 from orchestrator.planning.layouts import layouts
 from orchestrator.planning.pareto import Costed, Timed, device_bytes, pareto
-from orchestrator.planning.strategies import Strategy, batch_cuts, checkpointing, strategies, why_no_strategy
+from orchestrator.planning.strategies import (
+    Strategy,
+    batch_cuts,
+    checkpointing,
+    full_layers,
+    strategies,
+    why_no_strategy,
+)
 from orchestrator.specs import replace as changed
 from orchestrator.specs.cluster import DeviceKind, DeviceSpec
 from orchestrator.specs.errors import IllegalPlan, SpecError
@@ -57,6 +66,8 @@ UNPLANNED = {
     "env": (),
     "secrets": (),
 }
+_Mode = tuple[ActivationCheckpointing, int]  # and the first layers of a stage that are recomputed in full
+_Beats = Callable[[int, float, int], bool]
 BLOCKING = ("CUDA_LAUNCH_BLOCKING", "1")  # in a job's env: its host waits for every kernel
 REACH = 2  # devices: plans that need more memory than so many have are left out, as long as any needs less
 CORRECTION_STEPS = 4  # in which a correction doubles: frontiers are kept for each
@@ -183,20 +194,27 @@ def _beaten_by_none(
 ) -> list[Costed]:
     """The plans that no other legal plan beats at one of the steps, the fastest first; all are timed once.
 
-    Within REACH, unless none is.
+    Within REACH, unless none is. Plans whose first layers only are recomputed in full come second: where one of the
+    others beats the least that they can cost, none of them is made.
     """
 
     @cache
-    def timed(most_bytes: float) -> list[Timed]:
+    def timed(most_bytes: float) -> tuple[list[Timed], list[_Between]]:
+        between: list[_Between] = []
         families = (family for variant in variants for family in _families(spec, hardware, variant))
-        return [one for family in families for one in _timed(hardware, family, needs, most_bytes)]
+        return [one for family in families for one in _timed(hardware, family, needs, most_bytes, between)], between
 
-    estimate = needs.estimate if len(steps) == 1 else cache(needs.estimate)
+    estimate = cache(needs.estimate)
     found: dict[Plan, Costed] = {}
     for step in steps:
         needed = partial(corrected_bytes, correction=2 ** (step / CORRECTION_STEPS)) if step else device_bytes
         for most_bytes in (REACH * hardware.device.memory, inf):
-            costed = _pareto(spec, timed(most_bytes), estimate, most_bytes, needed)
+            alike, between = timed(most_bytes)
+            costed = _pareto(spec, alike, estimate, most_bytes, needed)
+            beats = _beaten(costed, by_count=bool(spec.speeds))
+            others = [one for some in between for one in _timed_between(some, needs, most_bytes, beats)]
+            kept = [Timed(one.plan, one.step_s, one.estimate.device_bytes) for one in costed]
+            costed = _pareto(spec, [*kept, *others], estimate, most_bytes, needed) if others else costed
             if costed:
                 break
         if len(steps) == 1:
@@ -219,6 +237,25 @@ def _pareto(
     for one in timed:
         by_count.setdefault(one.plan.world_size, []).append(one)
     return [best for _, some in sorted(by_count.items()) for best in pareto(some, estimate, most_bytes, needed)]
+
+
+def _beaten(costed: Sequence[Costed], *, by_count: bool) -> _Beats:
+    """Whether one of these is no slower than a step time, needs no more than so many bytes, and no more devices.
+
+    `by_count`: only plans on as many devices are compared.
+    """
+    staircases: dict[int, tuple[list[float], list[int]]] = {}
+
+    def beats(count: int, step_s: float, least_bytes: int) -> bool:
+        if count not in staircases:
+            sizes = {count} if by_count else range(count + 1)
+            stairs = sorted((one.step_s, one.needed_bytes) for one in costed if one.plan.world_size in sizes)
+            staircases[count] = [taken for taken, _ in stairs], list(accumulate((most for _, most in stairs), min))
+        times, least = staircases[count]
+        at = bisect_right(times, step_s)
+        return at > 0 and least[at - 1] <= least_bytes
+
+    return beats
 
 
 def plans(spec: JobSpec, hardware: Hardware) -> Iterator[Plan]:
@@ -380,53 +417,113 @@ class _Needs:
         return self.of(plan)[1].estimate(plan)
 
 
-def _timed(hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float) -> Iterator[Timed]:
+class _Between(NamedTuple):
+    """The plans of a cut whose first layers only are recomputed in full, with the least that any of them can cost."""
+
+    family: _Family
+    micro: int
+    accumulation: int
+    takes: StepSeconds
+    least_s: float = 0.0
+    least_bytes: int = 0
+    is_ordered: bool = False  # whether more layers in full take longer, and need less: then these are known
+
+
+def _timed(
+    hardware: Hardware, family: _Family, needs: _Needs, most_bytes: float, between: list[_Between]
+) -> Iterator[Timed]:
     """How long the plans of a family take that may need no more than `most_bytes`; they share their profile.
 
     What counts beside activations most often does not depend on what is recomputed. Nor does it depend on the cut of
     the batch but for its turns. So one plan that is beyond reach by it speaks for many that are not even made.
+    What lies between two kinds of checkpointing is added to `between`. Each of these plans takes at least as long as
+    selective checkpointing, and needs at least as much as full, where that is the slower and, at every moment, the
+    lighter one.
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None
+    is_lightest = bool(family.partial) and full_is_lightest(profile)
+    has_full = any(mode is ActivationCheckpointing.FULL for mode, _ in family.alike)
     is_beyond: dict[int, bool] = {}
     for micro, accumulation in family.cuts:
         turns = bytes_of.turns(accumulation)
-        for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation):
+        selective: Timed | None = None
+        full: Timed | None = None
+        for plan in () if is_beyond.get(turns) else family.of_cut(micro, accumulation, family.alike):
             if bytes_of.counts_every_mode_alike and turns not in is_beyond:
                 is_beyond[turns] = bytes_of.without_activations(plan) > most_bytes
             if is_beyond.get(turns):
                 break
             if (at_least_bytes := bytes_of.at_least(plan)) <= most_bytes:
                 takes = takes or StepSeconds(profile, family.example, hardware)
-                yield Timed(plan, takes(plan), at_least_bytes)
+                one = Timed(plan, takes(plan), at_least_bytes)
+                if plan.activation_checkpointing is ActivationCheckpointing.FULL:
+                    full = one
+                elif plan.activation_checkpointing is ActivationCheckpointing.SELECTIVE:
+                    selective = one
+                yield one
+        if not family.partial or is_beyond.get(turns):
+            continue
+        if not is_lightest or not has_full:
+            takes = takes or StepSeconds(profile, family.example, hardware)
+            between.append(_Between(family, micro, accumulation, takes))
+        elif full is not None and takes is not None:
+            lighter = changed.replace(full.plan, activation_checkpointing=ActivationCheckpointing.SELECTIVE)
+            least_s = takes(lighter) if selective is None else selective.step_s
+            ordered = (least_s, full.at_least_bytes, True) if least_s <= full.step_s else ()
+            between.append(_Between(family, micro, accumulation, takes, *ordered))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _timed_between(between: _Between, needs: _Needs, most_bytes: float, beats: _Beats) -> Iterator[Timed]:
+    """Those of the plans that nothing known beats; the middle one of them tells the least that both halves can cost.
+
+    The more layers are recomputed in full, the longer a step takes, and the less a plan needs at most.
+    """
+    family = between.family
+    modes, count, (_, bytes_of) = family.partial, family.example.world_size, needs.of(family.example)
+    halves = [(0, len(modes), between.least_s, between.least_bytes)]
+    while halves:
+        low, high, least_s, least_bytes = halves.pop()
+        if low == high or least_bytes > most_bytes or beats(count, least_s, least_bytes):
+            continue
+        middle = (low + high) // 2
+        (plan,) = family.of_cut(between.micro, between.accumulation, modes[middle : middle + 1])
+        at_least_bytes, step_s = bytes_of.at_least(plan), between.takes(plan)
+        if at_least_bytes <= most_bytes:
+            yield Timed(plan, step_s, at_least_bytes)
+        halves.append((low, middle, least_s, at_least_bytes if between.is_ordered else 0))
+        halves.append((middle + 1, high, step_s if between.is_ordered else 0.0, least_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Family:
     """Plans that differ in checkpointing and in the cut of their batch only, smaller micro-batches first."""
 
     example: Plan  # of the smallest batch that fills its pipeline: what all of them have in common
-    modes: tuple[ActivationCheckpointing, ...]
+    alike: tuple[_Mode, ...]  # of all layers
+    partial: tuple[_Mode, ...]  # in which the first layers keep less than the others
     cuts: tuple[tuple[int, int], ...]  # those that keep its pipeline at work, so that every plan is legal
 
     def __iter__(self) -> Iterator[Plan]:
-        return chain.from_iterable(self.of_cut(micro, accumulation) for micro, accumulation in self.cuts)
+        modes = (*self.alike, *self.partial)
+        return chain.from_iterable(self.of_cut(micro, accumulation, modes) for micro, accumulation in self.cuts)
 
-    def of_cut(self, micro: int, accumulation: int) -> Iterator[Plan]:
+    def of_cut(self, micro: int, accumulation: int, modes: Iterable[_Mode]) -> Iterator[Plan]:
         """Those of a cut, made one by one."""
-        for mode in self.modes:
+        for mode, first_layers in modes:
             yield changed.replace(
                 self.example,
                 micro_batch_size=micro,
                 gradient_accumulation_steps=accumulation,
                 activation_checkpointing=mode,
+                full_checkpointing_layers=first_layers,
             )
 
 
 def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[_Family]:
     """Only of plans that have the job's pinned settings: another plan that beats one of these does not count."""
     pins = dict(spec.plan)
-    micro, steps, mode = (pins.get(name) for name in OF_A_FAMILY)
+    micro, steps, mode, first_layers = (pins.get(name) for name in OF_A_FAMILY)
     for layout in layouts(spec, hardware):
         if pins and not agrees(layout, pins):
             continue
@@ -445,10 +542,22 @@ def _families(spec: JobSpec, hardware: Hardware, variant: _Variant) -> Iterator[
             modes = checkpointing(spec, strategy)
             if mode is not None:
                 modes = tuple(one for one in modes if one is mode)
-            yield _Family(example=example, modes=modes, cuts=at_work)
+            yield _Family(
+                example=example,
+                alike=() if first_layers else tuple((one, 0) for one in modes),
+                partial=_partial(spec, strategy, first_layers) if ActivationCheckpointing.SELECTIVE in modes else (),
+                cuts=at_work,
+            )
 
 
-OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing")  # what its plans vary
+def _partial(spec: JobSpec, strategy: Strategy, pinned: int | None) -> tuple[_Mode, ...]:
+    """Of the pinned number of layers, or of those that the planner tries."""
+    layers, tried = full_layers(spec, strategy)
+    chosen = tried if pinned is None else (pinned,)
+    return tuple((ActivationCheckpointing.SELECTIVE, count) for count in chosen if 0 < count < layers)
+
+
+OF_A_FAMILY = ("micro_batch_size", "gradient_accumulation_steps", *CHECKPOINTING)  # what its plans vary
 STRATEGY = tuple(one.name for one in fields(Strategy))
 _of_strategy = attrgetter(*STRATEGY)
 

@@ -17,7 +17,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.pins import agrees, pins_of
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.parse import parse_job
-from orchestrator.specs.plan import Plan
+from orchestrator.specs.plan import ActivationCheckpointing, Plan
 from orchestrator.specs.units import format_bytes
 from tests.planning.test_search import KNOBS, SIZES, WORK, job, machine
 
@@ -53,6 +53,16 @@ def test_a_plan_that_others_beat_is_found_where_it_is_pinned() -> None:
     for plan in beaten[::37]:
         (only,) = frontier(spec.model_copy(update={"plan": pins_of(plan)}), ONE_NODE).candidates
         assert only.plan == plan
+
+
+def test_any_number_of_layers_that_are_recomputed_in_full_can_be_pinned() -> None:
+    spec = job(DECODER, 8, (1, 3), "exact")
+    tried = {plan.full_checkpointing_layers for plan in plans(spec, ONE_NODE) if plan.layout.pp == 1}
+    assert tried == {0, 2, 3, 4}
+    pins = (("pp", 1), ("full_checkpointing_layers", 1))
+    found = frontier(spec.model_copy(update={"plan": pins}), ONE_NODE).candidates
+    assert {one.plan.full_checkpointing_layers for one in found} == {1}
+    assert {one.plan.activation_checkpointing for one in found} == {ActivationCheckpointing.SELECTIVE}
 
 
 def test_what_a_file_pins_is_read_back_as_it_was_said() -> None:
