@@ -114,6 +114,7 @@ class Night:
 
     cluster: Cluster
     answered: list[str] = field(default_factory=list)
+    unanswered: int = 0  # submissions that no service took, however often asked
     met: Counter[str] = field(default_factory=Counter)  # faults that met something, by kind
 
     def inflict(self, fault: ChosenFault) -> None:
@@ -165,6 +166,7 @@ class Night:
                 self.answered.append(self.cluster.asked(lambda client: client.submit(spec), "an answer", 2.0))
                 return
             self.cluster.supervise()
+        self.unanswered += 1
 
 
 def _spec(made: Cluster, seed: int) -> dict[str, Any]:
@@ -386,6 +388,7 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
         *(informs(kind, night.met[kind], "times") for kind in KINDS),
         informs("time under faults", disturbed_s, "s"),
         informs("attempts", len(attempts), ""),
+        informs("submissions that no service answered", night.unanswered, ""),
         at_least("jobs that ended", len(ended), "", len(night.answered)),
         *(at_most(law, len(cases), "", 0) for law, cases in broken.items()),
     ]
