@@ -15,11 +15,13 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
+from orchestrator.service.commands.what_if import JOBS_MAX, what_if
 from orchestrator.service.pages import forecasts, live
 from orchestrator.service.pages.routes import PAGE_ROLES
 from orchestrator.service.pages.svg import Cause, Line, lines, waterfall
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.gate import PAGES, SIGN_IN, WRONG_TOKENS
+from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.sessions import LIFETIME_S, Sessions
 from orchestrator.specs.access import Role
 from orchestrator.specs.run import JobFolder
@@ -39,6 +41,7 @@ PAGE_PATHS = [
     "/compare",
     "/compare/lm-compare-4",
     "/teams",
+    "/what-if",
     "/submit",
     "/audit",
     "/jobs/none",
@@ -89,6 +92,7 @@ def compare(world: World) -> None:
     answer = world.client.post("/jobs/batch", json={"jobs": jobs})
     assert answer.json()["ids"][0] == "lm-compare-4", answer.text
     world.turn_until("succeeded", 5)
+    world.client.get("/jobs/lm-compare-4/comparison")  # imports mlflow, as the relay of a service does at its start
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +269,48 @@ def test_a_pasted_job_is_planned_and_then_submitted(site: Site) -> None:
     tab.get_by_role("button", name="Submit 1 job").click()
     tab.get_by_role("link", name="pasted-").wait_for()
     assert [job.spec.name for job in site.world.controller.state.jobs.values()].count("pasted") == 1
+
+
+CLUSTER = """\
+name: larger
+nodes:
+  - {name: virtual, devices: 8, host_memory: 8GiB, device: {name: virtual-256MiB, kind: virtual, memory: 256MiB,
+     bf16_tflops: 0.02, fp32_tflops: 0.05, memory_bandwidth: 8GB/s, link_bandwidth: 1GB/s}}
+"""
+
+
+def test_the_live_queue_is_played_on_another_cluster_with_another_job_before_anything_is_submitted(site: Site) -> None:
+    submitted = site.world.controller.state.submitted
+    tab = site.signed_in(site.token(Role.MEMBER, "ivy"))
+    tab.goto(f"{site.url}{PAGES}/what-if")
+    tab.fill("#cluster", CLUSTER)
+    tab.fill("#job", JOB.replace("name: lm", "name: another"))
+    tab.select_option("#order", "fifo")
+    tab.get_by_role("button", name="Play both").click()
+    tab.get_by_role("heading", name="Now and then").wait_for()
+    both = tab.get_by_role("region", name="Now and then")
+    assert both.get_by_role("row", name="Devices 2 8").is_visible()
+    assert both.get_by_role("row", name="Order adaptive fifo").is_visible()
+    live = [job.id for job in site.world.controller.state.jobs.values() if not job.status.ended]
+    jobs = tab.get_by_role("region", name="Each job").get_by_role("row").all_inner_texts()[1:]
+    assert len(jobs) == len(live) + 1
+    assert "not submitted" in jobs[-1]
+    assert site.world.controller.state.submitted == submitted
+    tab.fill("#cluster", "name: <b>wrong")
+    tab.get_by_role("button", name="Play both").click()
+    assert "the cluster file" in tab.get_by_role("alert").inner_text()
+
+
+def test_a_play_is_bounded_and_its_late_jobs_are_counted(world: World) -> None:
+    refused = world.client.post(f"{PAGES}/what-if", data={"order": "fifo"})
+    assert "no job runs or waits" in refused.text
+    slow = {"training": {**_spec()["training"], "max_steps": 100_000_000}, "deadline": "23:59 UTC"}
+    assert world.client.post("/jobs", json={"spec": _spec() | slow}).status_code == 200
+    found = what_if(world.controller.state, cluster := read_cluster(None), cluster, [])
+    assert (found.late_now, found.late_then) == (1, 1)
+    jobs = {"jobs": [{"spec": _spec()}] * JOBS_MAX}
+    assert world.client.post("/jobs/batch", json=jobs).status_code == 200
+    assert "too many jobs for a page" in world.client.post(f"{PAGES}/what-if", data={"order": "fifo"}).text
 
 
 # ------------------------------------------------------------------------------------------------- sessions and gate

@@ -34,6 +34,7 @@ NAVIGATION = (  # path, words, and the role that it needs
     ("night", "Night", Role.VIEWER),
     ("compare", "Compare", Role.VIEWER),
     ("teams", "Teams", Role.VIEWER),
+    ("what-if", "What if", Role.MEMBER),
     ("submit", "Submit", Role.MEMBER),
     ("audit", "Audit", Role.ADMIN),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from starlette.routing import Route
 
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.service.commands.plan import forecast
+from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.forecasts import Forecasts
 from orchestrator.service.pages.frame import as_page, page
@@ -34,6 +37,7 @@ from orchestrator.service.pages.live import NEVER_SEEN, Changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.api import Pages
+from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
@@ -43,7 +47,8 @@ from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
-from orchestrator.specs.parse import parse_jobs
+from orchestrator.specs.order import Order
+from orchestrator.specs.parse import parse_cluster, parse_jobs
 
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
@@ -58,6 +63,8 @@ PAGE_ROLES = {
     ("GET", f"{PAGES}/compare"): Role.VIEWER,
     ("GET", f"{PAGES}/compare/{{job_id}}"): Role.VIEWER,
     ("GET", f"{PAGES}/teams"): Role.VIEWER,
+    ("GET", f"{PAGES}/what-if"): Role.MEMBER,
+    ("POST", f"{PAGES}/what-if"): Role.MEMBER,
     ("GET", f"{PAGES}/submit"): Role.MEMBER,
     ("POST", f"{PAGES}/submit"): Role.MEMBER,
     ("GET", f"{PAGES}/audit"): Role.ADMIN,
@@ -66,6 +73,7 @@ FILES = {"htmx.min.js": "text/javascript", "pages.js": "text/javascript", "pages
 ENDED_FILTERED = 200  # ended jobs among which the queue filters
 AUDIT_ROWS = 100
 START = f"{PAGES}/queue"
+NOTHING_ASKED = {"order": "", "cluster": "", "job": ""}  # of what-if
 EXAMPLE = """\
 name: my-job
 gpus: {min: 1, max: 2}
@@ -95,6 +103,8 @@ def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
         ("GET", f"{PAGES}/compare"): pages.comparisons,
         ("GET", f"{PAGES}/compare/{{job_id}}"): pages.comparison,
         ("GET", f"{PAGES}/teams"): pages.teams,
+        ("GET", f"{PAGES}/what-if"): pages.what_if,
+        ("POST", f"{PAGES}/what-if"): pages.play,
         ("GET", f"{PAGES}/submit"): pages.submit,
         ("POST", f"{PAGES}/submit"): pages.dry_run,
         ("GET", f"{PAGES}/audit"): pages.audit,
@@ -117,6 +127,7 @@ class _Pages:
         self._home = home
         self._gate = gate
         self._forecasts = Forecasts(lambda: controller.state)
+        self._playing = threading.Lock()
         self._changes = Changes(controller.wait_for_change)
 
     def _asked(self, path: str, **given: Any) -> Any:
@@ -279,6 +290,38 @@ class _Pages:
             error = str(refused)
         dumped = [{"spec": spec.model_dump(mode="json")} for spec in specs]
         return self._page(request, "submit", text=text, error=error, specs=[] if error else dumped, forecasts=forecasts)
+
+    def what_if(self, request: Request) -> Response:
+        return self._page(request, "what_if", asked=NOTHING_ASKED, error="", found=None, orders=list(Order))
+
+    async def play(self, request: Request) -> Response:
+        given = await _form(request)
+        return await run_in_threadpool(self._play, request, {**NOTHING_ASKED, **given})
+
+    def _play(self, request: Request, asked: Mapping[str, str]) -> Response:
+        """The live queue as it is, and as it is asked for. One at a time: a play takes a core for seconds."""
+        error, found = "", None
+        if not self._playing.acquire(blocking=False):
+            error = "Another queue is being played: try again in some seconds."
+        else:
+            try:
+                found = self._what_if(asked)
+            except OrchestratorError as refused:
+                error = str(refused)
+            finally:
+                self._playing.release()
+        return self._page(request, "what_if", asked=asked, error=error, found=found, orders=list(Order))
+
+    def _what_if(self, asked: Mapping[str, str]) -> WhatIf:
+        state = self._controller.state
+        present = kept_cluster(self._home).model_copy(update={"policy": state.policy})
+        other = present
+        if asked["cluster"].strip():
+            other = parse_cluster(asked["cluster"], "the cluster file")
+        if asked["order"] in list(Order):
+            other = other.ordered(Order(asked["order"]))
+        more = _read(asked["job"]) if asked["job"].strip() else []
+        return what_if(replace(state, at_s=max(state.at_s, time.time())), present, other, more)
 
     def audit(self, request: Request) -> Response:
         before = request.query_params.get("before", "")
