@@ -245,7 +245,7 @@ def submit(
 
 @app.command()
 def run(file: JobFile, settings: Settings = None, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Submit a job, follow it to its end and exit with its result. Starts the service where it is down."""
+    """Submit a job, show its progress to the end, and exit with its result. Starts a service that is down."""
     from orchestrator.service.server.intake import read_overrides
     from orchestrator.service.server.sending import read_for
     from orchestrator.service.terminal.follow import run_to_end

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.status import Status
-from rich.text import Text
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from orchestrator.service.server.client import Client
 from orchestrator.service.server.lifecycle import start
 from orchestrator.service.server.logins import Login
 from orchestrator.service.terminal.output import console_on, tell
-from orchestrator.service.terminal.tables import attempts_table, progress_line
+from orchestrator.service.terminal.tables import attempts_table, progress_line, time_left
 from orchestrator.service.views.records import AttemptView, JobView
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
 
 ENDS = ("succeeded", "failed", "refused", "cancelled")
+BAR_WIDTH = 20
 PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
 LOG_POLL_S = 0.5
 
@@ -46,8 +46,14 @@ def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_jso
 
 
 def follow(client: Client, job_id: str, console: Console) -> JobView:
-    """Print the job's events on `console` until it ends; returns the ended job."""
-    with console.status(f"{job_id} is queued") as status:
+    """Print the job's events on `console` until it ends; returns the ended job.
+
+    A terminal shows a bar of the steps with the time that is left; other output gets a line every few seconds.
+    """
+    words = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[said]")]
+    columns = SpinnerColumn(), words[0], BarColumn(BAR_WIDTH), words[1]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"{job_id} is queued", total=None, said="")
         said: list[str] = []
         said_at_s = 0.0
         for job in _changes(client, job_id):
@@ -55,8 +61,7 @@ def follow(client: Client, job_id: str, console: Console) -> JobView:
                 if line not in said:
                     said.append(line)
                     console.print(line, highlight=False, markup=False, soft_wrap=True)
-            progress = progress_line(job["progress"])
-            said_at_s = _show_progress(job, progress, status, console, said_at_s)
+            said_at_s = _show_progress(job, bar, task, console, said_at_s)
     return job
 
 
@@ -125,10 +130,14 @@ def _ending(job: JobView, attempt: AttemptView) -> list[str]:
     return [f"{job['id']}: attempt {attempt['number']} ended: {failure['kind']}: {failure['reason']}"]
 
 
-def _show_progress(job: JobView, progress: str, status: Status, console: Console, said_at_s: float) -> float:
+def _show_progress(job: JobView, bar: Progress, task: TaskID, console: Console, said_at_s: float) -> float:
+    """Bring the bar up to date, or print a line if none was printed lately; returns when the last one was."""
+    progress, left = job["progress"], time_left(job["progress"])
+    said = " · ".join(filter(None, (f"{left} left" if left else "", progress_line(progress))))
     if console.is_terminal:
-        status.update(Text(f"{job['id']} {job['status']} {progress}"))
-    elif progress and time.monotonic() - said_at_s > PLAIN_EVERY_S:
-        console.print(f"{job['id']}: {progress}", highlight=False, markup=False, soft_wrap=True)
+        step, total = (progress["step"], progress["max_steps"]) if progress else (0, None)
+        bar.update(task, description=f"{job['id']} {job['status']}", completed=step, total=total, said=said)
+    elif said and time.monotonic() - said_at_s > PLAIN_EVERY_S:
+        console.print(f"{job['id']}: {said}", highlight=False, markup=False, soft_wrap=True)
         return time.monotonic()
     return said_at_s

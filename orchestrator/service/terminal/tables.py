@@ -264,6 +264,13 @@ def progress_line(progress: ProgressView | None) -> str:
     return " · ".join(words)
 
 
+def time_left(progress: ProgressView | None) -> str:
+    """The time to the last step at the pace of the recent ones; "" where that is unknown."""
+    if progress is None or not progress["max_steps"] or not progress["step_s"]:
+        return ""
+    return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
+
+
 def coloured(word: str) -> Text:
     """The status word in its colour; unknown words have the colour of failures."""
     return Text(word, style=STYLES.get(word, "red"))

@@ -86,7 +86,7 @@ def _jobs(jobs: Sequence[JobView]) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from orchestrator.service.terminal.tables import coloured
+    from orchestrator.service.terminal.tables import coloured, time_left
 
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column("JOB", no_wrap=True, overflow="ellipsis", max_width=22)
@@ -102,7 +102,7 @@ def _jobs(jobs: Sequence[JobView]) -> RenderableType:
             coloured(job["status"]),
             str(len(job["attempts"])),
             _steps(progress),
-            _left(progress),
+            time_left(progress),
             Text(_says(job)),
         )
     return table
@@ -121,15 +121,6 @@ def _steps(progress: ProgressView | None) -> str:
     if not progress["max_steps"]:
         return f"step {progress['step']}"
     return f"{_bar(progress['step'] / progress['max_steps'])} {progress['step']}/{progress['max_steps']}"
-
-
-def _left(progress: ProgressView | None) -> str:
-    """The time to the last step at the pace of the recent ones."""
-    from orchestrator.specs.units import format_seconds
-
-    if progress is None or not progress["max_steps"] or not progress["step_s"]:
-        return ""
-    return format_seconds(max(0, progress["max_steps"] - progress["step"]) * progress["step_s"])
 
 
 def _bar(share: float) -> str:
