@@ -56,6 +56,13 @@ SPEC = JobSpec(
     env={"API_URL": VARIABLE, "SMALL": "1"},
     secrets=("TRACKER_TEST_TOKEN",),
 )
+DECODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 BIG = Plan(engine=Engine.SCRIPT, micro_batch_size=8)
 SMALL = Plan(engine=Engine.SCRIPT, micro_batch_size=2, gradient_accumulation_steps=4)
 START_S = 1_700_000_000.0
@@ -248,6 +255,40 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
         two.info.run_id,
     ]
     _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])
+
+
+def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
+    server: MlflowServer, journal: Journal, tmp_path: Path
+) -> None:
+    from mlflow.data import get_source
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("some words")
+    data, missing = {"text": [str(corpus), "/nowhere/else.txt"]}, "/nowhere/else.txt"
+    spec = JobSpec.model_validate({"name": "lm", "global_batch_size": 8, "model": {"decoder": DECODER}, "data": data})
+    job = dataclasses.replace(new_job("lm-data", attempt("lm-data", 1)), spec=spec)
+
+    def inputs() -> dict[str, list[tuple[str, str, str]]]:
+        return {
+            number: sorted(
+                (str(get_source(one.dataset).to_dict()["uri"]), one.tags[0].value, one.dataset.digest)
+                for one in run.inputs.dataset_inputs  # type: ignore[attr-defined]
+            )
+            for number, run in runs(server, "lm-data").items()
+        }
+
+    say(journal, job)
+    with tracking(journal, server) as relay:
+        assert relay.wait_delivered(60), relay.problem
+    first = inputs()
+    for number in ("0", "1"):
+        assert [(uri, context) for uri, context, _ in first[number]] == sorted(
+            [(missing, "training"), (str(corpus), "training")]
+        )
+    say(journal, job)
+    with tracking(journal, server) as relay:  # a new service, which knows no run yet
+        assert relay.wait_delivered(60), relay.problem
+    assert inputs() == first, "sent again, they were doubled"
 
 
 def test_an_outcome_and_the_picture_of_its_frontier_can_be_had_from_mlflow(
