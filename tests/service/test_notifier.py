@@ -17,6 +17,7 @@ from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.notice import notice
 from orchestrator.backends.notify.targets import targets_of
 from orchestrator.backends.simulated.backend import SimulatedBackend
+from orchestrator.cli import main
 from orchestrator.service.server.client import Client, process_is_alive, service_file
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.intake import read_cluster
@@ -130,8 +131,16 @@ def test_a_test_is_another_notice_each_time_and_waits_in_no_queue() -> None:
     assert first.id != second.id
 
 
+def tried(home: Path, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    """Exit code and output of `orc notify test`."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["notify", "test", "hook", "--home", str(home)])
+    return ended.value.code, capsys.readouterr().out
+
+
 def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_whole_service(
-    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hook.close()  # its port refuses from now on
     home, cluster = tmp_path / "home", tmp_path / "cluster.yaml"
@@ -149,13 +158,14 @@ def test_a_job_that_fails_while_the_hook_is_down_is_told_after_a_restart_of_the_
         with closing(Client(home)) as client:
             bug = client.submit(job.model_copy(update={"workdir": str(tmp_path)}).model_dump(mode="json"), None)
             until(lambda: client.job(bug)[0]["status"] == "failed", "the job's end", 60)
-            assert client.try_targets(["hook"])["hook"], "the hook is down"
+        assert tried(home, capsys) == (1, "hook: Connection refused\n")
         pid = int(service_file(home)["pid"])
         os.kill(pid, signal.SIGTERM)
         until(lambda: not process_is_alive(pid), "the service's end", 60)
         back = Hook(port=hook.port)
         start(home, None, None)
         until(lambda: back.got, "the notice", 60)
+        assert tried(home, capsys) == (0, "hook: delivered\n")
         back.close()
     finally:
         stop(home, force=True)
