@@ -151,6 +151,7 @@ def test_estimates_are_positive_and_grow_with_the_micro_batch(spec: JobSpec, mac
             *(plan.engine, plan.layout, plan.zero_stage, plan.offload, plan.offload_target, plan.dp_replicate),
             *(
                 plan.activation_checkpointing,
+                plan.full_checkpointing_layers,
                 plan.precision,
                 plan.sequence_length,
                 plan.gradient_accumulation_steps > plan.layout.pp,
