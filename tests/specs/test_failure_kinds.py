@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from orchestrator.specs.attempt import FailureKind
 from orchestrator.specs.job.spec import Retries
+from tests.scheduling.laws_of_attempts import BUDGET_OF
 
 
 @pytest.mark.parametrize("kind", FailureKind)
@@ -18,6 +19,11 @@ def test_a_kind_names_a_budget_of_the_job_file_or_is_final(kind: FailureKind) ->
 
 def test_every_budget_of_the_job_file_is_used_up_by_a_kind() -> None:
     assert {kind.restart.budget for kind in FailureKind if kind.restart} == set(Retries.model_fields)
+
+
+def test_the_laws_of_simulated_nights_say_the_budget_of_every_kind_once_more() -> None:
+    """BUDGET_OF in tests/scheduling/laws_of_attempts.py is written by hand: a new kind is added there."""
+    assert {kind: kind.restart.budget for kind in FailureKind if kind.restart} == BUDGET_OF
 
 
 @pytest.mark.parametrize("kind", FailureKind)
