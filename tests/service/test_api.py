@@ -119,6 +119,7 @@ ROUTES = [
     ("GET", "/metrics"),
     ("POST", "/observations"),
     ("POST", "/nodes/n/drain"),
+    ("POST", "/notify/test"),
     ("POST", "/shutdown"),
     ("GET", "/whoami"),
     ("GET", "/users"),

@@ -286,7 +286,7 @@ def test_the_embedded_cluster_is_the_one_among_the_cluster_files() -> None:
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        ("measured", "{fixed_bytes: 1, sample_bytes: 1}"),
+        ("measured", "{fixed_bytes: 1, sample_bytes: 1, is_of_one_rank: true}"),
         ("relative_to", "{micro_batch_size: 1, sequence_length: 1, precision: fp32}"),
     ],
 )
