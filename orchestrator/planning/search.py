@@ -437,8 +437,8 @@ def _timed(
     What counts beside activations most often does not depend on what is recomputed. Nor does it depend on the cut of
     the batch but for its turns. So one plan that is beyond reach by it speaks for many that are not even made.
     What lies between two kinds of checkpointing is added to `between`. Each of these plans takes at least as long as
-    selective checkpointing, and needs at least as much as full, where that is the slower and, at every moment, the
-    lighter one.
+    selective checkpointing. It needs at least as much as full checkpointing, where that is the slower one and needs
+    less at every moment.
     """
     profile, bytes_of = needs.of(family.example)
     takes: StepSeconds | None = None

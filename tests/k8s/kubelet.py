@@ -1,7 +1,7 @@
 """A stand-in for the kubelet: runs a bound Pod's own commands as processes of this machine, and reports their status.
 
-Each pod has a network namespace with an address of its own, its own host name, /tmp and /dev/shm, the files that its
-volumes mount, and the environment that its containers name. Its containers run as the user and the group that the
+Each pod has a network namespace with an address of its own. It has its own host name, /tmp and /dev/shm, the files that
+its volumes mount, and the environment that its containers name. Its containers run as the user and the group that the
 manifest says, without capabilities, and cannot write to their root. It needs root, iproute2 and util-linux. It does not
 isolate processes, limit memory or enforce a network policy; DNS is a file of host names.
 """

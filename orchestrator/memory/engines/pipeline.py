@@ -76,9 +76,9 @@ def in_flight(rank: int, pp: int, per_rank: int) -> int:
 def messages(rank: int, pp: int, per_rank: int) -> int:
     """The most hidden states and gradients from and to other ranks that the rank holds at once.
 
-    Inputs of all passes in flight that came from another rank, a gradient that arrives, and gradients on their way: at
-    1F1B the last one sent, interleaved one of each stage (training/engines/pipeline.py). Of the passes in flight on
-    rank 0, 2 pp - 1 are of the first stage, which receives nothing.
+    These are inputs of the passes in flight that came from another rank, and a gradient that arrives. Gradients on
+    their way count as well: at 1F1B the last one sent, interleaved one of each stage (training/engines/pipeline.py).
+    The first stage receives nothing: interleaved, it has 2 pp - 1 of the passes in flight on rank 0.
     """
     received = in_flight(rank, pp, per_rank) - (2 * pp - 1 if per_rank > 1 else pp) * (rank == 0)
     arriving = 1 - (rank == pp - 1 and per_rank == 1)

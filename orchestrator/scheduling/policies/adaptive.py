@@ -32,7 +32,7 @@ class AdaptivePolicy:
         self._index = index
 
     def rank(self, job: Job) -> float:
-        """The job's aging limit: from then on no job that was submitted later goes before it.
+        """The job's aging limit: from then on it goes before every job that was submitted after it.
 
         A job whose deadline presses from the start goes by that first, and ages from its deadline on. A job with a
         guarantee is due at once.
