@@ -55,6 +55,7 @@ def profile_of(
         share = LOW_SHARE if lower else 1.0
         return _declared(spec.profile, spec.family_name, precision, tensor_parallel, stretch=stretch, share=share)
     model, length = spec.known_model, sequence_length or spec.data.sequence_length
+    spread = 1 if spec.is_script else tensor_parallel  # our engine spreads tokens over the ranks that share matrices
     if model is not None and model.weight_bytes_each == 2:
         autocast = False  # nothing is left to cast
     if freezes(spec) and tensor_parallel == pipeline_parallel == 1:
@@ -62,12 +63,14 @@ def profile_of(
         if known is not None:
             return known
     if model is not None and model.decoder is not None:
-        ours = decoder_profile(model.decoder, spec.family_name, precision, length, tensor_parallel, autocast, cuda)
+        ours = decoder_profile(
+            model.decoder, spec.family_name, precision, length, tensor_parallel, autocast, cuda, spread
+        )
         return _as_script_runs(spec, ours, model, model.decoder.vocab_size, length) if spec.is_script else ours
     if model is not None and model.hf is not None:
         shape = decoder_shape(model, length)
         if shape is not None and (tensor_parallel == 1 or shape.experts is None):
-            ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast)
+            ours = decoder_profile(shape, spec.family_name, precision, length, tensor_parallel, autocast, spread=spread)
             theirs = as_transformers(ours, model, shape, length, autocast=autocast, cuda=cuda)
             return _as_script_runs(spec, theirs, model, shape.vocab_size, length) if spec.is_script else theirs
         if tensor_parallel == 1 and not spec.training.freeze:
@@ -202,6 +205,7 @@ def decoder_profile(
     tp: int,
     autocast: bool,
     cuda: bool = False,
+    spread: int = 1,
 ) -> ModelProfile:
     """The closed form of `training/models/decoder.py` with `cross_entropy.py`, per sample of `sequence_length` tokens.
 
@@ -211,52 +215,58 @@ def decoder_profile(
     factors of the gate, queries, keys, values, output and log-sum-exp of the attention. Under autocast the residual
     stream and the norms stay fp32, and every weight matrix is kept once more in low precision (`cast_bytes`); where
     the weights themselves are cast, only the norms work in fp32. Tensor parallelism cuts heads, feed-forward and
-    vocabulary; norms and residual stream are repeated (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    vocabulary (Shoeybi et al. 2019, arXiv:1909.08053, section 3); over `spread` ranks it also spreads the tokens of
+    norms and residual stream (training/engines/sequence_parallel.py), which are repeated else.
     """
     s, h, d = sequence_length, spec.hidden_size, spec.head_dim
     f, v, n = spec.intermediate_size // tp, spec.vocab_size // tp, spec.num_attention_heads // tp
     q, kv = n * d, spec.kv_heads * d // tp
+    own = h / spread  # of the residual stream, per token of the sample
     low = precision is not Precision.FP32
     width = 2 if low else 4  # of what matrix products return
     stream = 2 if low and not autocast else 4  # of the residual stream
     matrices = 2 * h * q + 2 * h * kv + 3 * h * f
     norms = {(False, 4): 24, (True, 4): 26, (True, 2): 20}[low, stream]  # and the inputs of projections behind them
-    saved = norms * h + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8
-    selective = stream * h + width * (2 * h + 2 * q + 2 * kv + 2 * f) + 4 * n
+    casts = 2 * matrices
+    if spread > 1:  # one cast is gathered for all projections, and theirs are made again in the backward pass
+        norms, casts = min(norms, 20) if low else norms, 0
+    saved = norms * own + width * (2 * q + 2 * kv + 4 * f) + 4 * n + 8 / spread
+    selective = stream * own + width * (2 * own + 2 * q + 2 * kv + 2 * f) + 4 * n
     if spec.dropout:
-        saved += 2 * (1 if cuda else width) * h  # masks, which a CPU has in the type of the input
-    embedded = stream * h + 16  # and tokens and labels
+        saved += 2 * (1 if cuda else width) * own  # masks, which a CPU has in the type of the input
+    embedded = round(s * (stream * own + 16))  # and tokens and labels
+    looked_up = s * stream * h * (1 if spread == 1 else 2)  # gradients of all tokens, and without those of other rows
     tied = spec.tie_word_embeddings
     shared = v * h if tied else 0
     embedding = Segment(
         name="embedding",
         count=1,
         parameters=v * h,
-        saved_bytes=s * embedded,
-        checkpointed_bytes=s * embedded,
-        selective_bytes=s * embedded,
-        selective_transient_bytes=s * stream * h,
-        transient_bytes=s * stream * h,
+        saved_bytes=embedded,
+        checkpointed_bytes=embedded,
+        selective_bytes=embedded,
+        selective_transient_bytes=looked_up,
+        transient_bytes=looked_up,
         forward_flops=0.0,
         largest_parameter=v * h,
         summed_gradients=3 * shared,  # of head and embedding, and their sum
         looked_up=v * h,
         factored=v + h,
         tensors=(v * h,),
-        peaks=(BackwardPeak(0, 0, s * stream * h),) if tied else (),
+        peaks=(BackwardPeak(0, 0, looked_up),) if tied else (),
     )
     recomputed = 2 * width * f
     layer = Segment(
         name="layer",
         count=spec.num_hidden_layers,
         parameters=matrices + 2 * h,
-        saved_bytes=s * saved,
-        checkpointed_bytes=s * stream * h,
-        selective_bytes=s * selective,
-        selective_transient_bytes=s * (recomputed + (2 if low and autocast else 4) * h),
+        saved_bytes=round(s * saved),
+        checkpointed_bytes=round(s * stream * own),
+        selective_bytes=round(s * selective),
+        selective_transient_bytes=round(s * (recomputed + (2 if low and autocast else 4) * own)),
         transient_bytes=s * recomputed,
         forward_flops=s * (2.0 * matrices + 2.0 * s * q),  # causal attention: half of 4 s^2 q
-        cast_bytes=(2 * matrices + 8 * s * d) if low and autocast else 0,
+        cast_bytes=(casts + 8 * s * d) if low and autocast else 0,
         largest_parameter=h * max(f, q),
         waiting_gradients=shared,
         factored=2 * (q + h) + 2 * (kv + h) + 3 * (f + h) + 2 * h,
@@ -267,16 +277,32 @@ def decoder_profile(
             BackwardPeak(3 * h * f, h * f, s * width * (h - 2 * f)),
             BackwardPeak(matrices + 2 * h, h * q, -s * (4 * width * f + stream * h)),
         ),
+        peaks=_gathered_peaks(s * width, h, f, own) if spread > 1 else (),
     )
     return ModelProfile(
         family=family,
         precision=precision,
         source=Source.CLOSED_FORM,
-        segments=(embedding, layer, _head(s, h, v, low=low, stream=stream, tied=tied)),
+        segments=(embedding, layer, _head(s, h, v, low=low, stream=stream, tied=tied, spread=spread)),
         workspace_bytes=8 * s * d,  # rotary tables
         tensor_parallel=tp,
+        sequence_parallel=spread,
         updated_before_largest=_updated_before_largest(h * f, h * v),
     )
+
+
+def _gathered_peaks(sample_bytes: int, h: int, f: int, own: float) -> tuple[BackwardPeak, ...]:
+    """Where most is live in the backward pass of a layer whose tokens are gathered for its matrices.
+
+    `sample_bytes`: of one value for every token. The last matrix gathers the gradient of its output; or the product
+    before it has gradients of both factors. Then two matrices read the input, which is gathered again, and their
+    gradients for it add up. What selective checkpointing kept of the layer's output is still there. (Which of both has
+    the most was counted on two and four gloo ranks of torch 2.13, 2026-11.)
+    """
+    of_last, of_first = max(h + f, 2 * f) + own, max(2 * h - f, 3 * (h - f)) + own
+    last = BackwardPeak(h * f, h * f, round(sample_bytes * of_last))
+    first = BackwardPeak(3 * h * f, h * f, round(sample_bytes * of_first))
+    return (first,) if of_first >= of_last else (last, first)
 
 
 def with_all_logits(profile: ModelProfile, vocab_size: int, sequence_length: int) -> ModelProfile:
@@ -301,41 +327,50 @@ def _updated_before_largest(feed_forward: int, table: int) -> int:
     return max(2 * table, 3 * feed_forward) - 2 * max(table, feed_forward)
 
 
-def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool) -> Segment:
+def _head(s: int, h: int, v: int, *, low: bool, stream: int, tied: bool, spread: int) -> Segment:
     """Norm and chunked loss, measured as slopes like a layer.
 
     The weight's gradient is made in fp32, in the forward pass; engines count it in their own width. That of a weight
-    which it shares is the embedding's, and waits for the other one's. In low precision
-    the loss has logits twice for a moment, and the product that is added to the gradient beside it.
+    which it shares is the embedding's, and waits for the other one's. In low precision the loss has logits twice for a
+    moment, and the product that is added to the gradient beside it. Over `spread` ranks a rank has the norm of its own
+    tokens, and gathers those of a chunk.
     """
-    saved = (10 if stream == 2 else 8) * h + 4
+    own = h / spread
+    saved = round(s * ((10 if stream == 2 else 8) * own + 4 / spread))
+    normed = round(s * (14 if stream == 2 else 12) * own)
     if not low:
         peaks: tuple[tuple[int, int], ...] = ((4 * v + 4 * h, 0),)
     elif stream == 4:
         peaks = ((6 * v + 2 * h + 8, 2 * v * h), (2 * v + 2 * h, 4 * v * h))
     else:
         peaks = ((6 * v + 8, 2 * v * h), (2 * v, 4 * v * h))
-    own = 0 if tied else v * h
+    if spread > 1:
+        width = 2 if low else 4
+        gathered = round((1 if stream == width else 1 / spread) * width * h)
+        products = (width if stream > width else 0) + 2 * stream  # in the stream's type, with the copy that gloo sums
+        summed = (width * (v + h) + products * h, 2 * v * h if low else 0)
+        peaks = (*((each + gathered, fixed) for each, fixed in peaks), summed)
+    made = 0 if tied else v * h
     return Segment(
         name="head",
         count=1,
-        parameters=h + own,
-        saved_bytes=s * saved,
-        checkpointed_bytes=s * saved,
-        selective_bytes=s * saved,
-        selective_transient_bytes=s * (14 if stream == 2 else 12) * h,
-        transient_bytes=s * (14 if stream == 2 else 12) * h,
+        parameters=h + made,
+        saved_bytes=saved,
+        checkpointed_bytes=saved,
+        selective_bytes=saved,
+        selective_transient_bytes=normed,
+        transient_bytes=normed,
         forward_flops=2.0 * s * v * h,
         largest_parameter=v * h,
-        waiting_gradients=v * h - own,
+        waiting_gradients=v * h - made,
         factored=h if tied else v + 2 * h,
         tensors=(h,) if tied else (v * h, h),
         matmuls=((s, h, v),),
         chunks=LossChunks(
             chunk_tokens=CHUNK_TOKENS,
             sample_tokens=s,
-            per_sample_bytes=s * stream * h,
+            per_sample_bytes=round(s * stream * own),
             peaks=peaks,
-            gradients=own,
+            gradients=made,
         ),
     )

@@ -135,7 +135,9 @@ def _busy_s(
     """Seconds of kernels, launches and tensor-parallel messages of one micro-batch.
 
     A rank all-reduces what a layer hands on, and everything waits for it (kernels.LAYER_MESSAGES): twice more where the
-    layer is recomputed. A CUDA device works off what its host has launched, so that the longer hides the shorter, the
+    layer is recomputed. Where tokens are spread, it reduce-scatters and gathers as much; selective checkpointing keeps
+    the sums, and the second gathering of the backward pass hides behind a product (training/engines/
+    sequence_parallel.py). A CUDA device works off what its host has launched, so that the longer hides the shorter, the
     better the longer it is; a CPU rank is its own host, and where launches block the device waits for its host as long
     as the host for the device.
     """
@@ -153,8 +155,13 @@ def _busy_s(
             full_layers -= min(full_layers, count)
     launches_s = host_s(one.parts, replayed, 3, device)
     if tp > 1:
-        across, messages = _ring(tp, 1, hardware), one.messages + 2 * replayed
-        device_s += messages * across.all_reduce_s(profile.boundary_bytes * size)
+        across, messages, spread = _ring(tp, 1, hardware), one.messages + 2 * replayed, profile.sequence_parallel
+        whole_bytes = spread * profile.boundary_bytes * size
+        if spread > 1:
+            messages = 2 * messages - (2 * replayed if mode is ActivationCheckpointing.SELECTIVE else 0)
+            device_s += across.gather_s(messages * whole_bytes, messages)
+        else:
+            device_s += messages * across.all_reduce_s(whole_bytes)
         launches_s += messages * (across.start_s + DISPATCH_S)
     if device.kind is not DeviceKind.CUDA or hardware.launches_block:
         return device_s + launches_s

@@ -20,6 +20,7 @@ from orchestrator.specs.plan import (
     OffloadTarget,
     Optimizer,
     ParallelLayout,
+    Precision,
     Sharding,
     ZeroStage,
 )
@@ -178,7 +179,7 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
         yield Strategy(engine=Engine.TORCH, layout=layout, pipeline_stages_per_rank=stages_per_rank)
         if _quantised(spec) or spec.training.optimizer is Optimizer.ADAMW_8BIT:
             continue
-        stages = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS) if layout.dp > 1 else ()
+        stages = (ZeroStage.GRADIENTS, ZeroStage.PARAMETERS) if layout.dp > 1 else _of_one_share(spec, layout)
         for stage, copies in product(stages, _copies(hardware, layout)):
             yield Strategy(
                 engine=Engine.TORCH,
@@ -189,6 +190,14 @@ def _torch(spec: JobSpec, hardware: Hardware, layout: ParallelLayout) -> Iterato
             )
     if _offloads(hardware) and layout.tp == layout.pp == 1 and not _quantised(spec):
         yield Strategy(engine=Engine.TORCH, layout=layout, zero_stage=ZeroStage.PARAMETERS, offload=Offload.PARAMETERS)
+
+
+def _of_one_share(spec: JobSpec, layout: ParallelLayout) -> tuple[ZeroStage, ...]:
+    """Where FSDP2 saves memory with one data-parallel rank: it casts weights, and hidden states with them.
+
+    Under autocast they stay in fp32.
+    """
+    return (ZeroStage.PARAMETERS,) if layout.tp > 1 == layout.pp and spec.precision is not Precision.FP32 else ()
 
 
 def _deepspeed(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage: ZeroStage) -> Iterator[Strategy]:
@@ -205,7 +214,9 @@ def _deepspeed(engine: Engine, hardware: Hardware, layout: ParallelLayout, stage
 def _copies(hardware: Hardware, layout: ParallelLayout) -> tuple[int, ...]:
     """How often the shards of a pipeline stage may be repeated: over groups of whole nodes, as long as any are cut."""
     nodes, rest = divmod(layout.dp * layout.tp, hardware.devices_per_node)
-    return (1,) if rest or nodes < 2 else tuple(copies for copies in divisors(nodes) if copies < layout.dp)
+    if rest or nodes < 2 or layout.dp == 1:
+        return (1,)
+    return tuple(copies for copies in divisors(nodes) if copies < layout.dp)
 
 
 def _offloads(hardware: Hardware) -> bool:

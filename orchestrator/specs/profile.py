@@ -171,6 +171,7 @@ class ModelProfile:
     segments: tuple[Segment, ...]
     workspace_bytes: int = 0
     tensor_parallel: int = 1  # what one rank has of the model when matrices are cut over that many
+    sequence_parallel: int = 1  # ranks over which tokens are spread between those matrices
     moments: tuple[TracedMoment, ...] = ()  # where it was traced: they stand for what segments say of activations
     turns: tuple[int, ...] = ()  # trained parameters of recipes that train in turn; none: all train at once
     attention: str = ""  # the kernel that the trace assumed
@@ -209,7 +210,7 @@ class ModelProfile:
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Per sample, what one layer hands to the next."""
+        """Per sample, what one layer hands to the next on this rank."""
         return max(self.segments, key=lambda segment: segment.count).checkpointed_bytes
 
     @cached_property

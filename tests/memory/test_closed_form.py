@@ -168,6 +168,10 @@ MOMENTS: dict[str, list[tuple[ModelSpec, Plan]]] = {
     "casts of cut weights": [
         (DEEPER, plan(Engine.TORCH, 0, 1, layout={"tp": 2}, activation_checkpointing=FULL, precision=Precision.BF16))
     ],
+    "tokens that four ranks share": [
+        (WIDER, plan(Engine.TORCH, 0, 4, layout={"tp": 4}, activation_checkpointing=mode, precision=precision))
+        for mode, precision in ((NONE, Precision.FP32), (SELECTIVE, Precision.BF16), (FULL, Precision.FP32))
+    ],
     "shards that wait for their copies": [
         (DEEPER, plan(Engine.TORCH, 2, 1, layout={"dp": 4}, dp_replicate=2, precision=Precision.BF16))
     ],

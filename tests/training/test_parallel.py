@@ -43,7 +43,7 @@ from tests.training.gang import GLOBAL_BATCH, Part
 
 FP32_TOLERANCE = 2e-6  # measured: 1.1e-6
 LOW_TOLERANCE = 2e-3  # measured: 1.6e-3
-MICRO_BATCH = 2  # the same everywhere, since dropout is on
+MICRO_BATCH = 2  # the same everywhere, since dropout is on (but over tensor-parallel ranks)
 RESUME_STEP = 4
 DECODER = dataclasses.replace(gang.DECODER, num_hidden_layers=3, tie_word_embeddings=True, dropout=0.1)
 FOUR_LAYERS = dataclasses.replace(DECODER, num_hidden_layers=4)
@@ -109,6 +109,16 @@ def _run(home: Path, job: str, chosen: Plan, text: tuple[str, ...], spec: Decode
     return gang.training_run(home, job, chosen, text, model=ModelSpec(decoder=spec), training=changed)
 
 
+def _drawing_alike(spec: DecoderSpec, chosen: Plan) -> DecoderSpec:
+    """The decoder with dropout where the plan draws the masks of one process: not for a rank's own tokens."""
+    return dataclasses.replace(spec, dropout=0.0) if chosen.layout.tp > 1 else spec
+
+
+def _draws(run: TrainingRun) -> bool:
+    assert run.model.decoder
+    return run.model.decoder.dropout > 0
+
+
 def _differences(run: TrainingRun, reference: TrainingRun) -> dict[int, float]:
     expected = gang.losses(reference)
     return {step: abs(loss - expected[step]) for step, loss in gang.losses(run).items()}
@@ -129,6 +139,7 @@ class Curves:
     """Runs by name: one process, every layout from the start, layouts from one process's checkpoint, and back."""
 
     reference: TrainingRun
+    undropped: TrainingRun  # one process without dropout
     fresh: dict[str, TrainingRun]
     resumed: dict[str, TrainingRun]
     back: dict[str, TrainingRun]
@@ -139,30 +150,33 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Curves:
     home = tmp_path_factory.mktemp("home")
     text = gang.ragged_text(home)
     plans = ON_TWO_RANKS | ON_FOUR_RANKS
+    specs = {name: _drawing_alike(DECODER, chosen) for name, chosen in plans.items()}
     reference = _run(home, "reference", plan(), text, DECODER)
-    fresh = {name: _run(home, name.replace(" ", "-"), chosen, text, DECODER) for name, chosen in plans.items()}
+    undropped = _run(home, "undropped", plan(), text, dataclasses.replace(DECODER, dropout=0.0))
+    fresh = {name: _run(home, name.replace(" ", "-"), chosen, text, specs[name]) for name, chosen in plans.items()}
     resumed = {
-        name: _run(home, f"to-{name}".replace(" ", "-"), chosen, text, DECODER) for name, chosen in plans.items()
+        name: _run(home, f"to-{name}".replace(" ", "-"), chosen, text, specs[name]) for name, chosen in plans.items()
     }
-    back = {name: _run(home, f"from-{name}".replace(" ", "-"), plan(), text, DECODER) for name in plans}
-    gang.launch([Part(run=reference)])
+    back = {name: _run(home, f"from-{name}".replace(" ", "-"), plan(), text, specs[name]) for name in plans}
+    gang.launch([Part(run=reference), Part(run=undropped)])
     for names in (ON_TWO_RANKS, ON_FOUR_RANKS):
         parts = [Part(run=fresh[name]) for name in names]
-        source = _step_folder(home, "reference")
-        gang.launch([*parts, *(Part(run=resumed[name], start_from=source) for name in names)])
+        sources = {name: _step_folder(home, "reference" if specs[name].dropout else "undropped") for name in names}
+        gang.launch([*parts, *(Part(run=resumed[name], start_from=sources[name]) for name in names)])
     gang.launch([Part(run=back[name], start_from=_step_folder(home, name.replace(" ", "-"))) for name in plans])
-    return Curves(reference=reference, fresh=fresh, resumed=resumed, back=back)
+    return Curves(reference=reference, undropped=undropped, fresh=fresh, resumed=resumed, back=back)
 
 
 @pytest.mark.parametrize("name", [*ON_TWO_RANKS, *ON_FOUR_RANKS])
 def test_every_layout_gives_the_losses_of_one_process(curves: Curves, name: str) -> None:
-    _check(curves.fresh[name], curves.reference)
+    _check(curves.fresh[name], curves.reference if _draws(curves.fresh[name]) else curves.undropped)
 
 
 @pytest.mark.parametrize("name", [*ON_TWO_RANKS, *ON_FOUR_RANKS])
 def test_a_training_goes_on_in_another_layout_and_back(curves: Curves, name: str) -> None:
     for run in (curves.resumed[name], curves.back[name]):
-        _check(run, curves.reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
+        reference = curves.reference if _draws(run) else curves.undropped
+        _check(run, reference, steps=gang.TRAINING.max_steps - RESUME_STEP)
 
 
 def test_a_training_goes_on_with_another_number_of_layers_recomputed_in_full(curves: Curves, tmp_path: Path) -> None:
@@ -188,13 +202,18 @@ def test_the_reference_learns(curves: Curves) -> None:
 def test_every_layout_gives_the_losses_of_one_process_at_length(tmp_path: Path, ranks: int) -> None:
     text = gang.ragged_text(tmp_path)
     spec = dataclasses.replace(FOUR_LAYERS, num_hidden_layers=5)
-    micros = {chosen.micro_batch_size for chosen in LONG[ranks].values()}
-    reference = {micro: _run(tmp_path, f"reference-{micro}", plan(micro=micro), text, spec) for micro in micros}
-    runs = [_run(tmp_path, f"job-{n}", chosen, text, spec) for n, chosen in enumerate(LONG[ranks].values())]
+    runs = [
+        _run(tmp_path, f"job-{n}", chosen, text, _drawing_alike(spec, chosen))
+        for n, chosen in enumerate(LONG[ranks].values())
+    ]
+    reference = {
+        (micro, run.model): _run(tmp_path, f"reference-{n}", plan(micro=micro), text, run.model.decoder)
+        for n, ((micro, _), run) in enumerate({(each.plan.micro_batch_size, each.model): each for each in runs}.items())
+    }
     gang.launch([Part(run=run) for run in reference.values()])
     gang.launch([Part(run=run) for run in runs], timeout_s=1500)
     for run in runs:
-        _check(run, reference[run.plan.micro_batch_size])
+        _check(run, reference[run.plan.micro_batch_size, run.model])
 
 
 @pytest.mark.long
@@ -229,7 +248,7 @@ def test_recomputed_batch_norms_are_not_compiled(mode: ActivationCheckpointing, 
 @pytest.mark.timeout(900)
 def test_stages_that_train_nothing_at_first_or_at_all_change_nothing(tmp_path: Path) -> None:
     text = gang.ragged_text(tmp_path)
-    spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False)
+    spec = dataclasses.replace(FOUR_LAYERS, tie_word_embeddings=False, dropout=0.0)
     frozen_first = (Freeze(parameters="embed*", until_step=3), Freeze(parameters="layers.[01].*", until_step=5))
     frozen_last = tuple(Freeze(parameters=name) for name in ("layers.[23].*", "norm*", "lm_head*"))
     for number, freeze in enumerate((frozen_first, frozen_last)):
@@ -382,7 +401,7 @@ def test_every_parameter_is_a_dtensor_with_this_ranks_part_of_the_whole_values(t
     spec = dataclasses.replace(DECODER, num_key_value_heads=4)
     whole, cut = _recipe(tmp_path, spec), _recipe(tmp_path, spec)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    placed = tensor_parallel(cut, mesh)
+    placed = tensor_parallel(cut, mesh, MICRO_BATCH)
     for recipe, place in ((whole, None), (cut, placed.place)):
         materialise(recipe.module, recipe.module, recipe, torch.device("cpu"), place)
     expected = dict(whole.module.named_parameters())
@@ -422,4 +441,4 @@ def test_a_model_that_cannot_be_cut_over_tensor_parallel_ranks_is_refused(
 ) -> None:
     recipe = change(_recipe(tmp_path, dataclasses.replace(DECODER, **spec)))  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=words):
-        tensor_parallel(recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+        tensor_parallel(recipe, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), MICRO_BATCH)

@@ -75,8 +75,10 @@ def full_is_lightest(profile: ModelProfile) -> bool:
 
 
 def _full_is_lightest(segment: Segment) -> bool:
-    if segment.selective_bytes is None or segment.peaks:
+    if segment.selective_bytes is None or any(peak.mode for peak in segment.peaks):
         return not segment.is_unit
+    if segment.peaks:  # the same under both
+        return segment.checkpointed_bytes <= segment.selective_bytes
     recomputing = max(segment.transient_bytes, segment.forward_transient_bytes + segment.checkpointed_bytes)
     if not segment.forward_transient_bytes:
         recomputing = segment.transient_bytes

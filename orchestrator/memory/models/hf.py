@@ -117,7 +117,11 @@ def as_transformers(
         more += 2 * shape.head_dim
     if low and not autocast:  # both norms keep their input in fp32 alone; gemma's multiply with the weight in fp32 too
         wider = 4 if family == "gemma" and model.lora is None else 0
-        layer = replace(layer, saved_bytes=layer.saved_bytes + sequence_length * (wider - 4) * shape.hidden_size)
+        layer = replace(
+            layer,
+            saved_bytes=layer.saved_bytes
+            + sequence_length * (wider - 4) * shape.hidden_size // profile.sequence_parallel,
+        )
     if more:
         *arrivals, last = layer.arrivals
         layer = replace(

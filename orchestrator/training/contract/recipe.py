@@ -62,8 +62,10 @@ class Recipe:
       name alone, so that every layout starts from the same values.
     - `tensor_parallel`: shell patterns of module names -> one of these words, or a torch ParallelStyle. "colwise",
       "rowwise"; "embedding" (cut by vocabulary); "head" (likewise, and its forward pass passes the DTensor weight to
-      `linear_cross_entropy`); "headwise" (replicated, used on this rank's heads, gradients summed). Modules without a
-      match are replicated. Without a plan the model runs at tp=1.
+      `linear_cross_entropy`); "headwise" (replicated, used on this rank's heads, gradients summed); "gathered" (holds
+      cut modules only: between such modules a rank has its own tokens [1, N, D], from the embedding to the head);
+      "tokenwise" (replicated, used on these between the last layer and the head). Modules without a match are
+      replicated. Without a plan the model runs at tp=1.
     - `tensor_parallel_sizes`: sizes, by the user's names, that the degree must divide.
     - `stages`: without it the model runs at pp=1.
 

@@ -7,6 +7,7 @@ Facts for its memory model:
 - A rank has receive buffers for the hidden states of micro-batches in flight, and for gradients as they arrive.
 - At 1F1B stage s holds the activations of min(n - s, micro-batches) micro-batches.
 - The first step starts with a forward and a backward pass of one micro-batch through all stages, to infer shapes.
+- Ranks with tokens of their own (sequence_parallel.py) hand on hidden states of these alone.
 - FSDP2 holds a stage's gathered weights and unsharded gradients (fp32) until its last backward pass.
 """
 
@@ -31,6 +32,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import Plan
 from orchestrator.training.contract.recipe import Batch, Recipe
 from orchestrator.training.engines.randomness import Randomness
+from orchestrator.training.engines.sequence_parallel import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,15 +102,17 @@ class Stage(nn.Module):
         autocast: Callable[[], contextlib.AbstractContextManager[object]],
         *,
         is_last: bool,
+        tokens: Tokens | None,
     ) -> None:
+        """`tokens`: how the hidden states that come in are spread; None where they are not, or none come."""
         super().__init__()
         assert recipe.stages
-        self.module, self._stages = recipe.module, recipe.stages
+        self.module, self._stages, self._tokens = recipe.module, recipe.stages, tokens
         self._autocast, self._is_last = autocast, is_last
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         with self._autocast():
-            hidden = self._stages.hidden(self.module, x)
+            hidden = self._stages.hidden(self.module, self._tokens.stand_in(x) if self._tokens else x)
             if not self._is_last:
                 return hidden
             assert labels is not None

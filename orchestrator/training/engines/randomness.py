@@ -4,7 +4,7 @@ Before every micro-batch, and before each of its layers, the generators are seed
 global batch, layer). Dropout masks and a diffusion model's noise therefore survive a restart, another engine or number
 of data-parallel ranks, recomputation and pipeline stages. Nothing has to be saved.
 
-They differ if the micro-batch size differs, or if a tensor-parallel rank draws for its part of a layer only.
+They differ if the micro-batch size differs, or if a tensor-parallel rank draws for its part of a layer or its tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _MASK = 2**63 - 1
 class Randomness:
     """Seeds the generators before each micro-batch and layer of a recipe's module."""
 
-    def __init__(self, recipe: Recipe, seed: int) -> None:
-        self._seed, self._micro_batch = seed, 0
+    def __init__(self, recipe: Recipe, seed: int, part: int = 0) -> None:
+        """`part`: which of a sample's tokens this rank's layers have; other parts draw other numbers."""
+        self._seed, self._micro_batch, self._part = seed, 0, part
         # Not torch.manual_seed: it checks every kind of accelerator, 0.1 ms a call.
         self._generators = [torch.default_generator]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -39,10 +40,11 @@ class Randomness:
         self._restart(self._micro_batch)
 
     def _seeded(self, layer: int) -> Callable[[nn.Module, Any], None]:
-        def seed(_module: nn.Module, _inputs: Any) -> None:
-            self._restart(_mixed(self._micro_batch, layer))
+        def restart(_module: nn.Module, _inputs: Any) -> None:
+            seed = _mixed(self._micro_batch, layer)
+            self._restart(_mixed(seed, self._part) if self._part else seed)
 
-        return seed
+        return restart
 
     def _restart(self, seed: int) -> None:
         for generator in self._generators:

@@ -16,6 +16,7 @@ from orchestrator.specs.errors import SpecError
 from orchestrator.specs.plan import ActivationCheckpointing
 from orchestrator.training.engines.batch_norm import batch_norms, counted_once
 from orchestrator.training.engines.pipeline import layer_range
+from orchestrator.training.engines.sequence_parallel import SUMMED_PRODUCT
 
 aten = torch.ops.aten
 # Expensive operations, which selective checkpointing saves: matrix products, convolutions and attention.
@@ -23,6 +24,7 @@ KEPT = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default),
         *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default),
+        SUMMED_PRODUCT,  # of sequence-parallel ranks
         *(aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
     }
 )

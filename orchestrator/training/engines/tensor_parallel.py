@@ -2,12 +2,13 @@
 
 A module's forward pass reads this rank's shards as plain tensors, under their usual names. Only the optimizer,
 gradient clipping, FSDP2 and the checkpoint see DTensors. Inputs and outputs of a sharded pair of modules (column-wise,
-then row-wise) are whole on every rank: one all-reduce in each direction.
+then row-wise) are whole on every rank: one all-reduce in each direction. Between modules that the plan calls "gathered"
+a rank has its own tokens only: see sequence_parallel.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from orchestrator.specs.errors import SpecError
 from orchestrator.training.contract.recipe import Recipe
+from orchestrator.training.engines.sequence_parallel import Tokens, add_up, column_product, row_product, stood_for
 
 # word -> the axis along which a parameter is cut, by the parameter's name in its module; None: whole on every rank
 CUTS: Mapping[str, Mapping[str, int | None]] = {
@@ -29,7 +31,11 @@ CUTS: Mapping[str, Mapping[str, int | None]] = {
     "embedding": {"weight": 0},
     "head": {"weight": 0},
     "headwise": {"weight": None, "bias": None},
+    "tokenwise": {"weight": None, "bias": None},
 }
+PARTIAL = ("headwise", "tokenwise")  # whose gradients are added up over the ranks
+GATHERED = "gathered"
+WORDS = (*CUTS, GATHERED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,8 @@ class TensorParallel:
     mesh: DeviceMesh
     axes: Mapping[str, int | None]  # by every whole-model name of a parameter, shared ones by all of theirs
     styles: dict[int, ParallelStyle]  # still to be applied, by the id of the module
+    partial: frozenset[str]  # parameters that a rank applies to its own tokens or heads: their gradients are added up
+    tokens: Tokens | None  # with sequence parallelism
 
     def place(self, name: str, values: Tensor) -> Tensor:
         """This rank's shard of a whole parameter, copied, as a DTensor."""
@@ -59,8 +67,18 @@ class TensorParallel:
             if style:
                 parallelize_module(module, self.mesh, style, src_data_rank=None)
 
+    def spread(self, layers: Sequence[nn.Module]) -> None:
+        """With sequence parallelism, make the first of consecutive layers take this rank's tokens, in place."""
+        if self.tokens:
+            layers[0].register_forward_pre_hook(_changing_first(stood_for), prepend=True, with_kwargs=True)
 
-def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
+    def add_up(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Sum the gradients of `partial` parameters over the ranks, in place."""
+        found = [named[name].grad for name in sorted(self.partial & named.keys())]
+        add_up([_local(gradient) for gradient in found if gradient is not None], self.mesh.get_group())
+
+
+def tensor_parallel(recipe: Recipe, mesh: DeviceMesh, micro_batch_size: int) -> TensorParallel:
     """Make the recipe's modules compute on their shards, in place; returns how their parameters are sharded.
 
     Raises SpecError if the recipe's plan is missing or matches nothing, or the degree does not divide a size.
@@ -68,28 +86,87 @@ def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> TensorParallel:
     degree = mesh.size()
     _check_sizes(recipe, degree)
     chosen = _chosen(recipe)
+    tokens = None
+    if is_sequence_parallel(recipe):
+        tokens = Tokens(mesh.get_group(), micro_batch_size, recipe.dataset.batch([0])[0].shape[1])
     axes: dict[str, int | None] = {}
     styles: dict[int, ParallelStyle] = {}
-    changed: dict[tuple[type[nn.Module], str, tuple[str, ...]], type[nn.Module]] = {}
+    partial: set[str] = set()
+    changed: dict[tuple[type[nn.Module], str, tuple[str, ...], bool], type[nn.Module]] = {}
+    layers = {name for layer in recipe.layers for name in _names_within(recipe.module, layer)}
+    gathering = [name for name, word in chosen.items() if word == GATHERED]
     for name, module in recipe.module.named_modules():
         word = chosen.get(name, "")
         if isinstance(word, ParallelStyle):
             styles[id(module)] = word  # for the module's own parameters; submodules have entries of their own
             continue
         own = {key: f"{name}.{key}".lstrip(".") for key, values in module._parameters.items() if values is not None}
-        if word and "weight" not in own:
+        if word == GATHERED:
+            assert tokens
+            module.register_forward_pre_hook(_changing_first(tokens.gather), with_kwargs=True)
+        elif word and "weight" not in own:
             got = f"{name}, a {type(module).__name__}"
             raise SpecError(f"{word} cuts modules that have a weight", path="tensor_parallel", got=got)
+        is_inside = any(name.startswith(f"{outer}.") for outer in gathering)
+        if is_inside:
+            _check_inside(name, module, word, own)
         axes |= {path: _axis(module, word, path, key, degree) for key, path in own.items()}
+        if word in PARTIAL or (tokens and name in layers):
+            partial.update(path for path in own.values() if axes[path] is None)
         if word == "embedding" and getattr(module, "padding_idx", None) is not None:
             module.padding_idx = _own_row(module, mesh)  # type: ignore[assignment]
         if own and word != "head":  # a head takes the DTensor itself
-            kind = (type(module), word, tuple(module._parameters))
+            kind = (type(module), word, tuple(module._parameters), is_inside)
             if kind not in changed:
-                changed[kind] = _computing_locally(*kind, mesh)
+                changed[kind] = _computing_locally(
+                    *kind[:3], mesh, tokens if is_inside or word == "embedding" else None
+                )
             module.__class__ = changed[kind]
     _check_shared(recipe.module, axes)
-    return TensorParallel(mesh=mesh, axes=axes, styles=styles)
+    if tokens:
+        _check_ends(chosen)
+    return TensorParallel(mesh=mesh, axes=axes, styles=styles, partial=frozenset(partial), tokens=tokens)
+
+
+def is_sequence_parallel(recipe: Recipe) -> bool:
+    """Whether tensor-parallel ranks have tokens of their own between the layers' sharded modules."""
+    return GATHERED in recipe.tensor_parallel.values()
+
+
+def _names_within(root: nn.Module, part: nn.Module) -> list[str]:
+    inside = {id(module) for module in part.modules()}
+    return [name for name, module in root.named_modules() if id(module) in inside]
+
+
+def _check_ends(chosen: Mapping[str, str | ParallelStyle]) -> None:
+    """Raise SpecError if a model with gathered modules does not begin and end with own tokens."""
+    for word in ("embedding", "head"):
+        if word not in chosen.values():
+            got, allowed = f"gathered, without {word}", "gathered beside embedding and head"
+            raise SpecError("own tokens go from embedding to head", path="tensor_parallel", got=got, allowed=allowed)
+
+
+def _check_inside(name: str, module: nn.Module, word: str, own: Mapping[str, str]) -> None:
+    """Raise SpecError if a module cannot compute for tokens that were gathered: its gradients must be partial sums."""
+    is_cut = word in ("colwise", "rowwise") and isinstance(module, nn.Linear)
+    if own and not is_cut and word != "headwise":
+        got = f"{name}, a {type(module).__name__}"
+        allowed = "Linear modules that are colwise or rowwise, and headwise ones"
+        raise SpecError(
+            "a gathered module has a part that is not cut", path="tensor_parallel", got=got, allowed=allowed
+        )
+
+
+def _changing_first(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+    """A hook that changes the first argument of a call, the hidden states."""
+
+    def hook(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        first = next(iter(kwargs))
+        return args, {**kwargs, first: change(kwargs[first])}
+
+    return hook
 
 
 def _check_sizes(recipe: Recipe, degree: int) -> None:
@@ -110,8 +187,8 @@ def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
         path = f"tensor_parallel: {pattern}"
         if not any(fnmatchcase(name, pattern) for name in names):
             raise SpecError("no module matches", path=path, got=pattern, allowed=f"names such as {names[-1]}")
-        if isinstance(word, str) and word not in CUTS:
-            raise SpecError("no such word", path=path, got=word, allowed=f"{', '.join(CUTS)}, or a ParallelStyle")
+        if isinstance(word, str) and word not in WORDS:
+            raise SpecError("no such word", path=path, got=word, allowed=f"{', '.join(WORDS)}, or a ParallelStyle")
     return {
         name: next(word for pattern, word in recipe.tensor_parallel.items() if fnmatchcase(name, pattern))
         for name in names
@@ -121,7 +198,7 @@ def _chosen(recipe: Recipe) -> dict[str, str | ParallelStyle]:
 
 def _axis(module: nn.Module, word: str, name: str, key: str, degree: int) -> int | None:
     """The axis along which `word` cuts a parameter. Raises SpecError if it does not."""
-    if not word:
+    if word in ("", GATHERED):
         return None
     cuts = {"weight": 1} if word == "colwise" and isinstance(module, nn.Embedding) else CUTS[word]
     if key not in cuts:
@@ -153,20 +230,30 @@ def _check_shared(module: nn.Module, axes: Mapping[str, int | None]) -> None:
             raise SpecError("a shared parameter is cut in two ways", path="tensor_parallel", got=f"{first} and {name}")
 
 
-def _computing_locally(kind: type[nn.Module], word: str, keys: tuple[str, ...], mesh: DeviceMesh) -> type[nn.Module]:
-    """A subclass of `kind` whose parameters read as local shards and whose forward pass sums partial results."""
+def _computing_locally(
+    kind: type[nn.Module], word: str, keys: tuple[str, ...], mesh: DeviceMesh, tokens: Tokens | None
+) -> type[nn.Module]:
+    """A subclass of `kind` whose parameters read as local shards and whose forward pass sums partial results.
+
+    With `tokens` its inputs are gathered already, and sums are reduce-scattered; an embedding's result is a stand-in.
+    """
     body: dict[str, Any] = {"__module__": kind.__module__}
     group = mesh.get_group()
     for key in keys:
-        body[key] = property(_part(key, group if word == "headwise" else None))
+        body[key] = property(_part(key))
     forward: Callable[..., Any] = kind.forward
-    if word == "colwise" and not issubclass(kind, nn.Embedding):
+    if word == "colwise" and tokens is not None:
+        body["forward"] = lambda self, x: column_product(x, self.weight, self.bias)
+    elif word == "colwise" and not issubclass(kind, nn.Embedding):
         body["forward"] = lambda self, x, *args, **kwargs: forward(self, _summed_backward(x, group), *args, **kwargs)
     if word == "rowwise":
         body["bias"] = None  # added once, after the sum
 
         def rowwise(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-            out = _SumForward.apply(forward(self, *args, **kwargs), group)  # type: ignore[no-untyped-call]
+            if tokens is not None:
+                out = row_product(*args, self.weight, tokens)  # type: ignore[call-arg, arg-type]
+            else:
+                out = _SumForward.apply(forward(self, *args, **kwargs), group)  # type: ignore[no-untyped-call]
             bias = self._parameters.get("bias")
             return out if bias is None else out + _local(bias)
 
@@ -174,26 +261,28 @@ def _computing_locally(kind: type[nn.Module], word: str, keys: tuple[str, ...], 
     if word == "embedding":
         rank = mesh.get_local_rank()
 
-        def embedding(self: nn.Module, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def embedding(self: nn.Module, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             rows = self._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
-            local = tokens - rank * rows
+            local = ids - rank * rows
             elsewhere = (local < 0) | (local >= rows)
             out = forward(self, local.masked_fill(elsewhere, 0), *args, **kwargs)
             out = out.masked_fill(elsewhere.unsqueeze(-1), 0)
+            if tokens is not None:
+                return tokens.stand_in(tokens.summed(out))
             return _SumForward.apply(out, group)  # type: ignore[no-untyped-call]
 
         body["forward"] = embedding
     return type(kind.__name__, (kind,), body)
 
 
-def _part(key: str, group: dist.ProcessGroup | None) -> Callable[[nn.Module], Tensor | None]:
-    """Reads a parameter as a plain tensor; with `group`, its gradients are added up over it."""
+def _part(key: str) -> Callable[[nn.Module], Tensor | None]:
+    """Reads a parameter as a plain tensor."""
 
     def part(module: nn.Module) -> Tensor | None:
         values = module._parameters[key]
         if values is None or _is_fsdp_shard(values):
             return values  # only FSDP2 reads a shard, and it needs the parameter itself
-        return _local(values) if group is None else _summed_backward(_local(values), group)
+        return _local(values)
 
     return part
 

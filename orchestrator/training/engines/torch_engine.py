@@ -9,7 +9,8 @@ Facts for its memory model, in bytes (P parameters, dp ranks):
 - FSDP2 at stage 2 keeps every layer gathered until its backward pass. At stage 3 it frees a layer after its forward
   pass and gathers it again; the rest (embedding, norm, head) stays gathered. HSDP shards over dp / dp_replicate ranks.
 - Optimizer on CPU: one parameter at a time, two temporaries of its size. On CUDA: fused, none.
-- Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole.
+- Tensor parallel: 1/tp of sharded parameters, all of replicated ones (norms); at start one parameter is whole. Between
+  sharded modules a rank has 1/tp of the tokens (sequence_parallel.py).
 - Pipeline: see pipeline.py.
 - A checkpoint is saved and loaded shard by shard in place: no copy of the model.
 """
@@ -43,7 +44,7 @@ from orchestrator.training.engines.freezing import freeze_for
 from orchestrator.training.engines.optimizers import Updates, clip_factor, scale_gradients
 from orchestrator.training.engines.pipeline import Pipeline, Share, Stage
 from orchestrator.training.engines.randomness import Randomness
-from orchestrator.training.engines.tensor_parallel import TensorParallel, tensor_parallel
+from orchestrator.training.engines.tensor_parallel import TensorParallel, is_sequence_parallel, tensor_parallel
 
 
 class TorchEngine:
@@ -60,7 +61,8 @@ class TorchEngine:
         self._recipe, self._plan, self._device = recipe, plan, device
         self._clip_norm = training.clip_norm
         self._mesh = device_mesh(plan, device)
-        self._randomness = Randomness(recipe, training.seed)
+        own_tokens = plan.layout.tp > 1 and is_sequence_parallel(recipe)
+        self._randomness = Randomness(recipe, training.seed, self._mesh["tp"].get_local_rank() if own_tokens else 0)
         self._loss_scale = LossScale() if plan.precision is Precision.FP16 else None
         step = resume_from.cursor.step if resume_from else 0
         self._changing = freeze_for(recipe.module, training.freeze, step)
@@ -84,17 +86,21 @@ class TorchEngine:
         self._model: nn.Module = recipe.module
         self._share: Share | None = None
         self._pipeline: Pipeline | None = None
-        cut = tensor_parallel(recipe, mesh["tp"]) if plan.layout.tp > 1 else None
+        self._cut = cut = tensor_parallel(recipe, mesh["tp"], plan.micro_batch_size) if plan.layout.tp > 1 else None
         if plan.layout.pp == 1:
             self._model = _wrapped(recipe, recipe.module, plan, mesh, self._device, cut)
+            if cut:
+                cut.spread(recipe.layers)
             return
         rank = mesh["pp"].get_local_rank()
         self._share = pipeline.cut(recipe, plan, rank)
         roots = []
         for turn, stage in enumerate(self._share.stages, start=1):
             is_last = rank == plan.layout.pp - 1 and turn == len(self._share.stages)
-            root = Stage(stage, self._autocast, is_last=is_last)
+            root = Stage(stage, self._autocast, is_last=is_last, tokens=cut.tokens if cut and rank + turn > 1 else None)
             roots.append(_wrapped(stage, root, plan, mesh, self._device, cut))
+            if cut:
+                cut.spread(stage.layers)
         self._pipeline = Pipeline(roots, plan, mesh["pp"], self._device, self._randomness)
 
     def step(self, step: int, micro_batches: Iterable[Batch], tokens: int) -> StepResult:
@@ -135,8 +141,9 @@ class TorchEngine:
 
     def _update(self, step: int, factor: float) -> float:
         """Clip and update; returns the gradients' norm without `factor`. Skips a fp16 step that overflowed."""
-        if self._plan.layout.tp > 1:
+        if self._cut:
             _settle(self._trained)
+            self._cut.add_up(self._named)
         norm = self._gradient_norm() / factor
         if self._loss_scale is None or self._loss_scale.update(norm):
             self._updates.prepare(step)

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
+from orchestrator.training.contract.collectives import all_gather, reduce_scatter
 from orchestrator.training.contract.recipe import IGNORED_LABEL
 
 CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix products of this size are efficient
@@ -24,8 +26,10 @@ CHUNK_TOKENS = 1024  # 0.5 GB of fp32 logits at a vocabulary of 128,000; matrix 
 def linear_cross_entropy(hidden_ND: Tensor, weight: Tensor, labels_N: Tensor) -> Tensor:
     """Cross entropy of `hidden @ weight.T`, summed over tokens with a label that is not ignored; scalar, fp32.
 
-    `weight` is [V, D]. As a DTensor it is sharded by vocabulary over a tensor-parallel mesh. `hidden` and `labels` are
-    equal on the mesh's ranks, hence the results too (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
+    `weight` is [V, D]. As a DTensor it is sharded by vocabulary over a tensor-parallel mesh, and the loss is equal on
+    its ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3). `labels` are those of all tokens. `hidden` may have
+    all, too, or this rank's equal share of them, padded at the end: then chunks are gathered, and their gradients
+    reduce-scattered.
     """
     if not isinstance(weight, DTensor):
         return _LinearCrossEntropy.apply(hidden_ND, weight, labels_N, 0, None)  # type: ignore[no-untyped-call]
@@ -48,18 +52,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
         hidden_grad = torch.empty_like(hidden_ND) if needs_hidden else None
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+        spread = _Spread(group, len(hidden_ND), labels_N) if group and len(hidden_ND) < len(labels_N) else None
         with torch.autocast(device, enabled=False):
-            for start in range(0, len(labels_N), CHUNK_TOKENS):
-                rows = slice(start, start + CHUNK_TOKENS)
+            for start in range(0, len(hidden_ND), spread.chunk_tokens if spread else CHUNK_TOKENS):
+                rows = slice(start, start + (spread.chunk_tokens if spread else CHUNK_TOKENS))
                 chunk_CD = hidden_ND[rows].to(dtype)
-                chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_N[rows] - first, group)
+                labels_C = spread.labels(rows) if spread else labels_N[rows]
+                if spread:
+                    chunk_CD = spread.gathered(chunk_CD)
+                chunk_loss, grad_CV = _loss_and_gradient(chunk_CD @ cast_VD.T, labels_C - first, group)
                 loss += chunk_loss
                 grad_CV = grad_CV.to(dtype)
-                add_gradients(
-                    grad_CV, chunk_CD, cast_VD, None if hidden_grad is None else hidden_grad[rows], weight_grad
-                )
+                own_grad = None if hidden_grad is None else hidden_grad[rows]
+                add_gradients(grad_CV, chunk_CD, cast_VD, None if spread else own_grad, weight_grad)
+                if spread and own_grad is not None:
+                    spread.sum_into(own_grad, grad_CV @ cast_VD)
                 del grad_CV
-            if hidden_grad is not None and group is not None:
+            if hidden_grad is not None and group is not None and not spread:
                 dist.all_reduce(hidden_grad, group=group)
         ctx.hidden_grad = hidden_grad
         ctx.weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
@@ -74,6 +83,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if each is not None:
                 each.mul_(grad)
         return hidden_grad, weight_grad, None, None, None
+
+
+class _Spread:
+    """Tokens that the ranks of a group have in equal shares, chunk by chunk."""
+
+    def __init__(self, group: dist.ProcessGroup, own_count: int, labels_N: Tensor) -> None:
+        self._group, ranks = group, group.size()
+        padding = own_count * ranks - len(labels_N)
+        self._labels = functional.pad(labels_N, (0, padding), value=IGNORED_LABEL).view(ranks, own_count)
+        self.chunk_tokens = max(1, CHUNK_TOKENS // ranks)  # of one rank
+
+    def labels(self, rows: slice) -> Tensor:
+        """Those of the chunk that all ranks have together, rank after rank."""
+        return self._labels[:, rows].flatten()
+
+    def gathered(self, chunk: Tensor) -> Tensor:
+        whole = chunk.new_empty(self._group.size() * len(chunk), chunk.shape[1])
+        all_gather(whole, chunk.contiguous(), group=self._group)
+        return whole
+
+    def sum_into(self, own: Tensor, whole: Tensor) -> None:
+        """Write this rank's rows of the sum of `whole` over the ranks to `own`."""
+        reduce_scatter(own, whole.to(own.dtype), group=self._group)
 
 
 def add_gradients(

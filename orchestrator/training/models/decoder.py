@@ -107,14 +107,18 @@ class Decoder(nn.Module):
         return self.norm(x_BTD) if self.norm is not None else x_BTD
 
 
-# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3).
+# Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3); the rest by tokens
+# (arXiv:2205.05198, section 4.2.2).
 TENSOR_PARALLEL = {
+    "layers.*.self_attn": "gathered",
+    "layers.*.mlp": "gathered",
     "embed_tokens": "embedding",
     "layers.*.self_attn.[qkv]_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
+    "norm": "tokenwise",
     "lm_head": "head",
 }
 STAGES = Stages(

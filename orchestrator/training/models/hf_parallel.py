@@ -1,7 +1,8 @@
 """Tensor-parallel plans and pipeline stages of transformers models, by family.
 
 Attention is sharded by heads, the feed-forward by columns (arXiv:1909.08053, section 3). The attention modules of
-transformers derive their number of heads from the projections' output.
+transformers derive their number of heads from the projections' output. Families of the Llama kind are sharded by tokens
+in between (arXiv:2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from orchestrator.training.contract.recipe import Stages
 
 LLAMA_PLAN = {
+    "model.layers.*.self_attn": "gathered",
+    "model.layers.*.mlp": "gathered",
     "model.embed_tokens": "embedding",
     "model.layers.*.self_attn.[qkv]_proj": "colwise",
     "model.layers.*.self_attn.o_proj": "rowwise",
     "model.layers.*.mlp.gate_proj": "colwise",
     "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
+    "model.norm": "tokenwise",
     "lm_head": "head",
 }
 T5_PLAN = {

@@ -1,0 +1,247 @@
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2): a rank has tokens of its own.
+
+Tensor parallelism alone repeats on every rank what stands between the sharded modules. Here every rank has an equal run
+of the micro-batch's tokens instead, all samples behind each other; zeros fill up the last run. A sharded module gathers
+the tokens of all ranks, and its partial sums are reduce-scattered. Both together move as much as one all-reduce.
+
+Shape suffixes: B samples, T tokens, D hidden, N tokens of one rank, F columns of one rank; R = B T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
+from torch.nn import functional
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.training.contract.collectives import all_gather, reduce_scatter
+
+
+class Tokens:
+    """The tokens of every micro-batch, spread over the ranks of a tensor-parallel group."""
+
+    def __init__(self, group: dist.ProcessGroup, samples: int, length: int) -> None:
+        """`samples` and `length`: B and T of every micro-batch."""
+        self.group = group
+        self._samples, self._length = samples, length
+        self._own_count = -(-samples * length // group.size())  # N, padding included
+
+    def summed(self, x_BTD: Tensor) -> Tensor:
+        """This rank's tokens [1, N, D] of the sum over the ranks."""
+        return _Sum.apply(x_BTD, self)  # type: ignore[no-untyped-call]
+
+    def stand_in(self, x_1ND: Tensor) -> Tensor:
+        """A tensor [B, T, D] without memory of its own, from whose shape a model makes its positions and masks."""
+        x_BTD = x_1ND.detach()[:, :1].expand(self._samples, self._length, -1)
+        x_BTD.own = x_1ND  # type: ignore[attr-defined]
+        return x_BTD
+
+    def gather(self, x_1ND: Tensor) -> Tensor:
+        """All tokens [B, T, D] for a sharded module; its ranks' gradients are added up.
+
+        `column_product` needs the rank's tokens only for the backward pass, and finds them at the result.
+        """
+        if torch.is_autocast_enabled(x_1ND.device.type):
+            x_1ND = x_1ND.to(torch.get_autocast_dtype(x_1ND.device.type))
+        x_BTD = _Gather.apply(x_1ND, self)  # type: ignore[no-untyped-call]
+        x_BTD.own, x_BTD.gathered = x_1ND.detach(), Gathered(self)
+        return x_BTD
+
+    def _whole(self, x_1ND: Tensor) -> Tensor:
+        return self.finish_whole(*self.begin_whole(x_1ND))
+
+    def begin_whole(self, x_1ND: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """All ranks' tokens [R + padding, D], not there before the work is done."""
+        x_RD = x_1ND.new_empty(self.group.size() * self._own_count, x_1ND.shape[-1])
+        work = all_gather(x_RD, x_1ND.flatten(0, 1).contiguous(), group=self.group, async_op=True)
+        return x_RD, work
+
+    def finish_whole(self, x_RD: Tensor, work: dist.Work | None) -> Tensor:
+        if work is not None:
+            work.wait()
+        return x_RD[: self._samples * self._length].view(self._samples, self._length, -1)
+
+    def _summed(self, x_BTD: Tensor) -> Tensor:
+        return _reduce_scattered(x_BTD.flatten(0, 1), self.group).unsqueeze(0)
+
+
+class Gathered:
+    """What the column products of one gathered input share: its second gathering, in their backward pass."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self._readers = 0
+        self._coming: tuple[Tensor, dist.Work | None] | None = None
+
+    def read(self) -> None:
+        """Count a product that needs the input in its backward pass."""
+        self._readers += 1
+
+    def begin(self, x_1ND: Tensor) -> None:
+        """Start to gather the input, if no other product has."""
+        if self._coming is None:
+            self._coming = self.tokens.begin_whole(x_1ND)
+
+    def end(self) -> Tensor:
+        """The input [B, T, D]; the last product's call lets it go."""
+        assert self._coming is not None
+        x_BTD = self.tokens.finish_whole(*self._coming)
+        self._readers -= 1
+        if not self._readers:
+            self._coming = None
+        return x_BTD
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens._summed(x_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.tokens._whole(grad_1ND), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_1ND: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens._whole(x_1ND)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.tokens._summed(grad_BTD), None
+
+
+def stood_for(x_BTD: Tensor) -> Tensor:
+    """The tokens of a stand-in. Raises SpecError if the model made another tensor of it."""
+    own_1ND: Tensor | None = getattr(x_BTD, "own", None)
+    if own_1ND is None:
+        problem, hint = "the model changes hidden states before its first layer", "leave out `gathered`"
+        raise SpecError(problem, path="tensor_parallel", allowed="an embedding that layers follow", hint=hint)
+    return own_1ND
+
+
+def column_product(x_BTD: Tensor, weight_FD: Tensor, bias_F: Tensor | None) -> Tensor:
+    """The product with a rank's rows of a weight; the backward pass gathers `x` again instead of keeping it.
+
+    It is kept where it is another tensor than was gathered: somebody's hook, or the model, made one of it.
+    """
+    if not hasattr(x_BTD, "gathered"):
+        return functional.linear(x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype))
+    return _ColumnProduct.apply(x_BTD, x_BTD.own, weight_FD, bias_F, x_BTD.gathered)  # type: ignore[attr-defined, no-untyped-call]
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTD: Tensor, x_1ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, gathered: Gathered
+    ) -> Tensor:
+        ctx.save_for_backward(x_1ND, weight_FD)
+        ctx.gathered = gathered
+        if ctx.needs_input_grad[2]:
+            gathered.read()
+        return functional.linear(x_BTD, weight_FD.to(x_BTD.dtype), None if bias_F is None else bias_F.to(x_BTD.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_BTF: Tensor) -> tuple[Tensor | None, ...]:
+        x_1ND, weight_FD = ctx.saved_tensors
+        needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if needs_weight:
+            ctx.gathered.begin(x_1ND)  # while the next product is computed
+        grad_x = grad_BTF @ weight_FD.to(grad_BTF.dtype) if needs_x else None
+        grad_weight = grad_bias = None
+        if needs_weight:
+            x_RD = ctx.gathered.end().flatten(0, 1)
+            grad_weight = (grad_BTF.flatten(0, 1).T @ x_RD).to(weight_FD.dtype)
+        if needs_bias:
+            grad_bias = grad_BTF.flatten(0, 1).sum(0).to(weight_FD.dtype)
+        return grad_x, None, grad_weight, grad_bias, None
+
+
+def row_product(x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens) -> Tensor:
+    """The product with a rank's columns of a weight, summed over the ranks: this rank's tokens [1, N, D].
+
+    What the backward pass needs is kept before the product is made: recomputing a layer ends there.
+    """
+    if torch.is_autocast_enabled(x_BTF.device.type):
+        x_BTF = x_BTF.to(torch.get_autocast_dtype(x_BTF.device.type))
+    product_BTD = _RowFactors.apply(x_BTF, weight_DF)  # type: ignore[no-untyped-call]
+    return _RowSum.apply(product_BTD, x_BTF.detach(), weight_DF.detach(), tokens)  # type: ignore[no-untyped-call]
+
+
+class _RowFactors(torch.autograd.Function):
+    """Both factors of a product to a stand-in for it, which has its shape but neither memory nor values."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTF: Tensor, weight_DF: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BTF, weight_DF)
+        return x_BTF.new_zeros(()).expand(*x_BTF.shape[:-1], len(weight_DF))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTF, weight_DF = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = grad_BTD @ weight_DF.to(grad_BTD.dtype) if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = (grad_BTD.flatten(0, 1).T @ x_BTF.flatten(0, 1)).to(weight_DF.dtype)
+        return grad_x, grad_weight
+
+
+class _RowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _product_BTD: Tensor, x_BTF: Tensor, weight_DF: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        weight_DF = weight_DF.to(x_BTF.dtype)
+        return summed_product(x_BTF.flatten(0, 1), weight_DF, tokens.group.group_name).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_1ND: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.tokens._whole(grad_1ND), None, None, None
+
+
+@torch.library.custom_op("orchestrator::summed_product", mutates_args=())
+def summed_product(x_RF: Tensor, weight_DF: Tensor, group_name: str) -> Tensor:
+    """`x @ weight.T` [N, D] of this rank's tokens, summed over the group.
+
+    One operation, so that selective checkpointing keeps its result and not the product of all tokens.
+    """
+    return _reduce_scattered(x_RF @ weight_DF.T, _resolve_process_group(GroupName(group_name)))
+
+
+@summed_product.register_fake
+def _(x_RF: Tensor, weight_DF: Tensor, group_name: str) -> Tensor:
+    ranks = _resolve_process_group(GroupName(group_name)).size()
+    return x_RF.new_empty(-(-x_RF.shape[0] // ranks), weight_DF.shape[0])
+
+
+SUMMED_PRODUCT = torch.ops.orchestrator.summed_product.default
+
+
+def _reduce_scattered(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows, ranks = x_RD.shape[0], group.size()
+    count = -(-rows // ranks)
+    if count * ranks > rows:
+        x_RD = functional.pad(x_RD, (0, 0, 0, count * ranks - rows))
+    own_ND = x_RD.new_empty(count, x_RD.shape[1])
+    reduce_scatter(own_ND, x_RD.contiguous(), group=group)
+    return own_ND
+
+
+def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum gradients of one type over the group in one message, in place."""
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    summed = torch.split(flat, [gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(list(gradients), [each.view_as(own) for each, own in zip(summed, gradients, strict=True)])
