@@ -110,6 +110,7 @@ ROUTES = [
     ("GET", "/jobs/lm-1/comparison"),
     ("POST", "/jobs/cancel"),
     ("GET", "/jobs/lm-1/attempts/1/logs"),
+    ("GET", "/jobs/lm-1/attempts/1/logs/follow"),
     ("GET", "/jobs/lm-1/output"),
     ("POST", "/uploads/missing"),
     ("PUT", "/uploads/0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -68,22 +67,8 @@ def page(request: Request, template: str, *, status: int = 200, **data: Any) -> 
     return HTMLResponse(text, status, headers={"Cache-Control": "no-store"})
 
 
-async def as_page(request: Request, answer: Response) -> Response:
-    """The answer with the headers of pages; a refusal of the gate or of a route becomes a page, or leads to sign in."""
-    if answer.headers.get("content-type", "").startswith("application/json"):
-        answer = _refused(request, answer.status_code, await _message(answer))
-    answer.headers.update(HEADERS)
-    return answer
-
-
-async def _message(answer: Response) -> str:
-    """Why a route refused, out of its answer, which a middleware sees as a stream."""
-    chunks = getattr(answer, "body_iterator", None)
-    body = answer.body if chunks is None else b"".join([chunk async for chunk in chunks])
-    return str(json.loads(bytes(body)).get("error", ""))
-
-
-def _refused(request: Request, status: int, message: str) -> Response:
+def refused(request: Request, status: int, message: str) -> Response:
+    """A refusal of the gate or of a route as a page; it leads to sign in where that is missing."""
     if status == 401:
         return _to_sign_in(request)
     return page(request, "error", status=status, title=TITLES.get(status, "Error"), message=message, code=status)

@@ -22,7 +22,7 @@ from orchestrator.service.commands.plan import forecast
 from orchestrator.service.commands.what_if import WhatIf, what_if
 from orchestrator.service.pages.compare import comparison_data, comparisons
 from orchestrator.service.pages.forecasts import Forecasts
-from orchestrator.service.pages.frame import as_page, page
+from orchestrator.service.pages.frame import HEADERS, page, refused
 from orchestrator.service.pages.job import (
     attempt_rows,
     bytes_by_cause,
@@ -33,16 +33,19 @@ from orchestrator.service.pages.job import (
     memory_rows,
     tail,
 )
-from orchestrator.service.pages.live import NEVER_SEEN, Changes
+from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
-from orchestrator.service.server.api import Pages
+from orchestrator.service.server.answers import PlainRoute
+from orchestrator.service.server.api import NEVER_SEEN, Pages, job_of
+from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
+from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, node_from_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.errors import OrchestratorError, SpecError
@@ -113,30 +116,30 @@ def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
         app.router.routes.append(Route(path, handler, methods=[method], include_in_schema=False))
 
 
-PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, as_page=as_page, add=_add)
+PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=refused, add=_add)
 
 
 class _Pages:
     def __init__(self, app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
         self._api = {
-            (method, str(route.path)): route.endpoint  # type: ignore[attr-defined]
+            (method, route.path): route.answers
             for route in app.routes
-            for method in getattr(route, "methods", ())
+            if isinstance(route, PlainRoute)
+            for method in route.methods or ()
         }
         self._controller = controller
         self._home = home
         self._gate = gate
         self._forecasts = Forecasts(lambda: controller.state)
         self._playing = threading.Lock()
-        self._changes = Changes(controller.wait_for_change)
+        self._waits = Waits(controller.wait_for_change)
 
     def _asked(self, path: str, **given: Any) -> Any:
         """What the API answers to GET."""
         return self._api["GET", path](**given)
 
     def _job(self, job_id: str) -> JobView:
-        view: JobView = self._asked("/jobs/{job_id}", job_id=job_id)["job"]
-        return view
+        return view_of(self._home, job_of(self._controller, job_id), self._controller.state.policy)
 
     def _page(self, request: Request, template: str, **data: Any) -> Response:
         principal: Principal = request.state.principal
@@ -149,7 +152,7 @@ class _Pages:
             is_own = may_change(job["user"], principal, self._controller.state.policy)
             return may("POST", "/jobs/cancel") and is_own
 
-        version = self._controller.wait_for_change(NEVER_SEEN, 0.0)
+        version = self._controller.version
         return page(request, template, may=may, may_cancel=may_cancel, version=version, now_s=time.time(), **data)
 
     # ------------------------------------------------------------------------------------------------------- sessions
@@ -178,8 +181,11 @@ class _Pages:
     async def events(self, request: Request) -> Response:
         """Server-sent events: one for each version of the state that the page has not seen."""
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
-        stream = self._changes.stream(
-            int(seen) if seen.isdecimal() else NEVER_SEEN, lambda: self._gate.principal(request) is not None
+        stream = changes(
+            int(seen) if seen.isdecimal() else NEVER_SEEN,
+            lambda: self._controller.version,
+            self._waits,
+            lambda: self._gate.principal(request) is not None,
         )
         return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 

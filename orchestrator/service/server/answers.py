@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import iscoroutinefunction
 from typing import Any
 
 from fastapi import Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from typing_extensions import TypedDict  # pydantic reads the standard library's from Python 3.12 on
 
 from orchestrator.service.server.members import Machine
@@ -190,6 +195,38 @@ REFUSALS: Responses = {
         429: "Too many requests.",
     }.items()
 }
+
+
+class PlainRoute(APIRoute):
+    """A route whose dict is written as it is, in the route's own thread: views build it of what JSON knows.
+
+    FastAPI would first copy each part of it, in the thread that serves everybody.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        self.answers = endpoint  # before it is written
+        super().__init__(path, _written(endpoint), **settings)
+
+
+def _written(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """The endpoint with its dict as an answer."""
+    if iscoroutinefunction(endpoint):
+
+        @wraps(endpoint)
+        async def written_later(*args: Any, **given: Any) -> Response:
+            return _answer(await endpoint(*args, **given))
+
+        return written_later
+
+    @wraps(endpoint)
+    def written(*args: Any, **given: Any) -> Response:
+        return _answer(endpoint(*args, **given))
+
+    return written
+
+
+def _answer(said: Response | Mapping[str, Any]) -> Response:
+    return said if isinstance(said, Response) else JSONResponse(said)
 
 
 def answers(model: type) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +39,7 @@ from orchestrator.service.server.answers import (
     KeptAnswer,
     MissingAnswer,
     NewTokenAnswer,
+    PlainRoute,
     ShutdownAnswer,
     StatusAnswer,
     SubmittedAnswer,
@@ -50,12 +51,12 @@ from orchestrator.service.server.answers import (
     answers,
     answers_bytes,
 )
-from orchestrator.service.server.attempt_files import beats, read_from, view_of
+from orchestrator.service.server.attempt_files import beats, followed, read_from, view_of
 from orchestrator.service.server.client import user_name
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.ended import report_of
 from orchestrator.service.server.endpoint import LOOPBACK
-from orchestrator.service.server.gate import Gate, limiter, refusal
+from orchestrator.service.server.gate import Gate, Gated, limiter, refusal
 from orchestrator.service.server.intake import check_files
 from orchestrator.service.server.join_token import secret_of
 from orchestrator.service.server.members import Members, machine
@@ -76,6 +77,7 @@ from orchestrator.service.server.requests import (
     UserRequest,
 )
 from orchestrator.service.server.sessions import Sessions
+from orchestrator.service.server.waits import Waits
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
@@ -92,6 +94,7 @@ from orchestrator.service.views.records import (
 )
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Principal, Role
+from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.paths import paths_of, with_paths
@@ -107,6 +110,11 @@ RECEIVE_S = 900.0  # for an upload to arrive
 NUMBER_MAX = 2**63 - 1  # of a row in SQL, and of an offset in a file
 NEVER_SEEN = -1  # a version that no state has
 
+FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
+
+Rank = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
+
 ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/openapi.json"): Role.VIEWER,
     ("GET", "/whoami"): Role.VIEWER,
@@ -115,6 +123,7 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/jobs/{job_id}/explanation"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/comparison"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
+    ("GET", "/jobs/{job_id}/attempts/{number}/logs/follow"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
     ("GET", "/cluster"): Role.VIEWER,
     ("GET", "/teams"): Role.VIEWER,
@@ -162,7 +171,8 @@ class Pages:
     """What people look at beside the API: `add` adds the routes, `roles` has the role that each needs."""
 
     roles: Mapping[tuple[str, str], Role]
-    as_page: Callable[[Request, Response], Awaitable[Response]]
+    headers: Mapping[str, str]  # of each page
+    refused: Callable[[Request, int, str], Response]  # the page of a refusal
     add: Callable[[FastAPI, Controller, Path, Gate], None]
 
 
@@ -197,14 +207,17 @@ def create_app(service: Service) -> FastAPI:
         joining=JOINING,
         join_secret=lambda: secret_of(service.home),
         sessions=Sessions(owner_token=service.token, owner=user_name(), accounts=service.accounts),
-        as_page=None if service.pages is None else service.pages.as_page,
+        pages=service.pages,
     )
-    app.middleware("http")(gate)
+    app.add_middleware(Gated, gate=gate)
+    app.router.route_class = PlainRoute
     app.exception_handler(OrchestratorError)(_refused)
     app.exception_handler(RequestValidationError)(_malformed)
     app.exception_handler(HTTPException)(_unrouted)
     uploads = Uploads(service.home, lambda: _used_uploads(service))
-    _add_job_routes(app, service, uploads)
+    waits = Waits(service.controller.wait_for_change)
+    _add_job_routes(app, service, uploads, waits)
+    _add_log_routes(app, service, waits)
     _add_file_routes(app, service, uploads)
     _add_service_routes(app, service)
     _add_member_routes(app, service)
@@ -217,7 +230,7 @@ def create_app(service: Service) -> FastAPI:
 # ------------------------------------------------------------------------------------------------------------- routes
 
 
-def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
+def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Waits) -> None:
     controller = service.controller
 
     @app.post("/jobs", **answers(SubmittedAnswer))
@@ -230,7 +243,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         """Submit all jobs or none, in one transaction."""
         asked = [_asked(one, f"submitted job {number}", sender, uploads) for number, one in enumerate(request.jobs, 1)]
         ids = controller.submit_all(asked)
-        promises = {job_id: promise for job_id in ids if (promise := promise_view(_job(service, job_id)))}
+        promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
 
     @app.get("/jobs", **answers(JobsAnswer))
@@ -243,22 +256,26 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
         return {"jobs": [view_of(service.home, job, policy) for job in in_order(known.values())]}
 
     @app.get("/jobs/{job_id}", **answers(JobAnswer))
-    def job(
+    async def job(
         job_id: str, seen: int | None = None, wait_s: Annotated[float, Query(ge=0, le=WAIT_S_MAX)] = 0
-    ) -> dict[str, Any]:
-        _job(service, job_id)
-        version = controller.wait_for_change(NEVER_SEEN if seen is None else seen, wait_s)
-        found = _job(service, job_id)
-        return {"job": view_of(service.home, found, controller.state.policy), "version": version}
+    ) -> Response:
+        await run_in_threadpool(job_of, controller, job_id)
+        if seen is not None:
+            await waits.until(lambda: controller.version != seen, wait_s)
+        return await run_in_threadpool(now, job_id)
+
+    def now(job_id: str) -> Response:
+        version, found = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
+        return JSONResponse({"job": view_of(service.home, found, controller.state.policy), "version": version})
 
     @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
     def explanation(job_id: str) -> dict[str, Any]:
-        return dict(explanation_view(controller.state, _job(service, job_id)))
+        return dict(explanation_view(controller.state, job_of(service.controller, job_id)))
 
     @app.get("/jobs/{job_id}/comparison", **answers(ComparisonView))
     def compared(job_id: str) -> dict[str, Any]:
         """The strategies of `orc compare`, by the id of one of their jobs."""
-        jobs = _compared(service, _job(service, job_id))
+        jobs = _compared(service, job_of(service.controller, job_id))
         curves = {one.id: curve_of(metric_lines(service.home, one)) for one in jobs}
         found = comparison(controller.state, jobs, curves)
         address, ran = service.trackers.get("mlflow"), sum(bool(one.attempts) for one in jobs)
@@ -268,25 +285,45 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
         for job_id in request.jobs:
-            _refuse_other_teams(_job(service, job_id), sender, controller.state.policy, "cancel")
+            _refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
         return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
 
-    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
-    def log(
-        job_id: str,
-        number: int,
-        rank: Annotated[int, Query(ge=0)] = 0,
-        offset: Annotated[int, Query(ge=0, le=NUMBER_MAX)] = 0,
-    ) -> Response:
-        attempts = _job(service, job_id).attempts
+
+def _add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
+    controller = service.controller
+
+    def file_of(job_id: str, number: int, rank: int) -> Path:
+        attempts = job_of(controller, job_id).attempts
         if not 1 <= number <= len(attempts):
             raise _Unknown(f"job {job_id} has {len(attempts)} attempts; there is no attempt {number}")
         ranks = attempts[number - 1].plan.world_size
         if rank >= ranks:
             raise _Unknown(f"attempt {number} of {job_id} has ranks 0 to {ranks - 1}; there is no rank {rank}")
-        text = read_from(JobFolder(service.home, job_id).attempt(number).log(rank), offset)
+        return JobFolder(service.home, job_id).attempt(number).log(rank)
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs", **answers_bytes("X-Next-Offset"))
+    def log(job_id: str, number: int, rank: Rank = 0, offset: Offset = 0) -> Response:
+        text = read_from(file_of(job_id, number, rank), offset)
         headers = {"X-Next-Offset": str(offset + len(text))}
         return Response(content=text, media_type="application/octet-stream", headers=headers)
+
+    @app.get("/jobs/{job_id}/attempts/{number}/logs/follow", **answers_bytes())
+    async def follow(
+        job_id: str,
+        number: int,
+        rank: Rank = 0,
+        offset: Offset = 0,
+        wait_s: Annotated[float, Query(ge=0, le=FOLLOW_S)] = FOLLOW_S,
+    ) -> Response:
+        """The log from an offset, as it grows: until the attempt has ended, or for `wait_s`."""
+        file = await run_in_threadpool(file_of, job_id, number, rank)
+
+        def is_over() -> bool:
+            job = controller.state.jobs.get(job_id)
+            return job is None or job.attempts[number - 1].status is AttemptStatus.ENDED
+
+        stream = followed(file, offset, is_over, waits, wait_s)
+        return StreamingResponse(stream, media_type="application/octet-stream")
 
 
 def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
@@ -312,7 +349,7 @@ def _add_file_routes(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @app.get("/jobs/{job_id}/output", **answers_bytes("X-Output-Bytes", "X-Output-Left-Out"))
     def output(job_id: str, sender: Sender) -> Response:
         """The job's output folder as an archive; what came by upload and was not changed is left out."""
-        job = _job(service, job_id)
+        job = job_of(service.controller, job_id)
         _refuse_other_teams(job, sender, service.controller.state.policy, "fetch the output of")
         listing = output_of(service.home, job)
         headers = {
@@ -520,8 +557,9 @@ class _Unknown(ServiceError):
     """No such job, attempt or rank."""
 
 
-def _job(service: Service, job_id: str) -> Job:
-    job = service.controller.job(job_id)
+def job_of(controller: Controller, job_id: str) -> Job:
+    """The job of an id. Raises ServiceError, answered with 404, where there is none."""
+    job = controller.job(job_id)
     if job is None:
         raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
     return job
@@ -533,7 +571,7 @@ def _compared(service: Service, job: Job) -> list[Job]:
     if member is None or not member.compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
     first = job.order - member.number
-    return [_job(service, f"{job.spec.name}-{first + number}") for number in range(member.of)]
+    return [job_of(service.controller, f"{job.spec.name}-{first + number}") for number in range(member.of)]
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from starlette.concurrency import run_in_threadpool
+
+from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -52,3 +58,28 @@ def read_from(path: Path, offset: int) -> bytes:
             return file.read(LOG_BYTES_MAX)
     except OSError:
         return b""
+
+
+async def followed(
+    path: Path, offset: int, is_over: Callable[[], bool], waits: Waits, wait_s: float
+) -> AsyncIterator[bytes]:
+    """A file from an offset, as it grows, until nothing more can come, or for `wait_s`."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        was_over = is_over()  # asked before the file is read, so that nothing is missed
+        text = await run_in_threadpool(read_from, path, offset)
+        offset += len(text)
+        if text:
+            yield text
+        left_s = until_s - time.monotonic()
+        if left_s <= 0 or (was_over and not text):
+            return
+        if not text:
+            await waits.until(partial(_has_more, path, offset, is_over), left_s)
+
+
+def _has_more(path: Path, offset: int, is_over: Callable[[], bool]) -> bool:
+    try:
+        return path.stat().st_size > offset or is_over()
+    except OSError:
+        return is_over()

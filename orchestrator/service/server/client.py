@@ -200,6 +200,18 @@ class Client:
         answer = self._send("GET", f"/jobs/{job_id}/attempts/{number}/logs?rank={rank}&offset={offset}")
         return answer.content, int(answer.headers["x-next-offset"])
 
+    def follow_log(self, job_id: str, number: int, rank: int, offset: int) -> Iterator[bytes]:
+        """Bytes of a rank's log from `offset`, as they come, until the attempt has ended or some seconds are over."""
+        path = f"/jobs/{quote(job_id, safe='')}/attempts/{number}/logs/follow?rank={rank}&offset={offset}"
+        try:
+            with self._http.stream("GET", path) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    _refuse_failed(answer)
+                yield from answer.iter_raw()
+        except httpx.HTTPError as error:
+            raise _unanswered(error) from None
+
     def teams(self) -> list[TeamView]:
         """Teams and users of a shared cluster, next in turn first; empty if the cluster file names none."""
         return self._json("GET", "/teams")["teams"]
@@ -231,7 +243,7 @@ class Client:
         try:
             answer = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise ServiceError(f"the service does not answer ({error}). `orc up` starts it again") from None
+            raise _unanswered(error) from None
         _refuse_failed(answer)
         return answer
 
@@ -248,6 +260,10 @@ class _Reader:
             self._rest = next(self._chunks, b"")
         read, self._rest = self._rest[:limit], self._rest[limit:]
         return read
+
+
+def _unanswered(error: httpx.HTTPError) -> ServiceError:
+    return ServiceError(f"the service does not answer ({error}). `orc up` starts it again")
 
 
 def _refuse_failed(answer: httpx.Response) -> None:

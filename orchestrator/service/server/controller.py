@@ -112,6 +112,11 @@ class Controller:
         """The latest state; frozen, so any thread may read it."""
         return self._state
 
+    @property
+    def version(self) -> int:
+        """The number of changes of the state since the start; read it before the state."""
+        return self._version
+
     def wake_at_s(self) -> float | None:
         """When the loop decides again without an event; None: not before the next event."""
         with self._changed:

@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -156,6 +157,8 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         with served(application) as port, _served_to_others(application, endpoint):
             write_service_file(home, port)
             is_serving.set()
+            gc.collect()
+            gc.freeze()  # what is loaded now stays: a full collection amid a batch of jobs would walk all of it
             log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
             controller.run(stop)
             if _is_ours(home, token):
@@ -222,7 +225,9 @@ def served(app: FastAPI, endpoint: Endpoint | None = None) -> Iterator[int]:
     Raises ServiceError where the address cannot be bound.
     """
     host, port = (endpoint.host, endpoint.port) if endpoint else ("127.0.0.1", 0)
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY where the protocol is said: without it each answer waits 40 ms for the client's ACK
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

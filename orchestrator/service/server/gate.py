@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import json
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -16,7 +18,9 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.service.server.join_token import PREFIX as JOIN_PREFIX
@@ -35,9 +39,19 @@ WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-Handler = Callable[[Request], Awaitable[Response]]
-
 log = logging.getLogger(__name__)
+
+
+class PageAnswers(Protocol):
+    """How answers below PAGES look to browsers."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of each answer."""
+
+    @property
+    def refused(self) -> Callable[[Request, int, str], Response]:
+        """The page of a refusal: its status, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,68 +71,45 @@ class Gate:
     body_bytes_max: Mapping[tuple[str, str], int]  # of routes that take more than BODY_BYTES_MAX
     rates: MovingWindowRateLimiter
     sessions: Sessions
-    as_page: Callable[[Request, Response], Awaitable[Response]] | None  # an answer below PAGES, as browsers take it
+    pages: PageAnswers | None  # None: the API alone
 
-    async def __call__(self, request: Request, handler: Handler) -> Response:
-        """The answer of the route, or why the request is refused: 401, 403, 411, 413, 429."""
-        given_id = request.headers.get("x-request-id", "")
-        request.state.id = given_id if REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
-        REQUEST.set(request.state.id)
-        request.state.principal = None
-        answer = await self._answered(request, handler)
-        if self.as_page is not None and request.url.path.startswith(PAGES):
-            answer = await self.as_page(request, answer)
-        answer.headers["X-Request-Id"] = request.state.id
-        return answer
-
-    async def _answered(self, request: Request, handler: Handler) -> Response:
-        if request.url.path in OPEN and request.method == "GET":
-            return await handler(request)
+    async def verdict(self, request: Request) -> tuple[Response | None, bool]:
+        """Why the request is refused (401, 403, 411, 413, 429), or None, and whether the audit log has a row of it."""
         host = _host_of(request)
         if host not in self.hosts:  # a page of another site, whose name was made to lead here
-            return refusal(403, f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it")
+            allow = f"the Host {host!r} is not allowed: `orc up --allowed-host {host or 'NAME'}` allows it"
+            return refusal(403, allow), False
         by_browser = "authorization" not in request.headers
         if by_browser and request.method != "GET" and "cookie" in request.headers and not is_same_origin(request):
-            return refusal(403, "a page of another site sent this")
+            return refusal(403, "a page of another site sent this"), False
         principal = await run_in_threadpool(self.principal, request)
         request.state.principal = principal
         if request.url.path in SIGNING_IN or request.url.path.startswith(STATIC):
-            return await self._signing_in(request, handler)
+            return _signing_in(request), False
         if principal is None:
             if by_browser and request.url.path.startswith(PAGES):
-                return refusal(401, "sign in")
+                return refusal(401, "sign in"), False
             if self.is_guessing(request):
-                return refusal(429, "too many wrong tokens from this address: wait a minute")
-            return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own")
+                return refusal(429, "too many wrong tokens from this address: wait a minute"), False
+            return refusal(401, "wrong token: `orc login` keeps one, and a home folder has its own"), False
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or not length.isdecimal():
-            return refusal(411, "a body needs its length")
+            return refusal(411, "a body needs its length"), False
         asked = self._asked(request)
         limit = BODY_BYTES_MAX if asked is None else self.body_bytes_max.get(asked, BODY_BYTES_MAX)
         if int(length) > limit:
-            return refusal(413, f"the body is longer than {limit} bytes")
+            return refusal(413, f"the body is longer than {limit} bytes"), False
         is_change = request.method != "GET"
         if is_change and not principal.is_owner and not self.rates.hit(CHANGES, "changes", principal.name):
-            return refusal(429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch")
+            return refusal(
+                429, f"{CHANGES.amount} changes a minute are allowed: wait, or submit jobs in a batch"
+            ), False
         needed = Role.VIEWER if asked is None else self.roles.get(asked, Role.ADMIN)  # no such route: 404 or 405
         if principal.is_joining and asked not in self.joining:
-            answer: Response = refusal(403, "this token lets machines join, and nothing else")
-        elif not principal.role.may(needed):
-            answer = refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}")
-        else:
-            answer = await handler(request)
-        if is_change:
-            await run_in_threadpool(self._record, request, principal, answer.status_code)
-        return answer
-
-    async def _signing_in(self, request: Request, handler: Handler) -> Response:
-        """The form that a token is typed into takes no body but that."""
-        length = request.headers.get("content-length", "0")
-        if "transfer-encoding" in request.headers or not length.isdecimal() or int(length) > SIGN_IN_BYTES_MAX:
-            return refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")
-        if request.method != "GET" and not is_same_origin(request):
-            return refusal(403, "a page of another site sent this")
-        return await handler(request)
+            return refusal(403, "this token lets machines join, and nothing else"), is_change
+        if not principal.role.may(needed):
+            return refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}"), is_change
+        return None, is_change
 
     def is_guessing(self, request: Request) -> bool:
         """Count a wrong token; whether its address has sent too many."""
@@ -146,13 +137,89 @@ class Gate:
                 return request.method, getattr(route, "path", "")
         return None
 
-    def _record(self, request: Request, principal: Principal, status: int) -> None:
+    def record(self, request: Request, status: int) -> None:
+        """Add a row of an answered request to the audit log."""
+        principal: Principal = request.state.principal
         action = f"{request.method} {quote(request.url.path)}"  # quoted: no line of its own in a log
         log.info("request id=%s user=%s action=%s status=%d", request.state.id, principal.name, action, status)
         try:
             self.accounts.record(principal, request.state.id, action, status)
         except ServiceError:  # the journal is away: what was asked was refused, too
             log.exception("the audit log cannot be written")
+
+
+class Gated:
+    """The application behind its gate. No task and no queue of its own: a stream passes as it is."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app, self._gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by the route, or refuse; probes of OPEN pass."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        given_id = request.headers.get("x-request-id", "")
+        request.state.id = given_id if REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
+        REQUEST.set(request.state.id)
+        request.state.principal = None
+        refused, is_audited = None, False
+        if request.url.path not in OPEN or request.method != "GET":
+            refused, is_audited = await self._gate.verdict(request)
+        is_page = self._gate.pages is not None and request.url.path.startswith(PAGES)
+        answer = _Answer(self._gate, request, send, is_audited=is_audited, is_page=is_page)
+        await (self._app if refused is None else refused)(scope, receive, answer.send)
+
+
+class _Answer:
+    """What a route sends, on its way: with headers, in the audit log before anybody reads it, and refusals as pages."""
+
+    def __init__(self, gate: Gate, request: Request, send: Send, *, is_audited: bool, is_page: bool) -> None:
+        self._gate, self._request, self._send = gate, request, send
+        self._is_audited, self._is_page = is_audited, is_page
+        self._refusal: tuple[int, bytearray] | None = None  # of a page: kept until it is whole
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on."""
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif self._refusal is None:
+            await self._send(message)
+        else:
+            await self._refuse(message)
+
+    async def _begin(self, message: Message) -> None:
+        status, headers = int(message["status"]), MutableHeaders(scope=message)
+        if self._is_audited:
+            await run_in_threadpool(self._gate.record, self._request, status)
+        if self._is_page and headers.get("content-type", "").startswith("application/json"):
+            self._refusal = status, bytearray()
+            return
+        await self._send(self._marked(message))
+
+    def _marked(self, message: Message) -> Message:
+        headers = MutableHeaders(scope=message)
+        headers["X-Request-Id"] = self._request.state.id
+        if self._is_page and self._gate.pages is not None:
+            headers.update(self._gate.pages.headers)
+        return message
+
+    async def _refuse(self, message: Message) -> None:
+        """The page of a refusal, once its words are whole."""
+        assert self._refusal is not None, message
+        assert self._gate.pages is not None, message
+        status, body = self._refusal
+        body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        page = self._gate.pages.refused(self._request, status, str(json.loads(bytes(body)).get("error", "")))
+        self._refusal = None
+
+        async def send(part: Message) -> None:
+            await self._send(self._marked(part) if part["type"] == "http.response.start" else part)
+
+        await page(self._request.scope, self._request.receive, send)
 
 
 def limiter() -> MovingWindowRateLimiter:
@@ -163,6 +230,16 @@ def limiter() -> MovingWindowRateLimiter:
 def refusal(status: int, message: str) -> JSONResponse:
     """An error as every route answers it."""
     return JSONResponse({"error": message.encode(errors="replace").decode()}, status_code=status)
+
+
+def _signing_in(request: Request) -> Response | None:
+    """Why the form that a token is typed into is refused, which takes no body but that."""
+    length = request.headers.get("content-length", "0")
+    if "transfer-encoding" in request.headers or not length.isdecimal() or int(length) > SIGN_IN_BYTES_MAX:
+        return refusal(413, f"the body is longer than {SIGN_IN_BYTES_MAX} bytes")
+    if request.method != "GET" and not is_same_origin(request):
+        return refusal(403, "a page of another site sent this")
+    return None
 
 
 def _host_of(request: Request) -> str:

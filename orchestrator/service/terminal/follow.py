@@ -23,7 +23,6 @@ from orchestrator.specs.job.spec import JobSpec
 ENDS = ("succeeded", "failed", "refused", "cancelled")
 BAR_WIDTH = 20
 PLAIN_EVERY_S = 5.0  # between two lines of progress without a terminal
-LOG_POLL_S = 0.5
 
 
 def run_to_end(spec: JobSpec, fault: Fault | None, service: Path | Login, as_json: bool) -> int:
@@ -75,12 +74,13 @@ def log_lines(
     job, _ = client.job(job_id)
     current, offset, decoder = number or len(job["attempts"]) or 1, 0, _decoder()
     while True:
-        job, _ = client.job(job_id)  # read before its log, so that the log of an ended attempt is complete
-        count, text = len(job["attempts"]), b""
+        job, version = client.job(job_id)  # read before its log, so that the log of an ended attempt is complete
+        count, read = len(job["attempts"]), offset
         if current <= count or number is not None:
-            text, offset = client.log(job_id, current, rank, offset)
-        if text:
-            yield current, decoder.decode(text)
+            for text in _pieces(client, job_id, current, rank, offset, to_the_end):
+                offset += len(text)
+                yield current, decoder.decode(text)
+        if offset > read:
             continue
         ended = job["status"] in ENDS
         over = ended or (current <= count and job["attempts"][current - 1]["status"] == "ended")
@@ -88,8 +88,15 @@ def log_lines(
             current, offset, decoder = current + 1, 0, _decoder()
         elif not to_the_end or ended or (number is not None and over):
             return
-        else:
-            time.sleep(LOG_POLL_S)
+        elif current > count or over:
+            client.job(job_id, version)  # which waits for the next attempt
+
+
+def _pieces(client: Client, job_id: str, number: int, rank: int, offset: int, to_the_end: bool) -> Iterator[bytes]:
+    if to_the_end:
+        yield from client.follow_log(job_id, number, rank, offset)
+    elif text := client.log(job_id, number, rank, offset)[0]:
+        yield text
 
 
 def _decoder() -> codecs.IncrementalDecoder:
