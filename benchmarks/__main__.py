@@ -32,6 +32,7 @@ NAMES = (
     "scheduler",
     "fairness",
     "journal",
+    "service",
 )
 ON_REQUEST = ("sweep",)  # minutes that inform only
 FOLDER = Path(".bench")

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.figure import Figure, at_least, at_most, informs, say
+from benchmarks.figure import Figure, at_least, at_most, informs
 from orchestrator.service.server import lifecycle
 from orchestrator.service.server.client import Client, service_file
 from orchestrator.service.server.endpoint import endpoint_of
@@ -135,8 +135,7 @@ def _reads(client: Client, login: Login, holder: str, folder: Path) -> list[Figu
                 took_s[name].append(time.perf_counter() - began_s)
     finally:
         followers.terminate()
-        told, _ = followers.communicate()
-    say(f"followers: {told}")
+        followers.communicate()
     all_s = sorted(one for times in took_s.values() for one in times)
     return [
         at_most(
