@@ -1,0 +1,154 @@
+"""A job that runs through an upgrade: begun by a service of older code, whose journal has an older schema."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from orchestrator.backends.journal.database import SCHEMA
+from orchestrator.service.server.client import process_is_alive, service_file
+from tests.service.test_reach import COMMAND_S
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = "orchestrator/backends/journal/migrations/versions"
+PATIENCE_S = 120.0
+TRAIN = """\
+import pathlib, sys, time
+here = pathlib.Path(sys.argv[1])
+with (here / "started").open("a") as file:
+    print("once", file=file)
+for _ in range(6000):
+    if (here / "go").exists():
+        break
+    time.sleep(0.05)
+else:
+    sys.exit("nobody said go")
+print("all is well")
+"""
+JOB = """\
+name: {name}
+command: [{python}, {folder}/train.py, {folder}/{name}]
+global_batch_size: 2
+gpus: {{min: 2, max: 2}}
+probe: never
+launch: self
+"""
+
+
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The code before the newest migration of the journal."""
+    (newest,) = (ROOT / VERSIONS).glob(f"r{SCHEMA}_*.py")
+    try:
+        added = git("log", "--diff-filter=A", "--format=%H", "--", str(newest.relative_to(ROOT))).decode().split()
+        archive = git("archive", f"{added[-1]}^", "orchestrator")
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        pytest.skip("the history is not here: a shallow clone, or no clone at all")
+    folder = tmp_path_factory.mktemp("older")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
+        packed.extractall(folder, filter="data")
+    assert not (folder / newest.relative_to(ROOT)).exists()
+    return folder
+
+
+class Home:
+    """A home folder, whose commands are of the older code or of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / "home"
+
+    def orc(self, code: Path, *arguments: str) -> Any:
+        kept = {name: text for name, text in os.environ.items() if not name.startswith("ORC_")}
+        ended = subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", *arguments, "--json"],
+            env={**kept, "ORC_HOME": str(self.path), "PYTHONPATH": str(code)},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+        )
+        assert ended.returncode == 0, (arguments, ended.stdout, ended.stderr)
+        return json.loads(ended.stdout)
+
+    def submit(self, code: Path, name: str) -> str:
+        (self.folder / name).mkdir()
+        file = self.folder / f"{name}.yaml"
+        file.write_text(JOB.format(python=sys.executable, folder=self.folder, name=name))
+        (job_id,) = self.orc(code, "submit", str(file))["ids"]
+        return str(job_id)
+
+    def stop_service(self) -> None:
+        """As a supervisor does, with SIGTERM; jobs go on."""
+        pid = int(service_file(self.path)["pid"])
+        os.kill(pid, signal.SIGTERM)
+        until_s = time.monotonic() + PATIENCE_S
+        while process_is_alive(pid):
+            assert time.monotonic() < until_s, "the service did not end"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    home = Home(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    yield home
+    home.orc(ROOT, "down", "--force")
+
+
+def until(is_met: Any) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not is_met():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def schema_of(home: Path) -> str:
+    with sqlite3.connect(f"file:{home / 'journal.sqlite'}?mode=ro", uri=True) as connection:
+        return str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_job_runs_through_an_upgrade_once_and_what_waits_behind_it_runs_after(older: Path, home: Home) -> None:
+    home.orc(older, "up")
+    running, waiting = home.submit(older, "running"), home.submit(older, "waiting")
+    until((home.folder / "running" / "started").exists)
+    assert schema_of(home.path) < SCHEMA
+    home.stop_service()
+    address = home.orc(ROOT, "up")["trackers"]["mlflow"]
+    assert schema_of(home.path) == SCHEMA
+    shown = home.orc(ROOT, "show", running)
+    assert (shown["status"], len(shown["attempts"])) == ("running", 1)
+    for name in ("running", "waiting"):
+        (home.folder / name / "go").touch()
+    for name, job_id in (("running", running), ("waiting", waiting)):
+        until(lambda job_id=job_id: home.orc(ROOT, "show", job_id)["status"] not in ("queued", "running"))
+        shown = home.orc(ROOT, "show", job_id)
+        assert (shown["status"], len(shown["attempts"])) == ("succeeded", 1), shown
+        assert (home.folder / name / "started").read_text() == "once\n", "it was run again"
+        until(lambda job_id=job_id: statuses(address, job_id) == ["FINISHED"])
+
+
+def statuses(address: str, job_id: str) -> list[str]:
+    """Of the runs that MLflow has of a job's attempts."""
+    client = MlflowClient(address)
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    runs = client.search_runs(experiments, f"tags.`orc.job_id` = '{job_id}' and tags.`orc.attempt` != '0'")
+    return [run.info.status for run in runs]
