@@ -34,6 +34,8 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
     "sqlalchemy": "orchestrator/backends/journal",
     "alembic": "orchestrator/backends/journal",
     "apprise": "orchestrator/backends/notify",
+    "authlib": "orchestrator/backends/oidc",
+    "joserfc": "orchestrator/backends/oidc",
 }
 BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
     "orchestrator/backends/ray": {

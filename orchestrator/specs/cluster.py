@@ -12,6 +12,7 @@ from orchestrator.specs.devices import DEVICES
 from orchestrator.specs.errors import SpecError, closest
 from orchestrator.specs.job.spec import Bandwidth, Bytes, Seconds
 from orchestrator.specs.notify import UNNOTIFIED, NotifySpec
+from orchestrator.specs.oidc import OidcSpec
 from orchestrator.specs.order import Order
 from orchestrator.specs.plan import Precision
 from orchestrator.specs.policy import UNSHARED, Objective, PolicySpec
@@ -230,6 +231,11 @@ class ClusterSpec(SpecModel):
         description="Where the records of jobs and attempts go: mlflow (a server of the home's own), jsonl (the file "
         "records.jsonl in the home), or both.",
         examples=[["mlflow", "jsonl"]],
+    )
+    oidc: OidcSpec | None = Field(
+        default=None,
+        description="OpenID provider that signs people in at the pages; null: tokens alone.",
+        examples=[{"issuer": "https://login.example.org", "client_id": "orc", "user_claim": "email"}],
     )
     notify: NotifySpec = Field(
         default=UNNOTIFIED,

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.oidc.provider import Provider
 from orchestrator.backends.simulated.backend import SimulatedBackend
 from orchestrator.service.pages.routes import PAGES_OF_SERVICE
 from orchestrator.service.server.api import Service, create_app
@@ -43,7 +44,7 @@ data: {text: [/proc/version], sequence_length: 32}
 class World:
     """An application over a simulated cluster, and its clients."""
 
-    def __init__(self, home: Path, policy: PolicySpec = UNSHARED) -> None:
+    def __init__(self, home: Path, policy: PolicySpec = UNSHARED, provider: Provider | None = None) -> None:
         self.home = home
         self.journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
         cluster = read_cluster(None).model_copy(update={"policy": policy})
@@ -62,6 +63,7 @@ class World:
             trackers={"mlflow": "http://127.0.0.1:1"},
             shut_down=self._shut_down,
             pages=PAGES_OF_SERVICE,
+            provider=provider,
         )
         self.app = app = create_app(service)
         self.stranger = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)

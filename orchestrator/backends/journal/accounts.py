@@ -18,6 +18,7 @@ from orchestrator.specs.errors import ServiceError
 PREFIX = "orc_"
 SECRET_BYTES = 32
 SHOWN_CHARACTERS = 8  # of a token, behind the prefix: enough to tell tokens apart, too few to guess one
+BROWSER = "browser"  # shown of a session that an OpenID provider began
 TOUCH_S = 60.0  # at most so often is the last use of a token written
 CACHE_S, CACHE_MAX = 10.0, 1000  # principals remembered; every change of accounts forgets them at once
 AUDIT_ROWS_MAX = 1000  # in one answer
@@ -184,6 +185,23 @@ class Accounts:
             connection.execute(_tokens.insert().values(**kept))
             row = connection.execute(sa.select(_tokens).where(_tokens.c.digest == kept["digest"])).one()
         return secret, _token(row)
+
+    def open_session(self, user: str, role: Role, lifetime_s: float) -> int:
+        """The number of a new record of a browser's session, whose user gets this role; no token fits it."""
+        self.set_user(user, role)
+        now_s = self._clock()
+        nobody_knows = _digest(secrets.token_urlsafe(SECRET_BYTES))
+        kept = {"user": user, "digest": nobody_knows, "shown": BROWSER, "created_at": now_s}
+        with self._transaction() as connection:
+            made = connection.execute(_tokens.insert().values(**kept, expires_at=now_s + lifetime_s))
+        return int(made.inserted_primary_key[0])  # type: ignore[index]
+
+    def close_session(self, number: int) -> None:
+        """End a browser's session; the record of a token stays."""
+        is_open = sa.and_(_tokens.c.id == number, _tokens.c.shown == BROWSER, _tokens.c.revoked_at.is_(None))
+        with self._transaction() as connection:
+            connection.execute(_tokens.update().where(is_open).values(revoked_at=self._clock()))
+        self._known.clear()
 
     def revoke_token(self, number: int) -> None:
         """Revoke a token. Raises ServiceError where there is no live one of this number."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse, StreamingResponse
@@ -35,13 +35,14 @@ from orchestrator.service.pages.job import (
 )
 from orchestrator.service.pages.live import changes
 from orchestrator.service.pages.night import ENDED_MAX, night_data
+from orchestrator.service.pages.oidc import SignIn
 from orchestrator.service.pages.queue import ROWS, Filter, queue_data
 from orchestrator.service.server.answers import PlainRoute
 from orchestrator.service.server.api import NEVER_SEEN, Pages, job_of
 from orchestrator.service.server.attempt_files import view_of
 from orchestrator.service.server.cluster_file import kept_cluster
 from orchestrator.service.server.controller import Controller
-from orchestrator.service.server.gate import PAGES, SIGN_IN, STATIC, Gate
+from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, STATIC, Gate
 from orchestrator.service.server.intake import read_jobs
 from orchestrator.service.server.ownership import may_change
 from orchestrator.service.server.sessions import drop, keep
@@ -52,6 +53,9 @@ from orchestrator.specs.errors import OrchestratorError, SpecError
 from orchestrator.specs.job.paths import paths_of
 from orchestrator.specs.order import Order
 from orchestrator.specs.parse import parse_cluster, parse_jobs
+
+if TYPE_CHECKING:
+    from orchestrator.backends.oidc.provider import Provider
 
 PAGE_ROLES = {
     ("GET", PAGES): Role.VIEWER,
@@ -86,16 +90,16 @@ workdir: /path/on/the/service
 """
 
 
-def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
+def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate, provider: Provider | None) -> None:
     """Add every page to the application, which has the routes of the API already: pages show what these answer."""
-    pages = _Pages(app, controller, home, gate)
+    pages = _Pages(app, controller, home, gate, SignIn(provider, gate) if provider else None)
     routes: dict[tuple[str, str], Callable[..., Any]] = {
         ("GET", "/"): lambda _: RedirectResponse(START),
         ("GET", PAGES): lambda _: RedirectResponse(START),
         ("GET", f"{STATIC}{{name}}"): _file,
         ("GET", SIGN_IN): pages.sign_in,
         ("POST", SIGN_IN): pages.signed_in,
-        ("POST", f"{PAGES}/logout"): _sign_out,
+        ("POST", f"{PAGES}/logout"): pages.sign_out,
         ("GET", f"{PAGES}/events"): pages.events,
         ("GET", f"{PAGES}/queue"): pages.queue,
         ("GET", f"{PAGES}/jobs/{{job_id}}"): pages.job,
@@ -112,6 +116,8 @@ def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
         ("POST", f"{PAGES}/submit"): pages.dry_run,
         ("GET", f"{PAGES}/audit"): pages.audit,
     }
+    if pages.oidc is not None:
+        routes |= {("GET", OIDC): pages.to_provider, ("GET", OIDC_BACK): pages.oidc.end}
     for (method, path), handler in routes.items():
         app.router.routes.append(Route(path, handler, methods=[method], include_in_schema=False))
 
@@ -120,7 +126,8 @@ PAGES_OF_SERVICE = Pages(roles=PAGE_ROLES, headers=HEADERS, refused=refused, add
 
 
 class _Pages:
-    def __init__(self, app: FastAPI, controller: Controller, home: Path, gate: Gate) -> None:
+    def __init__(self, app: FastAPI, controller: Controller, home: Path, gate: Gate, oidc: SignIn | None) -> None:
+        self.oidc = oidc
         self._api = {
             (method, route.path): route.answers
             for route in app.routes
@@ -163,7 +170,24 @@ class _Pages:
         # SameSite=Strict: a link on another site leads here without the session
         is_from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
         came_from = _own_path(request.query_params.get("next", ""))
-        return page(request, "login", message="", came_from=came_from, is_from_elsewhere=is_from_elsewhere)
+        return self._sign_in_page(request, came_from, is_from_elsewhere=is_from_elsewhere)
+
+    def _sign_in_page(
+        self, request: Request, came_from: str, message: str = "", status: int = 200, *, is_from_elsewhere: bool = False
+    ) -> Response:
+        oidc = None if self.oidc is None else f"{OIDC}?next={quote(came_from, safe='')}"
+        given = {"message": message, "came_from": came_from, "is_from_elsewhere": is_from_elsewhere, "oidc": oidc}
+        return page(request, "login", status=status, **given)
+
+    def to_provider(self, request: Request) -> Response:
+        assert self.oidc is not None, "a route that was not added"
+        return self.oidc.begin(request, _own_path(request.query_params.get("next", "")))
+
+    def sign_out(self, request: Request) -> Response:
+        self._gate.sessions.close(request)
+        answer = RedirectResponse(SIGN_IN, 303)
+        drop(request, answer)
+        return answer
 
     async def signed_in(self, request: Request) -> Response:
         form = await _form(request)
@@ -176,7 +200,7 @@ class _Pages:
         is_guessing = self._gate.is_guessing(request)
         message = "Too many wrong tokens: wait a minute." if is_guessing else "This token admits nobody."
         status = 429 if is_guessing else 401
-        return page(request, "login", status=status, message=message, came_from=came_from, is_from_elsewhere=False)
+        return self._sign_in_page(request, came_from, message, status)
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one for each version of the state that the page has not seen."""
@@ -350,12 +374,6 @@ def _own_path(path: str) -> str:
     parts = urlsplit(path)
     is_own = path.startswith(f"{PAGES}/") and not parts.netloc and not parts.scheme and "\\" not in path
     return path if is_own and not path.startswith(SIGN_IN) else START
-
-
-def _sign_out(request: Request) -> Response:
-    answer = RedirectResponse(SIGN_IN, 303)
-    drop(request, answer)
-    return answer
 
 
 def _file(request: Request) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi import Path as PathField
@@ -104,6 +104,9 @@ from orchestrator.specs.parse import job_from_data, node_from_data
 from orchestrator.specs.policy import PolicySpec
 from orchestrator.specs.run import JobFolder, uploaded
 
+if TYPE_CHECKING:
+    from orchestrator.backends.oidc.provider import Provider
+
 ENDED_SHOWN, ENDED_MAX = 100, 1000  # ended jobs in a response
 WAIT_S_MAX = 10.0  # of a long poll
 RECEIVE_S = 900.0  # for an upload to arrive
@@ -173,7 +176,7 @@ class Pages:
     roles: Mapping[tuple[str, str], Role]
     headers: Mapping[str, str]  # of each page
     refused: Callable[[Request, int, str], Response]  # the page of a refusal
-    add: Callable[[FastAPI, Controller, Path, Gate], None]
+    add: Callable[[FastAPI, Controller, Path, Gate, Provider | None], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +194,7 @@ class Service:
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone
     notifier: Notifier | None = None  # None: the cluster file names no target
+    provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
 
 
 def create_app(service: Service) -> FastAPI:
@@ -223,7 +227,7 @@ def create_app(service: Service) -> FastAPI:
     _add_member_routes(app, service)
     _add_account_routes(app, service.accounts)
     if service.pages is not None:
-        service.pages.add(app, service.controller, service.home, gate)
+        service.pages.add(app, service.controller, service.home, gate, service.provider)
     return app
 
 

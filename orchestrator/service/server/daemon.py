@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.targets import targets_of
+from orchestrator.backends.oidc import provider_of
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
@@ -108,6 +109,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
 
         rates = background.submit(measured, cluster, home)
         targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
+        provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
         trackers: dict[str, Tracker] = {}
@@ -151,6 +153,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             members=members if is_own else None,
             pages=pages,
             notifier=notifier,
+            provider=provider,
         )
         application = create_app(service)
         waiting.close()

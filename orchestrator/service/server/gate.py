@@ -33,7 +33,9 @@ SIGN_IN_BYTES_MAX = 4096
 BODY_BYTES_MAX = 16 * 2**20  # some 10,000 jobs
 PAGES = "/ui"
 SIGN_IN, STATIC = f"{PAGES}/login", f"{PAGES}/static/"
-SIGNING_IN = ("/", SIGN_IN)  # with the files below STATIC: no session, nothing about jobs
+OIDC = f"{SIGN_IN}/oidc"
+OIDC_BACK = f"{OIDC}/callback"
+SIGNING_IN = ("/", SIGN_IN, OIDC, OIDC_BACK)  # with the files below STATIC: no session, nothing about jobs
 OPEN = ("/healthz", "/readyz")  # for probes: any Host, no token, nothing about jobs
 WRONG_TOKENS = RateLimitItemPerMinute(20)  # of one address
 CHANGES = RateLimitItemPerMinute(6000)  # of one user: a batch of jobs is one
@@ -111,9 +113,10 @@ class Gate:
             return refusal(403, f"{principal.name} is {principal.role}: this needs the role {needed}"), is_change
         return None, is_change
 
-    def is_guessing(self, request: Request) -> bool:
-        """Count a wrong token; whether its address has sent too many."""
-        return not self.rates.hit(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
+    def is_guessing(self, request: Request, *, count: bool = True) -> bool:
+        """Count a wrong token, or only look; whether its address has sent too many."""
+        ask = self.rates.hit if count else self.rates.test
+        return not ask(WRONG_TOKENS, "wrong", request.client.host if request.client else "")
 
     def principal(self, request: Request) -> Principal | None:
         """Who sent the request, by its token, else by the session of its browser; None where neither admits anybody."""

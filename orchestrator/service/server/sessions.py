@@ -38,6 +38,25 @@ class Sessions:
             number = self.accounts.number_of(token)
         return None if number is None else self._signed(f"{number}.{int(self.clock() + LIFETIME_S)}")
 
+    def opened(self, user: str, role: Role, lifetime_s: float) -> str:
+        """The cookie of a new session of a user whom an OpenID provider names."""
+        number = self.accounts.open_session(user, role, lifetime_s)
+        return self._signed(f"{number}.{int(self.clock() + lifetime_s)}")
+
+    def close(self, request: Request) -> None:
+        """End the session that an OpenID provider began; one of a token goes on where its cookie is kept."""
+        if self.principal(request) is not None:
+            self.accounts.close_session(int(request.cookies[cookie_name(request)].partition(".")[0]))
+
+    def sealed(self, said: str) -> str:
+        """A text, signed for `unsealed`; it is no session."""
+        return self._signed(said, "on its way")
+
+    def unsealed(self, cookie: str) -> str | None:
+        """The text of `sealed`; None where it was changed."""
+        said = cookie.rpartition(".")[0]
+        return said if hmac.compare_digest(cookie.encode(), self.sealed(said).encode()) else None
+
     def principal(self, request: Request) -> Principal | None:
         """Who is signed in; None without a session, and once it has ended."""
         said, _, _ = (cookie := request.cookies.get(cookie_name(request), "")).rpartition(".")
@@ -50,8 +69,8 @@ class Sessions:
             return Principal(name=self.owner, role=Role.ADMIN, is_owner=True)
         return self.accounts.principal_of(int(number))
 
-    def _signed(self, said: str) -> str:
-        key = hashlib.sha256(f"session of a browser {self.owner_token}".encode()).digest()
+    def _signed(self, said: str, what: str = "session of a browser") -> str:
+        key = hashlib.sha256(f"{what} {self.owner_token}".encode()).digest()
         return f"{said}.{hmac.new(key, said.encode(), hashlib.sha256).hexdigest()}"
 
 

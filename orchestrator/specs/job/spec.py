@@ -101,7 +101,8 @@ Priority = Annotated[  # higher first
     BeforeValidator(_rank),
     WithJsonSchema({"anyOf": [{"type": "integer"}, {"enum": list(PRIORITIES)}], "default": 0}),
 ]
-UserName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$")]
+USER_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._@-]{0,62}$"
+UserName = Annotated[str, Field(pattern=USER_NAME)]
 
 
 class GpuRange(SpecModel):

@@ -1,0 +1,31 @@
+"""Sign in by an OpenID provider: the extra `oidc`, imported where a cluster file has `oidc`."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from orchestrator.specs.errors import SpecError
+from orchestrator.specs.oidc import OidcSpec
+
+if TYPE_CHECKING:
+    from orchestrator.backends.oidc.provider import Provider
+
+
+def provider_of(spec: OidcSpec | None, environment: MutableMapping[str, str]) -> Provider | None:
+    """The provider of a cluster file, whose secret leaves the environment, so that no job inherits it.
+
+    Raises SpecError where the extra or the variable is missing.
+    """
+    if spec is None:
+        return None
+    if find_spec("authlib") is None:
+        raise SpecError("Authlib is missing", path="oidc", hint="pip install 'orchestrator[oidc]'")
+    secret = None if spec.client_secret is None else environment.pop(spec.client_secret, "").strip()
+    if secret == "":
+        hint = "set it where you start the service"
+        raise SpecError("the variable is missing", path="oidc.client_secret", got=spec.client_secret, hint=hint)
+    from orchestrator.backends.oidc.provider import Provider
+
+    return Provider(spec, secret)

@@ -1,0 +1,149 @@
+"""Signs people in at an OpenID provider: authorization code with PKCE. The cryptography is Authlib's and joserfc's.
+
+OpenID Connect Core 1.0, section 3.1; Discovery 1.0, section 4; RFC 7636 (PKCE); RFC 9207 (issuer in the answer).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from authlib.integrations.httpx_client import OAuth2Client
+from joserfc import jws, jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from orchestrator.specs.oidc import OidcSpec, SignInError, safe_url
+
+ALGORITHMS = ["RS256", "PS256", "ES256", "EdDSA"]  # signatures alone: no `none`, and no key that the client knows
+TIMEOUT_S = 10.0
+LEEWAY_S = 60  # by which clocks differ
+KEEP_S = 3600.0  # discovery and keys
+REFETCH_S = 60.0  # at most so often are keys asked for again because one is unknown
+BODY_BYTES_MAX = 2**20
+AGE_S_MAX = 600  # of a token that has just been made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A sign in on its way; `url` is the provider's page."""
+
+    url: str
+    state: str
+    nonce: str
+    verifier: str
+
+
+class Provider:
+    """One issuer; every method may be called from any thread. Raises SignInError."""
+
+    def __init__(self, spec: OidcSpec, secret: str | None, clock: Callable[[], float] = time.time) -> None:
+        self.spec, self._secret, self._clock = spec, secret, clock
+        self._lock = threading.Lock()
+        self._known: tuple[dict[str, Any], float] = ({}, 0.0)  # discovery, and until when it counts
+        self._keys: tuple[KeySet | None, float] = (None, 0.0)  # and since when they are known
+
+    def begin(self, redirect_uri: str) -> Begun:
+        """A new sign in, with a state, a nonce and a verifier of its own."""
+        state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
+        with self._client(redirect_uri) as client:
+            url, _ = client.create_authorization_url(
+                self._endpoint("authorization_endpoint"), state=state, code_verifier=verifier, nonce=nonce
+            )
+        return Begun(url=url, state=state, nonce=nonce, verifier=verifier)
+
+    def claims(self, redirect_uri: str, code: str, nonce: str, verifier: str) -> Mapping[str, Any]:
+        """What the provider says of who signed in, once its token has been checked."""
+        try:
+            with self._client(redirect_uri) as client:
+                token = client.fetch_token(self._endpoint("token_endpoint"), code=code, code_verifier=verifier)
+        except SignInError:
+            raise
+        except Exception as error:  # the library's many: their messages may quote the answer
+            raise SignInError(f"the provider did not take the code: {type(error).__name__}") from None
+        if not isinstance(token, dict) or not isinstance(token.get("id_token"), str):
+            raise SignInError("the provider sent no id token")
+        return self._checked(token["id_token"], nonce)
+
+    def _checked(self, token: str, nonce: str) -> Mapping[str, Any]:
+        now_s = int(self._clock())
+        said = jwt.JWTClaimsRegistry(
+            now=now_s,
+            leeway=LEEWAY_S,
+            iss={"essential": True, "value": self.spec.issuer},
+            aud={"essential": True, "value": self.spec.client_id},
+            sub={"essential": True},
+            exp={"essential": True},
+            iat={"essential": True},
+            nonce={"essential": True, "value": nonce},
+        )
+        try:
+            claims = jwt.decode(token, self._keys_for(token), algorithms=ALGORITHMS).claims
+            said.validate(claims)
+        except (JoseError, ValueError, TypeError, KeyError) as error:
+            raise SignInError(f"the id token is refused: {type(error).__name__} {error}") from None
+        if claims["iat"] < now_s - AGE_S_MAX:
+            raise SignInError("the id token is refused: it was not made just now")
+        if claims.get("azp", self.spec.client_id) != self.spec.client_id:
+            raise SignInError("the id token is refused: it was made for another client")
+        if isinstance(claims["aud"], list) and len(claims["aud"]) > 1 and "azp" not in claims:
+            raise SignInError("the id token is refused: it was made for several clients, and says not for which")
+        return claims
+
+    def _keys_for(self, token: str) -> KeySet:
+        """The provider's keys, asked for again where they lack the token's."""
+        asked = jws.extract_compact(token.encode()).headers().get("kid")
+        with self._lock:
+            keys, since_s = self._keys
+            is_known = keys is not None and (asked is None or any(key.kid == asked for key in keys.keys))
+            age_s = self._clock() - since_s
+            if keys is None or age_s > KEEP_S or (not is_known and age_s > REFETCH_S):
+                keys = KeySet.import_key_set(self._json(self._endpoint("jwks_uri")))  # type: ignore[arg-type]
+                self._keys = keys, self._clock()
+        return keys
+
+    def _endpoint(self, name: str) -> str:
+        """An address of the discovery document, whose issuer is the one that is trusted."""
+        known, until_s = self._known
+        if self._clock() >= until_s:
+            known = self._json(f"{self.spec.issuer.rstrip('/')}/.well-known/openid-configuration")
+            if known.get("issuer") != self.spec.issuer:
+                raise SignInError("the provider's discovery document is of another issuer")
+            self._known = known, self._clock() + KEEP_S
+        try:
+            return safe_url(str(known.get(name, "")))
+        except ValueError as error:
+            raise SignInError(f"the provider's {name} cannot be used: {error}") from None
+
+    def _json(self, url: str) -> dict[str, Any]:
+        try:
+            with httpx.Client(timeout=TIMEOUT_S) as client, client.stream("GET", url) as answer:
+                answer.raise_for_status()
+                body = b""
+                for chunk in answer.iter_bytes():
+                    body += chunk
+                    if len(body) > BODY_BYTES_MAX:
+                        raise SignInError(f"{url} is too long")
+            found = httpx.Response(200, content=body).json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise SignInError(f"the provider does not answer at {url}: {type(error).__name__}") from None
+        if not isinstance(found, dict):
+            raise SignInError(f"{url} is no JSON object")
+        return found
+
+    def _client(self, redirect_uri: str) -> OAuth2Client:
+        return OAuth2Client(
+            client_id=self.spec.client_id,
+            client_secret=self._secret,
+            token_endpoint_auth_method="none" if self._secret is None else "client_secret_basic",
+            scope=" ".join(dict.fromkeys(("openid", *self.spec.scopes))),
+            redirect_uri=redirect_uri,
+            code_challenge_method="S256",
+            timeout=TIMEOUT_S,
+            follow_redirects=False,
+        )

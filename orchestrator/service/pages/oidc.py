@@ -1,0 +1,126 @@
+"""Sign in by an OpenID provider: leads there, takes the answer, and opens a session of the service's own."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from fastapi.responses import RedirectResponse
+
+from orchestrator.service.pages.frame import page
+from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, Gate
+from orchestrator.service.server.sessions import keep
+from orchestrator.specs.access import Role
+from orchestrator.specs.oidc import SignInError
+
+if TYPE_CHECKING:
+    from orchestrator.backends.oidc.provider import Provider
+
+BEGUN_S = 600.0  # in which somebody signs in at the provider
+USED_MAX = 10_000  # states of the last BEGUN_S that were answered
+REFUSED = "This sign in was refused. The service's log says why."
+
+log = logging.getLogger(__name__)
+
+
+class SignIn:
+    """The two routes of a sign in. What is on its way is in a signed cookie, so a stranger fills no memory."""
+
+    def __init__(self, provider: Provider, gate: Gate) -> None:
+        self._provider, self._accounts, self._gate = provider, gate.accounts, gate
+        self._used: OrderedDict[str, float] = OrderedDict()
+        self._lock = Lock()
+
+    def begin(self, request: Request, came_from: str) -> Response:
+        """Lead to the provider's page."""
+        if self._gate.is_guessing(request, count=False):
+            return self._refused(request, "too many wrong answers", 429)
+        try:
+            begun = self._provider.begin(_back(request))
+        except SignInError as error:
+            return self._refused(request, str(error), 502)
+        said = {"state": begun.state, "nonce": begun.nonce, "verifier": begun.verifier, "next": came_from}
+        text = json.dumps({**said, "until_s": time.time() + BEGUN_S}).encode()
+        answer = RedirectResponse(begun.url, 303)
+        answer.set_cookie(
+            _cookie(request),
+            self._gate.sessions.sealed(base64.urlsafe_b64encode(text).decode()),
+            max_age=int(BEGUN_S),
+            path=OIDC,
+            httponly=True,
+            samesite="lax",  # the provider's page leads back here
+            secure=request.url.scheme == "https",
+        )
+        return answer
+
+    def end(self, request: Request) -> Response:
+        """Take the provider's answer: once, in the browser that asked, within BEGUN_S."""
+        if self._gate.is_guessing(request, count=False):
+            return self._refused(request, "too many wrong answers", 429)
+        try:
+            begun = self._begun(request)
+            query = request.query_params
+            if query.get("iss", self._provider.spec.issuer) != self._provider.spec.issuer:
+                raise SignInError("another issuer answered")
+            if "error" in query or not query.get("code"):
+                raise SignInError("the provider sent no code")
+            claims = self._provider.claims(_back(request), query["code"], begun["nonce"], begun["verifier"])
+            user = self._provider.spec.user(claims)
+            role = self._role(user, claims)
+        except SignInError as error:
+            self._gate.is_guessing(request)
+            return self._refused(request, str(error), 403)
+        cookie = self._gate.sessions.opened(user, role, self._provider.spec.session)
+        log.info("signed in user=%s role=%s by=%s", user, role, self._provider.spec.issuer)
+        # a page, and no redirect: browsers send a SameSite=Strict cookie only where a page of ours leads on
+        answer = page(request, "signed_in", came_from=begun["next"])
+        answer.delete_cookie(_cookie(request), path=OIDC)
+        keep(request, answer, cookie)
+        return answer
+
+    def _begun(self, request: Request) -> dict[str, Any]:
+        text = self._gate.sessions.unsealed(request.cookies.get(_cookie(request), ""))
+        if text is None:
+            raise SignInError("the browser has begun no sign in")
+        begun: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+        if not hmac.compare_digest(begun["state"].encode(), request.query_params.get("state", "").encode()):
+            raise SignInError("the state is not the one of this browser")
+        now_s = time.time()
+        with self._lock:
+            while self._used and next(iter(self._used.values())) < now_s:
+                self._used.popitem(last=False)
+            if now_s >= begun["until_s"] or begun["state"] in self._used or len(self._used) >= USED_MAX:
+                raise SignInError("the state was used before, or is too old")
+            self._used[begun["state"]] = now_s + BEGUN_S
+        return begun
+
+    def _role(self, user: str, claims: Mapping[str, Any]) -> Role:
+        given = self._provider.spec.role(claims)
+        known = next((one.role for one in self._accounts.users() if one.name == user), None)
+        role = given or known
+        if role is None:
+            raise SignInError(f"{user} has no role: `orc user set` gives one, or `roles` of the cluster file")
+        return role
+
+    def _refused(self, request: Request, why: str, status: int) -> Response:
+        log.warning("sign in refused: %s", why)
+        return page(
+            request, "login", status=status, message=REFUSED, came_from=PAGES, is_from_elsewhere=False, oidc=OIDC
+        )
+
+
+def _back(request: Request) -> str:
+    """Where the provider leads back to. The gate has checked the Host."""
+    return f"{request.url.scheme}://{request.headers['host']}{OIDC_BACK}"
+
+
+def _cookie(request: Request) -> str:
+    return f"orc-oidc-{request.url.port or 443}"

@@ -1,0 +1,85 @@
+"""OidcSpec: which OpenID provider signs people in at the pages, and as whom. It names secrets and holds none."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from orchestrator.specs.access import Role
+from orchestrator.specs.job.spec import USER_NAME, Seconds
+from orchestrator.specs.notify import Variable
+from orchestrator.specs.spec_model import SpecModel
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def safe_url(text: str) -> str:
+    """The URL, where it is of TLS or of the loopback. Raises ValueError for another one."""
+    parts = urlsplit(text)
+    if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)):
+        raise ValueError("expected a URL that begins with https://")
+    return text
+
+
+class SignInError(Exception):
+    """Why nobody was signed in, for the log: it holds no token, no code and no secret."""
+
+
+class OidcSpec(SpecModel):
+    """An OpenID provider, and how its claims become users and roles. Who has no role is refused."""
+
+    issuer: Annotated[str, AfterValidator(safe_url)] = Field(
+        description="Issuer, as its discovery document and its tokens say it.",
+        examples=["https://login.example.org/realms/lab"],
+    )
+    client_id: str = Field(
+        min_length=1, description="This service, as the provider knows it: the audience.", examples=["orc"]
+    )
+    client_secret: Variable | None = Field(
+        default=None,
+        description="Environment variable of the service with the client's secret; null: a public client with PKCE.",
+        examples=["ORC_OIDC_SECRET"],
+    )
+    scopes: tuple[str, ...] = Field(
+        default=("profile", "email"),
+        description="Scopes that are asked for besides `openid`.",
+        examples=[["profile", "groups"]],
+    )
+    user_claim: str = Field(
+        min_length=1,
+        description="Claim with the user's name: one that people cannot change. `email` counts where it is verified.",
+        examples=["email"],
+    )
+    roles_claim: str | None = Field(
+        default=None,
+        description="Claim with a word or a list of words that `roles` names; null: `orc user set` gives roles.",
+        examples=["groups"],
+    )
+    roles: dict[str, Role] = Field(
+        default={},
+        description="Role by word of `roles_claim`; the highest counts. Without one, that of `orc user` does.",
+        examples=[{"gpu-users": "member", "gpu-admins": "admin"}],
+    )
+    session: Annotated[Seconds, Field(gt=0, le=86_400)] = Field(
+        default=8 * 3600.0, description="Time after which people sign in again; a day at most.", examples=["8h"]
+    )
+
+    def role(self, claims: Mapping[str, Any]) -> Role | None:
+        """The highest role that the claims give; None: they give none."""
+        said = claims.get(self.roles_claim) if self.roles_claim else None
+        words = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+        given = [self.roles[word] for word in words if isinstance(word, str) and word in self.roles]
+        return max(given, key=list(Role).index, default=None)
+
+    def user(self, claims: Mapping[str, Any]) -> str:
+        """The user whom the claims name. Raises SignInError where they name none."""
+        if self.user_claim == "email" and claims.get("email_verified") is not True:
+            raise SignInError("the address is not verified")
+        said = claims.get(self.user_claim)
+        if not isinstance(said, str) or not re.fullmatch(USER_NAME, said):
+            raise SignInError(f"the claim {self.user_claim} is no user's name")
+        return said
