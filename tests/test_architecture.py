@@ -36,6 +36,7 @@ ONE_ROOM_ONLY = {  # distribution -> the folder that alone may import it: a seam
     "apprise": "orchestrator/backends/notify",
     "authlib": "orchestrator/backends/oidc",
     "joserfc": "orchestrator/backends/oidc",
+    "opentelemetry": "orchestrator/backends/otel",
 }
 BEHIND_A_SEAM = {  # folder of ours -> the files outside it that may import it: those that put the service together
     "orchestrator/backends/ray": {

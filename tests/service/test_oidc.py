@@ -166,6 +166,7 @@ def test_a_provider_whose_discovery_is_of_another_issuer_or_leaves_tls_signs_nob
 def test_a_state_counts_once_in_the_browser_that_asked_and_for_ten_minutes(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    site.wrong({"codes": "again"})  # a provider that takes a code twice
     back = site.begin()
     begun = dict(site.browser.cookies)
     assert site.new_browser().get(back).status_code == 403, "another browser"

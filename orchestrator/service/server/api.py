@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Header, Query, Request, Response
 from fastapi import Path as PathField
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -77,6 +77,7 @@ from orchestrator.service.server.requests import (
     UserRequest,
 )
 from orchestrator.service.server.sessions import Sessions
+from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
@@ -115,6 +116,7 @@ NEVER_SEEN = -1  # a version that no state has
 
 FOLLOW_S = 20.0  # of a log that is followed: a token that has ended reads no longer than that
 
+Traceparent = Annotated[str, Header(max_length=256)]  # W3C Trace Context
 Rank = Annotated[int, Query(ge=0)]
 Offset = Annotated[int, Query(ge=0, le=NUMBER_MAX)]
 
@@ -194,6 +196,7 @@ class Service:
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone
     notifier: Notifier | None = None  # None: the cluster file names no target
+    tracing: Tracing | None = None  # None: nobody receives traces
     provider: Provider | None = None  # that signs people in at the pages; None: tokens alone
 
 
@@ -238,15 +241,21 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
     controller = service.controller
 
     @app.post("/jobs", **answers(SubmittedAnswer))
-    def submit(request: SubmitRequest, sender: Sender) -> dict[str, Any]:
+    def submit(request: SubmitRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
+        began_s = time.time()
         job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads))
+        if service.tracing is not None:
+            service.tracing.submitted([job_id], began_s, traceparent)
         return {"id": job_id, "late": late(controller.state, [job_id])}
 
     @app.post("/jobs/batch", **answers(BatchAnswer))
-    def submit_batch(request: BatchRequest, sender: Sender) -> dict[str, Any]:
+    def submit_batch(request: BatchRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
+        began_s = time.time()
         asked = [_asked(one, f"submitted job {number}", sender, uploads) for number, one in enumerate(request.jobs, 1)]
         ids = controller.submit_all(asked)
+        if service.tracing is not None:
+            service.tracing.submitted(ids, began_s, traceparent)
         promises = {job_id: promise for job_id in ids if (promise := promise_view(job_of(service.controller, job_id)))}
         return {"ids": ids, "late": late(controller.state, ids), "promises": promises}
 

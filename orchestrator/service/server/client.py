@@ -23,6 +23,7 @@ from orchestrator.service.views.records import ExplanationView, JobView, Promise
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
+from orchestrator.specs.span import TRACEPARENT
 
 OBSERVATIONS_SENT = 500  # per request: about 0.5 MB
 ENDED_SHOWN = 100
@@ -44,7 +45,7 @@ class Client:
             url, token, trusted = f"http://127.0.0.1:{service_file(service)['port']}", _token(service), None
         self._http = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
+            headers={"Authorization": f"Bearer {token}", **_trace()},
             timeout=TIMEOUT_S,
             verify=trusted or True,
             trust_env=False,  # a proxy would see the token
@@ -310,6 +311,12 @@ def process_is_alive(pid: int) -> bool:
         return True
     except (ProcessLookupError, OSError):
         return False
+
+
+def _trace() -> dict[str, str]:
+    """The span that this process is of, as OpenTelemetry hands it to children: W3C Trace Context in TRACEPARENT."""
+    traceparent = os.environ.get("TRACEPARENT", "")
+    return {"traceparent": traceparent} if TRACEPARENT.fullmatch(traceparent) else {}
 
 
 def user_name() -> str:

@@ -30,6 +30,7 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.notify.targets import targets_of
 from orchestrator.backends.oidc import provider_of
+from orchestrator.backends.otel import spans_of
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
@@ -46,6 +47,7 @@ from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
 from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.rates import known, measured
+from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
 from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
@@ -109,6 +111,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
 
         rates = background.submit(measured, cluster, home)
         targets = targets_of(cluster.notify, cluster.name, os.environ)  # before anything inherits their secrets
+        spans = spans_of(os.environ)
         provider = provider_of(cluster.oidc, os.environ)
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
@@ -134,6 +137,12 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             threading.Thread(target=notifier.run, args=(stop,), name="notifier", daemon=True).start()
         threading.Thread(target=_notify, args=(controller, relays, stop), daemon=True).start()
 
+        tracing = None
+        if spans is not None:
+            stack.callback(spans.close)
+            tracing = Tracing(spans, controller, home, time.time)
+            threading.Thread(target=tracing.run, args=(stop,), name="tracing", daemon=True).start()
+
         def shut_down() -> None:
             down.set()
             stop.set()
@@ -154,6 +163,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             pages=pages,
             notifier=notifier,
             provider=provider,
+            tracing=tracing,
         )
         application = create_app(service)
         waiting.close()
