@@ -25,6 +25,8 @@ class Totals:
 
     ended: Mapping[str, int]  # archived jobs by status
     undelivered: Mapping[str, int]  # records that each tracker has yet to get
+    notices: Mapping[str, int]  # that each target of notifications has yet to get
+    oldest_notices_s: Mapping[str, float]  # when the oldest of them was made, for each target that lacks one
 
 
 class Backend(Protocol):

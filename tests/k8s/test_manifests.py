@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ipaddress
 import json
 import os
 import re
@@ -52,8 +53,9 @@ CUSTOM = (
     "PrometheusRule",
 )  # kinds whose schemas Kubernetes does not have
 WIDE = ("orc/ray-member",)  # label of pods that reach each other on every port
-OUTSIDE = {53: "DNS", 5432: "a database of the user's"}  # ports of others
+OUTSIDE = {53: "DNS", 443: "webhooks and chat", 587: "mail", 5432: "a database of the user's"}  # ports of others
 SECRETS = {"orc-tls": {"tls.crt", "tls.key"}, "orc-ray-token": {"auth_token"}, "orc-database": {"journal", "mlflow"}}
+EXTRAS = ("finetune", "notify", "oidc", "otel", "postgres")  # of the image
 NAMESPACE = "orc"
 HOME = "/srv/orc"
 
@@ -568,13 +570,36 @@ def test_parts_reach_what_they_need_and_nothing_else(overlay: str) -> None:
                 assert reaches(manifests, pods[source], pods[target], port) == expected, (source, target, port)
 
 
+@each_overlay
+def test_the_service_alone_gets_the_variables_that_a_cluster_file_names(overlay: str) -> None:
+    given = {
+        (template.owner, container["name"]): container["envFrom"]
+        for template in templates(manifests_of(overlay))
+        for container in template.containers
+        if "envFrom" in container
+    }
+    assert given == {("orc", "orc"): [{"secretRef": {"name": "orc-environment", "optional": True}}]}
+
+
+def test_notices_leave_for_public_addresses_and_by_the_service_alone() -> None:
+    policy = the(manifests_of("monitoring"), "NetworkPolicy", "notify")["spec"]
+    assert policy["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "orc"}}
+    ((block,),) = ([peer["ipBlock"] for peer in rule["to"]] for rule in policy["egress"])
+    denied = [ipaddress.ip_network(one) for one in block["except"]]
+    for address in ("10.0.0.1", "172.20.0.1", "192.168.1.1", "169.254.169.254", "127.0.0.1", "100.64.0.1"):
+        assert any(ipaddress.ip_address(address) in network for network in denied), address
+    assert "notify" not in {one["metadata"]["name"] for one in of_kind(manifests_of("gpu-nodes"), "NetworkPolicy")}
+
+
 # ------------------------------------------------------------------------------------------------------------- image
 
 
 def test_the_image_pins_what_the_project_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [Requirement(text) for text in (*project["dependencies"], *extras["finetune"], *extras["postgres"])]
+    wanted = [
+        Requirement(text) for text in (*project["dependencies"], *(one for name in EXTRAS for one in extras[name]))
+    ]
     lines = (K8S / "image/constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert {one.name.lower() for one in wanted} == {name.lower() for name in pinned}

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.journal import Idle, Instant
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.notify.notice import notice
 from orchestrator.scheduling.base.pending import Pending, pending
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.metrics import Metrics
@@ -213,3 +214,25 @@ def test_a_scrape_of_a_full_service_is_cheap(tmp_path: Path) -> None:
     assert JobStatus.RUNNING in {job.status for job in controller.state.jobs.values()}
     print("scrapes in ms:", [round(1e3 * one, 1) for one in took_s])
     assert min(took_s) < SCRAPE_S, took_s
+
+
+def test_notices_that_wait_are_counted_by_target_with_the_age_of_the_oldest(world: World) -> None:
+    def waiting() -> dict[str, tuple[float, float | None]]:
+        found = scraped(world)
+        names = {dict(labels)["target"] for name, labels in found if name == "orc_notify_pending_notices"}
+        oldest = "orc_notify_oldest_timestamp_seconds", "orc_notify_pending_notices"
+        key = {one: (("target", one),) for one in names}
+        return {one: (found[oldest[1], key[one]], found.get((oldest[0], key[one]))) for one in names}
+
+    notices = world.journal.notices
+    assert waiting() == {}
+    notices.register(["mail", "pager"])
+    assert waiting() == {"mail": (0.0, None), "pager": (0.0, None)}
+    notices.tell([notice("failed", str(at_s), at_s, "title", "text", {}) for at_s in (100.0, 200.0, 300.0)])
+    assert waiting() == {"mail": (3.0, 100.0), "pager": (3.0, 100.0)}
+    (first, _), *_ = notices.pending("mail", 1)
+    notices.delivered("mail", first)
+    assert waiting() == {"mail": (2.0, 200.0), "pager": (3.0, 100.0)}
+    (last, _) = notices.pending("mail", 9)[-1]
+    notices.delivered("mail", last)
+    assert waiting() == {"mail": (0.0, None), "pager": (3.0, 100.0)}

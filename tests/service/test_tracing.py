@@ -27,7 +27,7 @@ PATIENCE_S = 120.0
 JOB = """\
 name: traced
 model:
-  decoder: {vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
+  decoder: {vocab_size: 256, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}
 data: {text: [corpus.txt], sequence_length: 32}
 global_batch_size: 8
 training: {max_steps: 4, checkpoint_every_steps: 100}
@@ -156,7 +156,7 @@ def test_what_names_no_receiver_imports_and_sends_nothing() -> None:
     assert spans_of({}) is None
     assert spans_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}) is None
     program = (
-        "import sys; import orchestrator.service.server.daemon as daemon; from orchestrator.backends.otel import spans_of;"
+        "import sys, orchestrator.service.server.daemon; from orchestrator.backends.otel import spans_of; "
         "assert spans_of({}) is None; assert 'opentelemetry.exporter.otlp.proto.http' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""An OTLP/HTTP receiver as a process: decodes what it is sent, and writes each span as a line of JSON. Prints its port."""
+"""A receiver of OTLP over HTTP as a process: writes each span that it decodes as a line of JSON. Prints its port."""
 
 from __future__ import annotations
 

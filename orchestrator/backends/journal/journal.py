@@ -157,7 +157,12 @@ class Journal:
             for row in connection.execute(fresh).all():
                 self._ended[row.status] += row.jobs
                 self._counted = max(self._counted, row.last)
-            return Totals(ended=dict(self._ended), undelivered=self.outbox.undelivered(connection))
+            return Totals(
+                ended=dict(self._ended),
+                undelivered=self.outbox.undelivered(connection),
+                notices=self.notices.undelivered(connection),
+                oldest_notices_s=self.notices.oldest_s(connection),
+            )
 
     def events(self) -> Iterator[Event]:
         """Every event ever appended, oldest first."""

@@ -71,8 +71,10 @@ class Outbox(Generic[Body]):
         with self.database.transaction() as connection:
             last_row = connection.execute(cursor).scalar_one()
             rows = connection.execute(oldest.where(self._rows.c.id > last_row)).all()
-        table = self._rows.name
-        return [(row.id, read(self._noun, self.database.name, table, row.id, row.body)) for row in rows]
+        return [(row.id, self._body(row.id, row.body)) for row in rows]
+
+    def _body(self, row: int, text: str) -> Body:
+        return read(self._noun, self.database.name, self._rows.name, row, text)
 
     def undelivered(self, connection: sa.Connection) -> dict[str, int]:
         """How many rows each receiver has not passed, in a transaction of the journal."""
@@ -122,6 +124,15 @@ class Notices(Outbox[Notice]):
         dropped = connection.execute(self._rows.delete().where(self._rows.c.id <= last - NOTICES_MAX)).rowcount
         if dropped:
             log.error("more than %d notices wait for their targets: the oldest %d are dropped", NOTICES_MAX, dropped)
+
+    def oldest_s(self, connection: sa.Connection) -> dict[str, float]:
+        """When the oldest notice that waits was made, for each target that lacks one."""
+        cursors, rows = self._cursors, self._rows
+        least = sa.select(sa.func.min(rows.c.id)).where(rows.c.id > cursors.c.last_row)
+        first = least.correlate(cursors).scalar_subquery()
+        query = sa.select(cursors.c.name, rows.c.id, rows.c.body).join_from(cursors, rows, rows.c.id == first)
+        found = connection.execute(query).all()
+        return {row.name: self._body(row.id, row.body).at_s for row in found}
 
     def tell(self, notices: Sequence[Notice]) -> None:
         """Append the notices that were not told before."""

@@ -174,7 +174,7 @@ class Unkept:
         return []
 
     def totals(self) -> Totals:
-        return Totals(ended={}, undelivered={})
+        return Totals(ended={}, undelivered={}, notices={}, oldest_notices_s={})
 
 
 class TimedScheduler(Scheduler):

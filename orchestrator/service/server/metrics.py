@@ -89,6 +89,10 @@ class Metrics(Collector):
         yield from _since_start(figures, live)
         records: Values = {(name,): float(rows) for name, rows in figures.totals.undelivered.items()}
         yield _gauge("orc_tracker_pending_records", "Records that a tracker has yet to get.", records, "tracker")
+        notices: Values = {(name,): float(rows) for name, rows in figures.totals.notices.items()}
+        yield _gauge("orc_notify_pending_notices", "Notices that a target has yet to get.", notices, "target")
+        made_s: Values = {(name,): at_s for name, at_s in figures.totals.oldest_notices_s.items()}
+        yield _gauge("orc_notify_oldest_timestamp_seconds", "When the oldest of them was made.", made_s, "target")
 
 
 def _of_jobs(figures: Figures) -> Iterator[Metric]:
