@@ -182,3 +182,15 @@ def test_a_traceparent_that_is_none_hinders_no_submission(world: World) -> None:
     for text in WRONG[:-1]:
         answer = world.client.post("/jobs", json={"spec": _spec()}, headers={"traceparent": text})
         assert answer.status_code == 200, answer.text
+
+
+def test_no_span_of_a_job_is_sent_before_its_client_is_known(world: World) -> None:
+    sent = Sent()
+    tracing = Tracing(sent, world.controller, world.home, world.controller._clock)
+    job_id = world.submit()
+    world.turn_until("running")
+    tracing.look()  # the thread is faster than the answer of the request
+    assert not sent
+    tracing.submitted([job_id], 0.0, CLIENT)
+    tracing.look()
+    assert {span.trace_id for span in sent} == {int(CLIENT.split("-")[1], 16)}

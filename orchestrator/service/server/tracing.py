@@ -51,7 +51,7 @@ class Tracing:
 
     def __init__(self, receiver: Receiver, controller: Controller, home: Path, clock: Callable[[], float]) -> None:
         self._receiver, self._controller, self._home, self._clock = receiver, controller, home, clock
-        self._seen: dict[str, _Seen] = {}
+        self._seen = {job_id: _Seen(parent=self._parent(job_id)) for job_id in controller.state.jobs}
         self._since_s = clock()  # what was over before was sent by the service before
 
     def submitted(self, job_ids: Sequence[str], began_s: float, traceparent: str) -> None:
@@ -62,6 +62,7 @@ class Tracing:
                 path = JobFolder(self._home, job_id).traceparent
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(traceparent)
+            self._seen[job_id] = _Seen(parent=parent)  # not before: what the thread takes up has its parent
             trace = _Trace(job_id, parent)
             if trace.is_sampled:
                 self._receiver.send(trace.span(("submit", 0), began_s, self._clock(), ("job", 0)))
@@ -84,12 +85,11 @@ class Tracing:
                 self._look_at(ended)
                 del self._seen[job_id]
         for job in live.values():
-            self._look_at(job)
+            if job.id in self._seen:
+                self._look_at(job)
 
     def _look_at(self, job: Job) -> None:
-        seen = self._seen.get(job.id)
-        if seen is None:
-            seen = self._seen[job.id] = _Seen(parent=self._parent(job.id))
+        seen = self._seen[job.id]
         trace = _Trace(job.id, seen.parent)
         if not trace.is_sampled:
             return
