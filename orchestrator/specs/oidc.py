@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
@@ -14,13 +13,14 @@ from orchestrator.specs.job.spec import USER_NAME, Seconds
 from orchestrator.specs.notify import Variable
 from orchestrator.specs.spec_model import SpecModel
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SAFE_URL = re.compile(
+    r"(?:https://[^\s/?#@\\]+|http://(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]{1,5})?)(?:[/?][^\s#\\]*)?"
+)
 
 
 def safe_url(text: str) -> str:
     """The URL, where it is of TLS or of the loopback. Raises ValueError for another one."""
-    parts = urlsplit(text)
-    if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)):
+    if not SAFE_URL.fullmatch(text):
         raise ValueError("expected a URL that begins with https://")
     return text
 

@@ -19,7 +19,7 @@ from orchestrator.backends.oidc import provider_of
 from orchestrator.service.server.gate import OIDC, OIDC_BACK, PAGES, SIGN_IN, WRONG_TOKENS
 from orchestrator.specs.access import Role
 from orchestrator.specs.errors import SpecError
-from orchestrator.specs.oidc import OidcSpec
+from orchestrator.specs.oidc import OidcSpec, safe_url
 from orchestrator.specs.parse import parse_cluster
 from tests.service.openid_provider import CLIENT, SECRET
 from tests.service.test_api import World
@@ -244,3 +244,24 @@ def test_a_provider_in_the_clear_and_a_secret_in_place_of_its_name_are_refused()
     spec = OidcSpec(issuer="https://a.example", client_id="orc", user_claim="sub", client_secret="ORC_S")
     with pytest.raises(SpecError, match="variable is missing"):
         provider_of(spec, {})
+
+
+UNSAFE = (
+    "http://login.example.org",
+    "https://",
+    "https://good.example@evil.example/",
+    "http://127.0.0.1@evil.example/",
+    "http://127.0.0.1.evil.example/",
+    "http://localhost\\@evil.example/",
+    "ftp://a.example",
+    "https://a.example\nHost: b",
+    "",
+)
+
+
+def test_only_tls_and_the_loopback_are_asked() -> None:
+    for text in UNSAFE:
+        with pytest.raises(ValueError, match="https"):
+            safe_url(text)
+    for text in ("https://a.example/realms/lab?p=1", "http://127.0.0.1:8080/", "http://localhost", "http://[::1]:1/x"):
+        assert safe_url(text) == text
