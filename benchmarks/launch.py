@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.figure import Figure, at_most, informs
@@ -29,9 +30,11 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve()
         try:
-            backend = RayBackend(home, cluster, embedded_ray.start(home, cluster))
+            backend = RayBackend(home, cluster, partial(embedded_ray.start, home, cluster))
             try:
-                bare, ours = _measure(Reader(backend), home)
+                reader = Reader(backend)
+                reader.await_nodes()
+                bare, ours = _measure(reader, home)
             finally:
                 backend.close()
         finally:

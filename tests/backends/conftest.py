@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 
+from orchestrator.backends.ray import connection
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.backend import RayBackend
 from tests.backends import postgres as postgresql
@@ -55,9 +57,13 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> It
 
 @pytest.fixture(scope="session")
 def reader(embedded: Embedded) -> Iterator[Reader]:
-    backend = RayBackend(embedded.home, CLUSTER, embedded.address)
-    yield Reader(backend)
+    connection.connect(embedded.address, embedded.home)  # as the backend's agent: tests look at what it did
+    backend = RayBackend(embedded.home, CLUSTER, lambda: embedded.address)
+    reader = Reader(backend)
+    reader.await_nodes()
+    yield reader
     backend.close()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from orchestrator.backends.ports import Backend
 from orchestrator.specs.actions import Launch
 from orchestrator.specs.attempt import Attempt, NodeDevices, Placement
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, DeviceSpec, NodeSpec
-from orchestrator.specs.events import Event, Finished, Released, Started
+from orchestrator.specs.events import Event, Finished, NodesSeen, Released, Started
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.plan import Engine, ParallelLayout, Plan
@@ -104,6 +104,16 @@ class Reader:
             return self.of(launch, kind)
 
         return until(found, f"{kind.__name__} of {launch.attempt.name}", deadline_s)
+
+    def await_nodes(self) -> None:
+        """Wait until nodes were told, and forget that there were none before."""
+
+        def told() -> bool:
+            self.poll()
+            return any(isinstance(event, NodesSeen) and event.nodes for event in self.seen)
+
+        until(told, "nodes")
+        self.seen = [event for event in self.seen if not isinstance(event, NodesSeen) or event.nodes]
 
     def forget(self, launch: Launch) -> None:
         """As if nothing had been told of `launch` yet."""

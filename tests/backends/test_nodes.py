@@ -6,9 +6,10 @@ from typing import Any
 
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.nvml import NvmlDevice, NvmlReading
-from orchestrator.backends.ray.nodes import RayNodes, live_nodes
+from orchestrator.backends.ray.nodes import live_nodes
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from tests.backends.ray_jobs import DEVICE
+from tests.local_cluster import LocalNodes
 
 H200 = DEVICE.model_copy(update={"name": "h200"})
 
@@ -62,7 +63,7 @@ def test_devices_are_known_by_label_then_by_the_file_then_as_the_only_kind() -> 
 def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_to_the_byte() -> None:
     cluster = spec(node_spec("a"))
     node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
-    watch, parts = NodeWatch(cluster, RayNodes(cluster)), [("a", 1), ("a", 0)]
+    watch, parts = NodeWatch(cluster, LocalNodes(cluster)), [("a", 1), ("a", 0)]
 
     def see(*free: int | None) -> None:
         devices = (
@@ -81,7 +82,7 @@ def test_what_was_free_before_an_attempt_is_what_nvml_said_of_its_idle_devices_t
 def test_an_attempts_device_is_idle_since_it_computed_last_and_as_far_as_nvml_tells() -> None:
     cluster = spec(node_spec("a"))
     node = live_nodes(cluster, [ray_node("1", node="a")])["a"]
-    watch, parts = NodeWatch(cluster, RayNodes(cluster)), [("a", 0), ("a", 1)]
+    watch, parts = NodeWatch(cluster, LocalNodes(cluster)), [("a", 0), ("a", 1)]
     watch.occupy(parts)
 
     def idle_for_s(at_s: float, *busy: int | None) -> float:

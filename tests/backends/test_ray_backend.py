@@ -259,13 +259,10 @@ def test_a_missing_secret_or_program_is_a_failed_launch(reader: Reader) -> None:
     assert until(lambda: nothing_is_left(secretive) and nothing_is_left(program), "nothing left")
 
 
-def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taken_devices_are_a_failed_launch_that_leaves_no_group_waiting(reader: Reader) -> None:
     holder, late = launch_of("holder", script("wait")), launch_of("late", script("exit:0"))
     reader.backend.launch(holder)
     reader.started(holder)
-    monkeypatch.setattr(ray_launchers, "PLACE_TIMEOUT_S", 0.5)
     reader.backend.launch(late)
     assert "not free" in str(reader.finished(late).evidence.launch_error)
     assert group_names() & {"late-1"} == set()
@@ -279,7 +276,7 @@ from pathlib import Path
 from orchestrator.backends.ray.backend import RayBackend
 from tests.backends.ray_jobs import BOTH, CLUSTER, Reader, launch_of, script
 home, address, job_id, *behaviours = sys.argv[1:]
-reader = Reader(RayBackend(Path(home), CLUSTER, address))
+reader = Reader(RayBackend(Path(home), CLUSTER, lambda: address))
 launch = launch_of(job_id, script(*behaviours, secrets=("TEST_SECRET",)), BOTH)
 reader.backend.launch(launch)
 reader.started(launch)

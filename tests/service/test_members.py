@@ -35,7 +35,7 @@ class Joined:
         self.live: dict[str, str] = {}
         self.told: list[ClusterSpec] = []
         own = cluster or read_cluster(None)
-        self.members = Members(home, own, ray_address, lambda: self.live, self.told.append)
+        self.members = Members(home, own, lambda: ray_address, lambda: self.live, self.told.append)
 
 
 def names(cluster: ClusterSpec) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.backends.attempts.nodes import NodeWatch
-from orchestrator.backends.attempts.ports import Launchers, NodeSource
+from orchestrator.backends.attempts.ports import ClusterAway, Launchers, NodeSource
 from orchestrator.backends.attempts.watch import AttemptWatch, World
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
@@ -23,6 +23,7 @@ from orchestrator.specs.events import Event, NodesSeen
 from orchestrator.specs.job_record import Job
 
 REFRESH_EVERY_S = 1.0
+AWAY_S = 10.0  # without an answer of the cluster before nothing more is started on its nodes
 EVENTS_MAX = 256  # handed out at once
 CLOSE_TIMEOUT_S = 5.0
 
@@ -40,7 +41,7 @@ class ProcessBackend:
         launchers: Launchers,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises OSError where the cluster does not answer."""
+        """Nodes that cannot be asked now are told once they can."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._world = World(
             home=home.resolve(),
@@ -54,6 +55,7 @@ class ProcessBackend:
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
         self._told: tuple[object, ...] | None = None
+        self._answered_s = -AWAY_S  # by the monotonic clock: nothing is decided on nodes of an earlier service
         self._refresh()
         self._refresher = threading.Thread(target=self._keep_refreshing, name="nodes", daemon=True)
         self._refresher.start()
@@ -97,8 +99,8 @@ class ProcessBackend:
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
 
     def addresses(self) -> dict[str, str]:
-        """Address of each node that lived at the last look."""
-        return {name: node.launch.address for name, node in self._world.nodes.live().items()}
+        """Address of each node that lived when the cluster answered last."""
+        return {name: node.launch.address for name, node in self._world.nodes.last_known().items()}
 
     def close(self) -> None:
         """Stop watching; running attempts continue."""
@@ -114,11 +116,18 @@ class ProcessBackend:
         while not self._world.closing.wait(REFRESH_EVERY_S):
             try:
                 self._refresh()
-            except OSError:  # no news of nodes is no event
-                log.exception("the cluster does not answer")
+            except Exception:  # the thread's edge: no news of nodes is no event
+                log.exception("the nodes cannot be read")
 
     def _refresh(self) -> None:
-        nodes, declared, policy = self._world.nodes.refresh(), self._declared, self._policy
+        try:
+            nodes = self._world.nodes.refresh()
+            self._answered_s = time.monotonic()
+        except ClusterAway:
+            if time.monotonic() - self._answered_s < AWAY_S:  # its nodes are there, for all that is known
+                return
+            nodes = ()
+        declared, policy = self._declared, self._policy
         if (nodes, declared, policy) != self._told:
             self._told = (nodes, declared, policy)
             self._events.put(NodesSeen(nodes=nodes, declared=declared, policy=policy, at_s=self._world.clock()))

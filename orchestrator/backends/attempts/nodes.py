@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.backends.attempts.ports import LiveNode, NodeSource
+from orchestrator.backends.attempts.ports import ClusterAway, LiveNode, NodeSource
 from orchestrator.backends.nvml import NvmlReading
 from orchestrator.specs.cluster import ClusterSpec, DeviceKind, Node
 
@@ -35,7 +35,8 @@ class NodeWatch:
     cluster: ClusterSpec
     source: NodeSource
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _live: dict[str, LiveNode] = field(default_factory=dict)
+    _live: dict[str, LiveNode] = field(default_factory=dict)  # at the last answer
+    _is_away: bool = True  # the last refresh had no answer
     _busy: dict[tuple[str, int], int] = field(default_factory=dict)  # (node, device) -> attempts on it
     _free: dict[tuple[str, int], int] = field(default_factory=dict)
     _idle_free: dict[tuple[str, int], int] = field(default_factory=dict)  # the same to the byte, as NVML told it
@@ -49,15 +50,27 @@ class NodeWatch:
         self.cluster = cluster
 
     def live(self) -> dict[str, LiveNode]:
-        """The nodes that lived at the last refresh, by name."""
+        """The nodes that lived at the last refresh, by name. Raises ClusterAway where that had no answer."""
+        with self._lock:
+            if self._is_away:
+                raise ClusterAway("the nodes were not told yet since the cluster was away")
+            return dict(self._live)
+
+    def last_known(self) -> dict[str, LiveNode]:
+        """The nodes that lived when the cluster answered last, by name."""
         with self._lock:
             return dict(self._live)
 
     def refresh(self) -> tuple[Node, ...]:
-        """Ask which nodes live, and read the devices that are due. Raises OSError where the cluster does not answer."""
-        live = self.source.live()
+        """Ask which nodes live, and read the devices that are due. Raises ClusterAway."""
+        try:
+            live = self.source.live()
+        except ClusterAway:
+            with self._lock:
+                self._is_away = True
+            raise
         with self._lock:
-            self._live = live
+            self._live, self._is_away = live, False
         for name, node in live.items():
             due = time.monotonic() - self._probed_at_s.get(name, -PROBE_EVERY_S) >= PROBE_EVERY_S
             if node.launch.device.kind is DeviceKind.CUDA and due:
@@ -89,7 +102,7 @@ class NodeWatch:
         waiting = {part for part in parts if self._is_cuda(part[0])}
         while waiting and time.monotonic() < deadline_s:
             for name in sorted({name for name, _ in waiting}):
-                node = self.live().get(name)
+                node = self.last_known().get(name)
                 reading = None if node is None else self.source.read_devices(node)
                 if reading is None or reading.error:  # gone, or cannot be asked: nothing to wait for
                     waiting = {part for part in waiting if part[0] != name}
@@ -108,7 +121,7 @@ class NodeWatch:
                 self._probed_at_s.pop(part[0], None)
 
     def _is_cuda(self, name: str) -> bool:
-        node = self.live().get(name)
+        node = self.last_known().get(name)
         return node is not None and node.launch.device.kind is DeviceKind.CUDA
 
     def _probe(self, node: LiveNode) -> None:

@@ -24,11 +24,15 @@ class LiveNode:
     rack: str
 
 
+class ClusterAway(ConnectionError):
+    """The cluster cannot be reached now: nothing is known of its nodes and launchers, which may go on without us."""
+
+
 class NodeSource(Protocol):
     """Which nodes live, and what is free on their devices. Called from several threads."""
 
     def live(self) -> dict[str, LiveNode]:
-        """Every node that lives, by name. Raises OSError where the cluster does not answer."""
+        """Every node that lives, by name. Raises ClusterAway."""
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Know the nodes by this description from now on."""
@@ -38,7 +42,10 @@ class NodeSource(Protocol):
 
 
 class LauncherGroup(Protocol):
-    """The launchers of one attempt, at most one on each node of its placement (attempts/launcher.py)."""
+    """The launchers of one attempt, at most one on each node of its placement (attempts/launcher.py).
+
+    Every method may raise ClusterAway.
+    """
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -69,7 +76,7 @@ class LauncherGroup(Protocol):
 
 
 class Launchers(Protocol):
-    """Puts launchers on the nodes of a cluster, where they outlive the service. Raises OSError where it is away."""
+    """Puts launchers on the nodes of a cluster, where they outlive the service. Every method may raise ClusterAway."""
 
     def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LauncherGroup | str:
         """Launchers on every node of the placement, holding its devices; or why there are none (then none is left)."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from orchestrator.backends.attempts.durable import read_epoch, write_durably
 from orchestrator.backends.attempts.evidence import (
@@ -26,7 +29,7 @@ from orchestrator.backends.attempts.launcher import (
     LauncherStatus,
 )
 from orchestrator.backends.attempts.nodes import NodeWatch
-from orchestrator.backends.attempts.ports import LauncherGroup, Launchers
+from orchestrator.backends.attempts.ports import ClusterAway, LauncherGroup, Launchers
 from orchestrator.backends.attempts.progress import Progress
 from orchestrator.backends.attempts.script_output import output_folder
 from orchestrator.backends.attempts.start import StartFailed, start_ranks
@@ -38,8 +41,11 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 TICK_S = 0.25
+AWAY_S = 1.0  # between two tries to reach a cluster that is away
 END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
 PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +85,16 @@ class Gang:
         return [node for node in self.open() if node not in self.statuses or not self.statuses[node]["ending"]]
 
 
+@dataclass(slots=True)
+class EndingGang:
+    """What the launchers of a gang were told of its end."""
+
+    hung_for_s: float | None = None
+    aborted: bool = False
+    stopped: bool = False
+    give_up_at_s: float = -math.inf  # where it was told
+
+
 class AttemptWatch:
     """Follows one attempt in its own thread."""
 
@@ -114,7 +130,7 @@ class AttemptWatch:
         if written is not None:  # the service was restarted before the journal had this end
             return written
         try:
-            group = self._take_up()
+            group = self._insist(self._take_up)
             return group if isinstance(group, Ending) else self._watch(group)
         except Closed:
             raise
@@ -140,10 +156,21 @@ class AttemptWatch:
 
     def _remove(self) -> None:
         try:
-            self._world.launchers.end(self._attempt)
-        except OSError:
+            self._insist(lambda: self._world.launchers.end(self._attempt))
+        except Closed:
+            raise
+        except Exception:
             self._check_closing()
             log.exception("attempt %s", self._attempt.name, extra=self._about)
+
+    def _insist(self, call: Callable[[], Answer]) -> Answer:
+        """What a call of the cluster returns, made again while the cluster is away. Raises Closed."""
+        while True:  # ends with the service at the latest
+            self._check_closing()
+            try:
+                return call()
+            except ClusterAway:
+                self._world.closing.wait(AWAY_S)
 
     def _take_up(self) -> LauncherGroup | Ending:
         """Launchers whose ranks run, placed and started where the attempt has not begun."""
@@ -188,34 +215,40 @@ class AttemptWatch:
         spec = self._job.spec
         output = self._folder.output if self._attempt.probe else output_folder(spec, self._jobs)
         progress = Progress(spec, self._folder, self._attempt.plan.world_size, self._started, output)
-        stopped, hung_for_s, aborted, give_up_at_s = False, None, False, float("inf")
-        known_step_s = self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
+        ending, known_step_s = EndingGang(), self._attempt.pace.step_s if self._attempt.pace else self._attempt.step_s
         while known.open():  # bounded: the watchdog ends a gang that stands still
             self._check_closing()
-            self._poll(known)
-            grace_s = self._failure_grace_s(known)
-            if not aborted and hung_for_s is None and not stopped:
-                cpu_s = sum(status["cpu_s"] for status in known.statuses.values())
-                hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices), cpu_s)
-                grace_s = 0.0 if hung_for_s is not None else grace_s
-                pace = progress.pace(known_step_s, self._world.clock())
-                if pace is not None:
-                    known_step_s = pace.step_s
-                    self._emit(
-                        PaceReported(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
-                    )
-            if grace_s is not None and not aborted:
-                aborted, give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
-                # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
-                known.group.abort(known.open() if hung_for_s is not None else known.unending(), grace_s)
-            if self._attempt.probe and self._stop_grace_s is None and progress.is_probed():
-                self._stop_grace_s = PROBE_GRACE_S
-            if self._stop_grace_s is not None and not stopped:
-                stopped, give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
-                known.group.stop(known.open(), self._stop_grace_s)
-            if time.monotonic() > give_up_at_s:
-                known.lost.update(known.open())
-        return self._judge(known, stopped, hung_for_s, progress.counts)
+            try:
+                self._poll(known)
+                if not ending.aborted and ending.hung_for_s is None and not ending.stopped:
+                    cpu_s = sum(status["cpu_s"] for status in known.statuses.values())
+                    ending.hung_for_s = progress.hung_for_s(self._world.nodes.idle_for_s(self._devices), cpu_s)
+                    pace = progress.pace(known_step_s, self._world.clock())
+                    if pace is not None:
+                        known_step_s = pace.step_s
+                        self._emit(
+                            PaceReported(job_id=self._job.id, number=self._attempt.number, pace=pace, at_s=pace.at_s)
+                        )
+                if self._attempt.probe and self._stop_grace_s is None and progress.is_probed():
+                    self._stop_grace_s = PROBE_GRACE_S
+                self._end_gang(known, ending)
+            except ClusterAway:  # its ranks go on, and nothing is known of them
+                self._world.closing.wait(AWAY_S)
+                ending.give_up_at_s = max(ending.give_up_at_s, time.monotonic() + END_TIMEOUT_S)
+        return self._judge(known, ending, progress.counts)
+
+    def _end_gang(self, known: Gang, ending: EndingGang) -> None:
+        """Ask the launchers to end their ranks where it is time. Raises ClusterAway; then it is to be asked again."""
+        grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(known)
+        if grace_s is not None and not ending.aborted:
+            # a launcher whose own rank failed has set an end to it, with more time for a rank that said why
+            known.group.abort(known.open() if ending.hung_for_s is not None else known.unending(), grace_s)
+            ending.aborted, ending.give_up_at_s = True, time.monotonic() + grace_s + END_TIMEOUT_S
+        if self._stop_grace_s is not None and not ending.stopped:
+            known.group.stop(known.open(), self._stop_grace_s)
+            ending.stopped, ending.give_up_at_s = True, time.monotonic() + self._stop_grace_s + END_TIMEOUT_S
+        if (ending.aborted or ending.stopped) and time.monotonic() > ending.give_up_at_s:
+            known.lost.update(known.open())
 
     def _poll(self, known: Gang) -> None:
         """Wait at most a tick for news of any launcher."""
@@ -234,11 +267,11 @@ class AttemptWatch:
         failing = any(status["ending"] or status["error"] for status in known.statuses.values())
         return GRACE_AFTER_FAILURE_S if failing or known.lost else None
 
-    def _judge(self, known: Gang, stopped: bool, hung_for_s: float | None, counts: tuple[int, int] | None) -> Ending:
-        live = self._world.nodes.live()
+    def _judge(self, known: Gang, ending: EndingGang, counts: tuple[int, int] | None) -> Ending:
+        live = self._insist(self._world.nodes.live)
         for node in sorted(known.lost & live.keys()):
-            pids = known.statuses[node]["pids"].values() if node in known.statuses else ()
-            self._world.launchers.end_orphans(self._folder, live[node], list(pids))
+            pids = [*known.statuses[node]["pids"].values()] if node in known.statuses else []
+            self._insist(partial(self._world.launchers.end_orphans, self._folder, live[node], pids))
         firsts = [status["first_ended"] for status in known.statuses.values() if status["first_ended"]]
         first = min(firsts, key=lambda seen: seen[1])[0] if firsts else first_ended(self._folder, self._started)
         errors = [status["error"] for status in known.statuses.values() if status["error"] and not status["pids"]]
@@ -246,10 +279,10 @@ class AttemptWatch:
             nodes_lost=tuple(sorted(node for node in known.lost if not self._all_told(node))),
             first_ended_rank=first,
             host_oom_kills=max((status["host_oom_kills"] for status in known.statuses.values()), default=0),
-            hung_for_s=hung_for_s,
+            hung_for_s=ending.hung_for_s,
             launch_error=errors[0] if errors else None,
             no_program=any(status["no_program"] for status in known.statuses.values() if status["error"] in errors[:1]),
-            stopped=stopped,
+            stopped=ending.stopped,
             counts=counts,
             free_before_bytes=self._free_before_bytes,
         )

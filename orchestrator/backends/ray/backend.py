@@ -6,24 +6,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import ray
-
 from orchestrator.backends.attempts.backend import ProcessBackend
-from orchestrator.backends.ray import connection
-from orchestrator.backends.ray.launchers import RayLaunchers
+from orchestrator.backends.ray.link import Link, LinkedLaunchers
 from orchestrator.backends.ray.nodes import RayNodes
 from orchestrator.specs.cluster import ClusterSpec
 
 
 class RayBackend(ProcessBackend):
-    """Connection to one Ray cluster. A process holds at most one."""
+    """Attempts on one Ray cluster, which may be away at any time."""
 
-    def __init__(self, home: Path, cluster: ClusterSpec, address: str, clock: Callable[[], float] = time.time) -> None:
-        """Raises ServiceError where Ray does not answer at `address`."""
-        connection.connect(address, home)
-        super().__init__(home, cluster, RayNodes(cluster), RayLaunchers(), clock)
+    def __init__(
+        self, home: Path, cluster: ClusterSpec, locate: Callable[[], str], clock: Callable[[], float] = time.time
+    ) -> None:
+        """`locate` gives Ray's address whenever it is looked for; it may raise ServiceError. Waits for nothing."""
+        self._link = Link(home, locate)
+        super().__init__(home, cluster, RayNodes(cluster, self._link), LinkedLaunchers(self._link), clock)
+
+    @property
+    def problem(self) -> str | None:
+        """Why Ray cannot be reached and since when; None where it can."""
+        return self._link.problem
 
     def close(self) -> None:
         """Stop watching and disconnect; running attempts continue."""
         super().close()
-        ray.shutdown()
+        self._link.close()

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,38 @@ RAY_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+
+
+class OwnRay:
+    """The Ray of a service's own, which is started whenever it is looked for and does not run."""
+
+    def __init__(self, home: Path, cluster: ClusterSpec, host: str) -> None:
+        """As for `start`, which `address` does."""
+        self._home, self._cluster, self._host = home, cluster, host
+        self._state: dict[str, Any] | None = None
+        self._starting, self._is_over = threading.Lock(), False
+
+    def address(self) -> str:
+        """Where it runs from now on. Raises ServiceError where it does not start."""
+        with self._starting:
+            if self._is_over:
+                raise ServiceError("the service is ending")
+            address = start(self._home, self._cluster, self._host)
+            self._state = started(self._home)
+            return address
+
+    def known_address(self) -> str:
+        """Where it ran when it was looked for last. Raises ServiceError where it never was."""
+        if self._state is None:
+            raise ServiceError("the service's Ray is starting: try again")
+        return str(self._state["address"])
+
+    def stop(self) -> None:
+        """End it, once it has started, and no other one that has replaced the home meanwhile."""
+        self._is_over = True
+        with self._starting:
+            if self._state is not None:
+                stop(self._home, self._state)
 
 
 def start(home: Path, cluster: ClusterSpec, host: str = LOOPBACK) -> str:

@@ -19,7 +19,7 @@ from orchestrator.backends.attempts.launcher import (
     RankStart,
 )
 from orchestrator.backends.attempts.leftovers import clean_up, mark_of
-from orchestrator.backends.attempts.ports import LiveNode
+from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -34,7 +34,7 @@ UNAVAILABLE_WAIT_S = 0.5  # after each
 
 
 class ActorGroup:
-    """The `LauncherGroup` of one attempt in Ray."""
+    """The launchers of one attempt, as the agent has them; see `LauncherGroup`."""
 
     def __init__(self, actors: Mapping[str, Any]) -> None:
         """`actors` are the handles by node."""
@@ -70,12 +70,14 @@ class ActorGroup:
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
-        polled = set(self._pending.values())
-        for node in nodes:
-            if node not in polled:
+        asked, polled = list(nodes), set(self._pending.values())
+        news: dict[str, LauncherStatus | None] = {node: None for node in asked if node not in self._actors}
+        for node in asked:
+            if node not in polled and node in self._actors:
                 self._pending[self._actors[node].wait.remote(self._versions.get(node, 0), LONG_POLL_S)] = node
+        if news or not self._pending:
+            return news
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
-        news: dict[str, LauncherStatus | None] = {}
         for reference in ready:
             node = self._pending.pop(reference)
             try:
@@ -94,12 +96,14 @@ class ActorGroup:
     def stop(self, nodes: Iterable[str], grace_s: float) -> None:
         """SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
         for node in nodes:
-            self._actors[node].stop.remote(grace_s)
+            if node in self._actors:
+                self._actors[node].stop.remote(grace_s)
 
     def abort(self, nodes: Iterable[str], grace_s: float) -> None:
         """SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
         for node in nodes:
-            self._actors[node].abort.remote(grace_s)
+            if node in self._actors:
+                self._actors[node].abort.remote(grace_s)
 
     def _is_idle(self, actor: Any) -> bool:
         try:
@@ -109,7 +113,7 @@ class ActorGroup:
 
 
 class RayLaunchers:
-    """The `Launchers` of a Ray cluster. Its nodes are `RayNode`s."""
+    """The launchers of all attempts, as the agent has them; see `Launchers`. Its nodes are `RayNode`s."""
 
     def find(self, attempt: Attempt) -> ActorGroup:
         """The launchers of `attempt` that exist."""
@@ -150,14 +154,14 @@ class RayLaunchers:
         return ActorGroup(actors)
 
     def end(self, attempt: Attempt) -> None:
-        """End the launchers of `attempt`, and its placement group; none is no error. Raises OSError without Ray."""
+        """End the launchers of `attempt`, and its placement group; none is no error. Raises ClusterAway."""
         try:
             for actor in _actors(attempt).values():
                 ray.kill(actor)
             with contextlib.suppress(ValueError):  # no group has that name
                 remove_placement_group(ray.util.get_placement_group(attempt.name))
         except RayError as error:
-            raise ConnectionError(f"Ray does not answer: {error}") from error
+            raise ClusterAway(f"Ray does not answer: {error}") from error
 
     def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
         """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""

@@ -8,17 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from orchestrator.backends import nvml
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.ports import LiveNode
+from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.ray.link import Link, read_devices
 from orchestrator.specs.cluster import ClusterSpec, DeviceSpec, NodeSpec
 
 NODE_LABEL, DEVICE_LABEL = "orc-node", "orc-device"
-PROBE_TIMEOUT_S = 20.0
 
 log = logging.getLogger(__name__)
 
@@ -33,29 +29,20 @@ class RayNode(LiveNode):
 class RayNodes:
     """The `NodeSource` of a Ray cluster."""
 
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: ClusterSpec, link: Link) -> None:
+        self._cluster, self._link = cluster, link
 
     def set_cluster(self, cluster: ClusterSpec) -> None:
         """Know the nodes by this description from now on."""
         self._cluster = cluster
 
     def live(self) -> dict[str, LiveNode]:
-        """Every node that lives, by name. Raises OSError where Ray does not answer."""
-        try:
-            entries = ray.nodes()  # type: ignore[no-untyped-call]
-        except RayError as error:
-            raise ConnectionError(f"Ray does not answer: {error}") from error
-        return {**live_nodes(self._cluster, entries)}
+        """Every node that lives, by name. Raises ClusterAway."""
+        return {**live_nodes(self._cluster, self._link.nodes())}
 
-    def read_devices(self, node: LiveNode) -> nvml.NvmlReading:
-        """What NVML says on `node`; an answer that does not come in 20 s is an error in the reading."""
-        task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
-        reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
-        try:
-            return ray.get(reference, timeout=PROBE_TIMEOUT_S)
-        except RayError as error:
-            return nvml.NvmlReading(error=f"node {node.launch.name} does not answer: {type(error).__name__}")
+    def read_devices(self, node: LiveNode) -> NvmlReading:
+        """What NVML says on `node`; no answer is an error in the reading."""
+        return read_devices(self._link, node)
 
 
 def live_nodes(cluster: ClusterSpec, ray_nodes: Iterable[Mapping[str, Any]]) -> dict[str, RayNode]:

@@ -159,8 +159,9 @@ class _Pages:
             is_own = may_change(job["user"], principal, self._controller.state.policy)
             return may("POST", "/jobs/cancel") and is_own
 
-        version = self._controller.version
-        return page(request, template, may=may, may_cancel=may_cancel, version=version, now_s=time.time(), **data)
+        problems = self._controller.health.problems()
+        said: dict[str, Any] = {"may": may, "may_cancel": may_cancel, "problems": problems}
+        return page(request, template, version=self._controller.version, now_s=time.time(), **said, **data)
 
     # ------------------------------------------------------------------------------------------------------- sessions
 

@@ -33,6 +33,13 @@ class StatusAnswer(TypedDict):
     status: str
 
 
+class ReadyAnswer(TypedDict):
+    """The service takes jobs; what is wrong around it, in one sentence each."""
+
+    status: str
+    problems: list[str]
+
+
 class WhoAnswer(TypedDict):
     """Who the service takes the sender for."""
 
@@ -85,6 +92,7 @@ class ClusterAnswer(TypedDict):
 
     name: str
     trackers: dict[str, str]
+    problems: list[str]  # what is wrong around the service now, in one sentence each
     nodes: list[NodeView]
     drained: list[str]
     observations: list[dict[str, Any]]

@@ -40,6 +40,7 @@ from orchestrator.service.server.answers import (
     MissingAnswer,
     NewTokenAnswer,
     PlainRoute,
+    ReadyAnswer,
     ShutdownAnswer,
     StatusAnswer,
     SubmittedAnswer,
@@ -167,7 +168,7 @@ EXPOSITION: dict[str, Any] = {
 }
 READY: dict[str, Any] = {
     "response_model": None,
-    "responses": {200: {"model": StatusAnswer}, 503: {"model": ErrorAnswer, "description": "It may not decide yet."}},
+    "responses": {200: {"model": ReadyAnswer}, 503: {"model": ErrorAnswer, "description": "It may not decide yet."}},
 }
 
 
@@ -265,8 +266,8 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
     ) -> dict[str, Any]:
         known = dict(controller.state.jobs) if before is None else {}
         known |= {job.id: job for job in controller.ended(ended, before)}  # read second, so that no job is missed
-        policy = controller.state.policy
-        return {"jobs": [view_of(service.home, job, policy) for job in in_order(known.values())]}
+        policy, problems = controller.state.policy, controller.health.problems()
+        return {"jobs": [view_of(service.home, job, policy, problems) for job in in_order(known.values())]}
 
     @app.get("/jobs/{job_id}", **answers(JobAnswer))
     async def job(
@@ -279,7 +280,8 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
 
     def now(job_id: str) -> Response:
         version, found = controller.version, job_of(controller, job_id)  # in this order: nothing is missed
-        return JSONResponse({"job": view_of(service.home, found, controller.state.policy), "version": version})
+        view = view_of(service.home, found, controller.state.policy, controller.health.problems())
+        return JSONResponse({"job": view, "version": version})
 
     @app.get("/jobs/{job_id}/explanation", **answers(ExplanationView))
     def explanation(job_id: str) -> dict[str, Any]:
@@ -398,12 +400,15 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/readyz", **READY)
     def readyz() -> Response:
-        """200 once the service may decide: it owns its journal and has seen nodes."""
+        """200 while the service takes jobs, since it owns its journal; also without nodes, where jobs wait."""
         try:
             controller.confirm()
         except ServiceError as error:
             return refusal(503, str(error))
-        return JSONResponse({"status": "ready"}) if controller.state.nodes else refusal(503, "no node was seen yet")
+        problems = controller.health.problems()
+        if not controller.state.nodes and not problems:
+            problems = ["no node is there"]
+        return JSONResponse({"status": "ready", "problems": problems})
 
     metrics = Metrics(controller.figures, controller.confirm, lambda job: beats(service.home, job))
 
@@ -422,6 +427,7 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         return {
             "name": service.cluster,
             "trackers": service.trackers,
+            "problems": controller.health.problems(),
             "nodes": [node_view(node, held, state.drained) for node in state.nodes],
             "drained": state.drained,
             "observations": observations_view(state.observations),

@@ -13,9 +13,11 @@ from starlette.concurrency import run_in_threadpool
 from orchestrator.service.server.waits import Waits
 from orchestrator.service.views.records import JobView, job_view
 from orchestrator.specs.attempt import AttemptStatus, Heartbeat
+from orchestrator.specs.job_record import JobStatus
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from orchestrator.specs.job_record import Job
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
 LOG_BYTES_MAX = 2**18  # per response; the client requests the next offset
 
 
-def view_of(home: Path, job: Job, policy: PolicySpec) -> JobView:
-    """The job, with the heartbeats of the live attempt's processes."""
+def view_of(home: Path, job: Job, policy: PolicySpec, problems: Sequence[str]) -> JobView:
+    """The job, with the heartbeats of the live attempt's processes; one that waits, waits for the end of problems."""
+    if problems and job.status is JobStatus.QUEUED:
+        return {**job_view(job, policy=policy), "reason": "; ".join((*problems, job.reason))}
     attempt = job.last
     if attempt is None or attempt.status is AttemptStatus.ENDED:
         return job_view(job, policy=policy)

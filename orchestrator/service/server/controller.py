@@ -15,6 +15,7 @@ from orchestrator.scheduling.base.migration import MOVE_GRACE_S
 from orchestrator.scheduling.queue.dependencies import resolved
 from orchestrator.scheduling.scheduler import Scheduler
 from orchestrator.scheduling.transitions import CANCEL_GRACE_S
+from orchestrator.service.server.health import Health
 from orchestrator.service.server.logs import about
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.specs.actions import Archive, Launch, Stop
@@ -87,6 +88,7 @@ class Controller:
                 raise ServiceError(_OTHERWISE.format(event=_line(event), then=decided, now=decisions(actions)))
             ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
         journal.archive(ended)  # journals written before the archive existed
+        self.health = Health()
         self._journal = journal
         self._backend = backend
         self._clock = clock

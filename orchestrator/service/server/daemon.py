@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.rates import known, measured
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
-from orchestrator.specs.cluster import ClusterSpec
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
@@ -119,12 +117,16 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         for name in cluster.trackers:
             trackers[name] = TRACKERS[name](home, lambda: controller.state)
             stack.callback(_end, trackers[name].shut_down, must_end)
-        address, is_own = _ray_address(home, own, endpoint)
-        if (ours := embedded_ray.started(home)) is not None:  # as recorded now: another home may have replaced it
-            stack.callback(_end, partial(embedded_ray.stop, home, ours), must_end)
-        backend = stack.enter_context(closing(RayBackend(home, rates.result(), address)))
+        named, own_ray = _named_ray(home), None
+        if not named:
+            here = nodes_here(own, joined_nodes(home), node_name())
+            own_ray = embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
+            stack.callback(_end, own_ray.stop, must_end)
+        locate = own_ray.address if own_ray is not None else lambda: named
+        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate)))
         controller = Controller(journal, backend, time.time)
-        controller.turn(0.0)  # the first request already sees the nodes
+        controller.health.watch(lambda: backend.problem)
+        controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = Notifier(cluster.notify, targets, journal.notices, controller, time.time) if targets else None
         relays: list[OutboxRelay[Any]] = [
             *(OutboxRelay(name, tracker, journal.outbox) for name, tracker in trackers.items()),
@@ -149,7 +151,11 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
 
         token = (home / "token").read_text()
         threading.Thread(target=_watch_home, args=(home, token, shut_down, stop), daemon=True).start()
-        members = Members(home, own, address, backend.addresses, lambda now: backend.set_cluster(known(now, home)))
+        members = None
+        if own_ray is not None:
+            members = Members(
+                home, own, own_ray.known_address, backend.addresses, lambda now: backend.set_cluster(known(now, home))
+            )
         service = Service(
             controller=controller,
             accounts=Accounts(journal.database.transaction, time.time),
@@ -159,7 +165,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             trackers={name: tracker.address for name, tracker in trackers.items()},
             shut_down=shut_down,
             hosts=endpoint.names() if endpoint else LOOPBACK,
-            members=members if is_own else None,
+            members=members,
             pages=pages,
             notifier=notifier,
             provider=provider,
@@ -178,17 +184,10 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
                 (home / "service.json").unlink(missing_ok=True)
 
 
-def _ray_address(home: Path, cluster: ClusterSpec, endpoint: Endpoint | None) -> tuple[str, bool]:
-    """The address of the Ray that `orc up --ray` named, else of the service's own, which is started if necessary.
-
-    Also whether it is the service's own.
-    """
+def _named_ray(home: Path) -> str:
+    """The address of the Ray that `orc up --ray` named; empty where the service has its own."""
     kept = _if_there(home / "ray_address")
-    named = kept.read_text() if kept else ""
-    if named:
-        return named, False
-    here = nodes_here(cluster, joined_nodes(home), node_name())
-    return embedded_ray.start(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS), True
+    return kept.read_text() if kept else ""
 
 
 def _if_there(path: Path) -> Path | None:

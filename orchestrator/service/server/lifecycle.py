@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,7 +49,9 @@ def start(
         if notes is None:
             return None
         (home / "service.json").unlink(missing_ok=True)
-        _await_answer(home, _spawn(home))
+        process = _spawn(home)
+        _await_answer(home, process)
+        _await_nodes(home, process)
     return notes
 
 
@@ -233,6 +235,19 @@ def _await_answer(home: Path, process: subprocess.Popen[bytes]) -> None:
             process.terminate()
             raise ServiceError(f"the service did not answer within {UP_TIMEOUT_S:.0f} s:\n{_tail(home)}")
         time.sleep(POLL_S)
+
+
+def _await_nodes(home: Path, process: subprocess.Popen[bytes]) -> None:
+    """Wait until Ray has told its nodes, or cannot be reached: jobs are taken meanwhile."""
+    from orchestrator.backends.ray.link import SOUGHT
+
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    with closing(Client(home)) as client:
+        while process.poll() is None and time.monotonic() < deadline_s:
+            seen = client.cluster()
+            if seen["nodes"] or any(SOUGHT not in problem for problem in seen["problems"]):
+                return
+            time.sleep(POLL_S)
 
 
 def _tail(home: Path) -> str:

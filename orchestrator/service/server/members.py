@@ -72,7 +72,7 @@ class Members:
         self,
         home: Path,
         cluster: ClusterSpec,
-        ray_address: str,
+        ray_address: Callable[[], str],
         addresses: Callable[[], Mapping[str, str]],
         tell: Callable[[ClusterSpec], None],
     ) -> None:
@@ -83,12 +83,13 @@ class Members:
 
     def ray_address(self) -> str:
         """Where a machine joins. Raises ServiceError where none can."""
-        if self._ray_address.startswith(LOOPBACK_PREFIX):
+        address = self._ray_address()
+        if address.startswith(LOOPBACK_PREFIX):
             raise ServiceError(
                 "the service's Ray is on the loopback, where no other machine reaches it: `orc down`, then "
                 "`orc up --listen ADDRESS:PORT` with an address of its machine"
             )
-        return self._ray_address
+        return address
 
     def add(self, node: NodeSpec, address: str) -> None:
         """Take a machine in, or again. Raises ServiceError where its name is another's, or its devices changed."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,21 +33,21 @@ def watch(
 
     client, console = client_of(home), console_on(sys.stdout)
     if not sys.stdout.isatty():
-        console.print(_screen(client.cluster()["nodes"], client.jobs(ENDED_SHOWN), None), highlight=False)
+        console.print(_screen(client.cluster(), client.jobs(ENDED_SHOWN), None), highlight=False)
         return
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                nodes, jobs = client.cluster()["nodes"], client.jobs(ENDED_SHOWN)
-                rows = console.height - LINES_AROUND - min(len(nodes), NODES_SHOWN)
-                live.update(_screen(nodes, jobs, max(1, rows)), refresh=True)
+                seen, jobs = client.cluster(), client.jobs(ENDED_SHOWN)
+                rows = console.height - LINES_AROUND - min(len(seen["nodes"]), NODES_SHOWN)
+                live.update(_screen(seen, jobs, max(1, rows)), refresh=True)
                 time.sleep(every_s)
     except KeyboardInterrupt:
         return
 
 
-def _screen(nodes: Sequence[NodeView], jobs: Sequence[JobView], rows: int | None) -> RenderableType:
-    """Everything; `rows` is how many jobs there is room for."""
+def _screen(seen: Mapping[str, Any], jobs: Sequence[JobView], rows: int | None) -> RenderableType:
+    """Everything, of the cluster as `seen`; `rows` is how many jobs there is room for."""
     from rich.console import Group
     from rich.text import Text
 
@@ -57,7 +57,8 @@ def _screen(nodes: Sequence[NodeView], jobs: Sequence[JobView], rows: int | None
     ended = [job for job in jobs if job["status"] not in count]
     ordered = [*live, *reversed(ended)]
     shown = ordered if rows is None else ordered[:rows]
-    parts: list[RenderableType] = [Text(title, style="bold"), Text(), _nodes(nodes), Text()]
+    problems = [Text(problem, style="red") for problem in seen["problems"]]
+    parts: list[RenderableType] = [Text(title, style="bold"), *problems, Text(), _nodes(seen["nodes"]), Text()]
     parts.append(_jobs(shown) if shown else Text("The queue is empty."))
     if len(shown) < len(ordered):
         parts.append(Text(f"... {len(ordered) - len(shown)} more: `orc queue`", style="dim"))

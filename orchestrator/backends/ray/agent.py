@@ -1,0 +1,145 @@
+"""The process that talks to Ray for a service: Ray ends a process that has lost its head, or blocks it for minutes.
+
+python -m orchestrator.backends.ray.agent DESCRIPTOR HOME ADDRESS
+
+Says whether it is connected, then answers calls `(number, name, arguments)`, each in a thread of its own. It ends with
+the service.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.backends import nvml
+from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
+from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
+from orchestrator.backends.ray import connection
+from orchestrator.backends.ray.launchers import ActorGroup, RayLaunchers
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.errors import OrchestratorError
+from orchestrator.specs.run import AttemptFolder, JobFolder
+
+CALLS_AT_ONCE = 4096  # one for each running attempt, and some
+PROBE_TIMEOUT_S = 20.0
+
+
+class Calls:
+    """What a service asks of Ray. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._launchers = RayLaunchers()
+        self._groups: dict[str, ActorGroup] = {}  # by the attempt's name
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Every node that Ray has seen, as it describes them."""
+        try:
+            return list(ray.nodes())  # type: ignore[no-untyped-call]
+        except RayError as error:
+            raise ClusterAway(f"Ray does not answer: {error}") from error
+
+    def read_devices(self, node_id: str, name: str) -> nvml.NvmlReading:
+        """What NVML says on a node; an answer that does not come in 20 s is an error in the reading."""
+        task = ray.remote(num_cpus=0, max_retries=0)(nvml.devices)
+        reference = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote()
+        try:
+            return ray.get(reference, timeout=PROBE_TIMEOUT_S)
+        except RayError as error:
+            return nvml.NvmlReading(error=f"node {name} does not answer: {type(error).__name__}")
+
+    def find(self, attempt: Attempt) -> tuple[str, ...]:
+        """Nodes on which the attempt has launchers."""
+        self._groups[attempt.name] = group = self._launchers.find(attempt)
+        return group.nodes
+
+    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> tuple[str, ...] | str:
+        """Nodes on which the attempt has launchers now, or why there are none."""
+        placed = self._launchers.place(attempt, folders, live)
+        if isinstance(placed, str):
+            return placed
+        self._groups[attempt.name] = placed
+        return placed.nodes
+
+    def end(self, attempt: Attempt) -> None:
+        self._launchers.end(attempt)
+        self._groups.pop(attempt.name, None)
+
+    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+        self._launchers.end_orphans(folder, node, pids)
+
+    def is_idle(self, attempt: Attempt) -> bool:
+        return self._group(attempt).is_idle()
+
+    def free_port(self, attempt: Attempt, node: str) -> int:
+        return self._group(attempt).free_port(node)
+
+    def run_before(self, attempt: Attempt, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+        return self._group(attempt).run_before(node, argv, env, workdir)
+
+    def start(
+        self, attempt: Attempt, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+    ) -> list[LauncherStatus]:
+        return self._group(attempt).start(ranks, each, workdir)
+
+    def poll(self, attempt: Attempt, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
+        return self._group(attempt).poll(nodes, timeout_s)
+
+    def stop(self, attempt: Attempt, nodes: Iterable[str], grace_s: float) -> None:
+        self._group(attempt).stop(nodes, grace_s)
+
+    def abort(self, attempt: Attempt, nodes: Iterable[str], grace_s: float) -> None:
+        self._group(attempt).abort(nodes, grace_s)
+
+    def _group(self, attempt: Attempt) -> ActorGroup:
+        """The launchers as they were found; found now where another agent had found them."""
+        if attempt.name not in self._groups:
+            self.find(attempt)
+        return self._groups[attempt.name]
+
+
+def main() -> None:
+    """Answer calls until the service closes its end."""
+    asked = Connection(int(sys.argv[1]))
+    try:
+        connection.connect(sys.argv[3], Path(sys.argv[2]))
+    except OrchestratorError as error:
+        asked.send(str(error))
+        return
+    asked.send(None)
+    calls, answering = Calls(), threading.Lock()
+    with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+        while True:
+            try:
+                number, name, arguments = asked.recv()
+            except EOFError:
+                os._exit(0)  # what is asked of Ray is of no use any more
+            pool.submit(_answer, asked, answering, number, getattr(calls, name), arguments)
+
+
+def _answer(
+    asked: Connection, answering: threading.Lock, number: int, call: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Send (number, what the call returned, what it raised as text, whether the cluster is away)."""
+    value, problem, is_away = None, None, False
+    try:
+        value = call(*arguments)
+    except ClusterAway as error:
+        problem, is_away = str(error), True
+    except Exception as error:  # the border of a process: Ray's own exceptions are no values
+        problem = f"{type(error).__name__}: {error}"
+    with answering:
+        asked.send((number, value, problem, is_away))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""The service's end of the agent that talks to Ray: starts it, asks it, and starts it again while Ray is away."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from orchestrator.backends.attempts.launcher import BEFORE_TIMEOUT_S, LauncherStatus, RankStart, dies_with_parent
+from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
+from orchestrator.backends.nvml import NvmlReading
+from orchestrator.backends.ray.embedded import accepts
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.errors import OrchestratorError, ServiceError
+from orchestrator.specs.run import AttemptFolder, JobFolder
+
+ACCEPT_S = 5.0
+CONNECT_TIMEOUT_S = 60.0  # `ray.init` blocks where the local node has not joined; 2 s idle, 10 s on a busy machine
+NODES_TIMEOUT_S = 10.0  # a call of milliseconds: an agent that does not answer by then is ended
+CALL_TIMEOUT_S = 180.0  # more than every timeout inside a call
+RETRY_S = (0.5, 5.0)  # the first and the longest pause between two agents
+CLOSE_TIMEOUT_S = 5.0
+SOUGHT = "it is being looked for"  # before the first answer to that
+
+log = logging.getLogger(__name__)
+
+
+class CallFailed(OrchestratorError):
+    """Ray refused a call, or a launcher raised."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Agent:
+    process: subprocess.Popen[bytes]
+    asked: Connection
+
+
+class Link:
+    """Calls to Ray that end in time: each returns, or raises ClusterAway or CallFailed."""
+
+    def __init__(self, home: Path, locate: Callable[[], str]) -> None:
+        """`locate` gives Ray's address, and starts a Ray of the service's own; it may raise ServiceError."""
+        self._home, self._locate = home, locate
+        self._lock, self._sending = threading.Lock(), threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._agent: _Agent | None = None  # one that is connected
+        self._away_since_s, self._why = time.time(), SOUGHT
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def problem(self) -> str | None:
+        """Why Ray cannot be reached and since when; None where it can."""
+        with self._lock:
+            if self._agent is not None:
+                return None
+            since = datetime.fromtimestamp(self._away_since_s).astimezone()
+            return f"Ray cannot be reached since {since:%Y-%m-%d %H:%M:%S %Z}: {self._why}"
+
+    def call(self, name: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """What the agent's method of this name returns. Raises ClusterAway or CallFailed."""
+        answer: Future[Any] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            agent = self._agent
+            if agent is not None:
+                self._waiting[number] = answer
+        if agent is None:
+            raise ClusterAway(self.problem or "the agent of Ray has ended")
+        try:
+            with self._sending:
+                agent.asked.send((number, name, arguments))
+            return answer.result(timeout_s)
+        except TimeoutError:
+            raise ClusterAway(f"Ray does not answer {name!r} within {timeout_s:g} s") from None
+        except ClusterAway:
+            raise
+        except OSError as error:  # it has ended, or takes nothing: half a message may be sent
+            self._end(agent, f"its agent takes no calls: {error.strerror}")
+            raise ClusterAway(str(error)) from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Every node that Ray has seen. Raises ClusterAway, and ends an agent that does not answer."""
+        with self._lock:
+            agent = self._agent
+        try:
+            found: list[dict[str, Any]] = self.call("nodes", timeout_s=NODES_TIMEOUT_S)
+        except ClusterAway as error:
+            self._end(agent, str(error))
+            raise
+        return found
+
+    def close(self) -> None:
+        """End the agent."""
+        self._closing.set()
+        with self._lock:
+            agent = self._agent
+        self._end(agent, "the service is ending")
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        """Keep an agent. The kernel ends it with this thread, so that none outlives the service."""
+        pause_s = RETRY_S[0]
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            try:
+                address = self._locate()
+                if not accepts(address, ACCEPT_S):
+                    raise ServiceError(f"nothing answers at {address}")
+                self._keep(address)
+            except (OrchestratorError, OSError) as error:
+                self._note(str(error).partition("\n")[0])
+            pause_s = RETRY_S[0] if time.monotonic() - began_s > RETRY_S[1] else min(2 * pause_s, RETRY_S[1])
+            self._closing.wait(pause_s)
+
+    def _keep(self, address: str) -> None:
+        """Start an agent and hand its answers out until it ends. Raises ServiceError where it does not connect."""
+        ours, its = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", round(ACCEPT_S), 0))
+        words = [sys.executable, "-m", "orchestrator.backends.ray.agent", str(its.fileno()), str(self._home), address]
+        with Connection(ours.detach()) as asked:
+            with its:
+                process = subprocess.Popen(
+                    words, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, preexec_fn=dies_with_parent()
+                )
+            agent = _Agent(process, asked)
+            try:
+                if not self._is_connected(asked):
+                    raise ServiceError(f"Ray at {address} did not let us in within {CONNECT_TIMEOUT_S:g} s")
+                with self._lock:
+                    self._agent = agent
+                log.info("Ray is reached at %s", address)
+                while True:
+                    self._hand_out(*asked.recv())
+            except (EOFError, ConnectionResetError):
+                return
+            finally:
+                self._end(agent, "its agent has ended")
+                process.wait()
+
+    def _is_connected(self, asked: Connection) -> bool:
+        """Whether the agent is connected in time. Raises ServiceError with its reason where it cannot be."""
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while time.monotonic() < deadline_s and not self._closing.is_set():
+            if asked.poll(0.1):
+                problem = asked.recv()
+                if problem is not None:
+                    raise ServiceError(problem)
+                return True
+        return False
+
+    def _hand_out(self, number: int, value: Any, problem: str | None, is_away: bool) -> None:
+        with self._lock:
+            answer = self._waiting.pop(number, None)
+        if answer is None:  # nobody waits any more
+            return
+        if problem is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(ClusterAway(problem) if is_away else CallFailed(problem))
+
+    def _end(self, agent: _Agent | None, why: str) -> None:
+        """End an agent; where it was the one that is asked, tell everybody who waits for an answer."""
+        if agent is None:
+            return
+        agent.process.kill()
+        with self._lock:
+            if self._agent is not agent:
+                return
+            self._agent, self._away_since_s, self._why = None, time.time(), why
+            waiting, self._waiting = self._waiting, {}
+        log.warning("Ray cannot be reached: %s", why)
+        for answer in waiting.values():
+            answer.set_exception(ClusterAway(f"Ray cannot be reached: {why}"))
+
+    def _note(self, why: str) -> None:
+        """Note why no agent connects."""
+        with self._lock:
+            known, self._why = self._why, why
+        if why != known:
+            log.warning("Ray cannot be reached: %s", why)
+
+
+class LinkedGroup:
+    """The `LauncherGroup` of one attempt in Ray."""
+
+    def __init__(self, link: Link, attempt: Attempt, nodes: Sequence[str]) -> None:
+        self._link, self._attempt, self._nodes = link, attempt, tuple(nodes)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return self._nodes
+
+    def is_idle(self) -> bool:
+        """Whether a launcher has not been started; a launcher that is gone counts as started, and is lost soon."""
+        return bool(self._link.call("is_idle", self._attempt))
+
+    def free_port(self, node: str) -> int:
+        """A TCP port on which `node` does not listen."""
+        return int(self._link.call("free_port", self._attempt, node))
+
+    def run_before(self, node: str, argv: Sequence[str], env: dict[str, str], workdir: str) -> int:
+        """Run a command on `node` to its end; its exit code."""
+        limit_s = BEFORE_TIMEOUT_S + CALL_TIMEOUT_S
+        return int(self._link.call("run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s))
+
+    def start(
+        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+    ) -> list[LauncherStatus]:
+        """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
+        statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, each, workdir)
+        return statuses
+
+    def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
+        """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""
+        news: dict[str, LauncherStatus | None] = self._link.call("poll", self._attempt, list(nodes), timeout_s)
+        return news
+
+    def stop(self, nodes: Iterable[str], grace_s: float) -> None:
+        """SIGTERM to the ranks of these nodes, SIGKILL after `grace_s`; does not wait."""
+        self._link.call("stop", self._attempt, list(nodes), grace_s)
+
+    def abort(self, nodes: Iterable[str], grace_s: float) -> None:
+        """SIGKILL to the ranks of these nodes after `grace_s`; does not wait."""
+        self._link.call("abort", self._attempt, list(nodes), grace_s)
+
+
+class LinkedLaunchers:
+    """The `Launchers` of a Ray cluster."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def find(self, attempt: Attempt) -> LinkedGroup:
+        """The launchers of `attempt` that exist."""
+        return LinkedGroup(self._link, attempt, self._link.call("find", attempt))
+
+    def place(self, attempt: Attempt, folders: JobFolder, live: Mapping[str, LiveNode]) -> LinkedGroup | str:
+        """Launchers on every node of the placement, holding its devices; or why there are none (then none is left)."""
+        used = {part.node: live[part.node] for part in attempt.placement}
+        placed = self._link.call("place", attempt, folders, used)
+        return placed if isinstance(placed, str) else LinkedGroup(self._link, attempt, placed)
+
+    def end(self, attempt: Attempt) -> None:
+        """End the launchers of `attempt`, and its placement group; none is no error."""
+        self._link.call("end", attempt)
+
+    def end_orphans(self, folder: AttemptFolder, node: LiveNode, pids: Sequence[int]) -> None:
+        """SIGKILL what a launcher that is gone left on a node that lives, and remove the files it swapped to."""
+        self._link.call("end_orphans", folder, node, list(pids))
+
+
+def read_devices(link: Link, node: LiveNode) -> NvmlReading:
+    """What NVML says on `node`; no answer is an error in the reading."""
+    try:
+        reading: NvmlReading = link.call("read_devices", node.id, node.launch.name)
+    except (ClusterAway, CallFailed) as error:
+        return NvmlReading(error=f"node {node.launch.name} does not answer: {error}")
+    return reading
