@@ -16,7 +16,7 @@ from orchestrator.backends.ray.backend import RayBackend
 from orchestrator.specs.attempt import NodeDevices
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.job.spec import JobSpec
-from tests.backends.ray_jobs import DEVICE, Reader, launch_of
+from tests.backends.ray_jobs import DEVICE, Alone, Reader, launch_of
 
 SCRIPT = Path(__file__).with_name("first_step.py")
 RANKS = 2
@@ -30,7 +30,7 @@ def figures() -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder).resolve()
         try:
-            backend = RayBackend(home, cluster, partial(embedded_ray.start, home, cluster))
+            backend = RayBackend(home, cluster, partial(embedded_ray.start, home, cluster), Alone())
             try:
                 reader = Reader(backend)
                 reader.await_nodes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart
 from orchestrator.backends.attempts.leftovers import clean_up, mark_of
@@ -62,9 +63,9 @@ class LocalGroup:
         return self._launchers[node].run_before(argv, env, workdir)
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
-        return [self._launchers[node].start(ranks[node], workdir, each[node]) for node in ranks]
+        return [self._launchers[node].start(ranks[node], workdir, each[node], fence) for node in ranks]
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         asked = list(nodes)

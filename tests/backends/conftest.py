@@ -15,7 +15,7 @@ from orchestrator.backends.ray import connection
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.backend import RayBackend
 from tests.backends import postgres as postgresql
-from tests.backends.ray_jobs import CLUSTER, Reader
+from tests.backends.ray_jobs import CLUSTER, Alone, Reader
 
 NVML_SOURCE = Path(__file__).parent / "fake_nvml" / "nvml.c"
 
@@ -58,7 +58,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory, nvml_library: Path) -> It
 @pytest.fixture(scope="session")
 def reader(embedded: Embedded) -> Iterator[Reader]:
     connection.connect(embedded.address, embedded.home)  # as the backend's agent: tests look at what it did
-    backend = RayBackend(embedded.home, CLUSTER, lambda: embedded.address)
+    backend = RayBackend(embedded.home, CLUSTER, lambda: embedded.address, Alone())
     reader = Reader(backend)
     reader.await_nodes()
     yield reader

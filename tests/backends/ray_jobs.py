@@ -47,6 +47,15 @@ BOTH = (NodeDevices(node="n0", devices=(0, 1)), NodeDevices(node="n1", devices=(
 ONE = (NodeDevices(node="n0", devices=(0,)),)
 
 
+class Alone:
+    """The ownership of a journal that no other service wants."""
+
+    fence = None
+
+    def confirm(self, *, asks: bool = True) -> None:  # noqa: ARG002
+        return
+
+
 def script(*behaviours: str, **changes: object) -> JobSpec:
     """A job whose rank `r` does what `behaviours[r]` says; see rank_program.py. The guard is not in its way."""
     spec = {"name": "ranks", "command": (str(PROGRAM), *behaviours), "global_batch_size": 1, **changes}

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.backends.attempts.backend import ProcessBackend
 from orchestrator.specs.actions import Stop
 from orchestrator.specs.events import Finished, NodesSeen, Started
-from tests.backends.ray_jobs import BOTH, CLUSTER, Reader, alive, folder_of, launch_of, said, script, until
+from tests.backends.ray_jobs import BOTH, CLUSTER, Alone, Reader, alive, folder_of, launch_of, said, script, until
 from tests.local_cluster import LocalLaunchers, LocalNodes
 
 
@@ -23,7 +23,7 @@ def nodes() -> LocalNodes:
 
 @pytest.fixture
 def reader(tmp_path: Path, nodes: LocalNodes) -> Iterator[Reader]:
-    backend = ProcessBackend(tmp_path, CLUSTER, nodes, LocalLaunchers())
+    backend = ProcessBackend(tmp_path, CLUSTER, nodes, LocalLaunchers(), Alone())
     yield Reader(backend)
     backend.close()
 

@@ -274,9 +274,9 @@ SERVICE = """
 import sys, time
 from pathlib import Path
 from orchestrator.backends.ray.backend import RayBackend
-from tests.backends.ray_jobs import BOTH, CLUSTER, Reader, launch_of, script
+from tests.backends.ray_jobs import BOTH, CLUSTER, Alone, Reader, launch_of, script
 home, address, job_id, *behaviours = sys.argv[1:]
-reader = Reader(RayBackend(Path(home), CLUSTER, lambda: address))
+reader = Reader(RayBackend(Path(home), CLUSTER, lambda: address, Alone()))
 launch = launch_of(job_id, script(*behaviours, secrets=("TEST_SECRET",)), BOTH)
 reader.backend.launch(launch)
 reader.started(launch)

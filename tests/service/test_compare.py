@@ -138,7 +138,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "strategies.yaml").write_text(STRATEGIES)
     (tmp_path / "corpus.txt").write_text("the quick brown fox " * 2000)
     journal = Journal(f"sqlite:///{home / 'journal.sqlite'}")
-    backend = ProcessBackend(home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers())
+    backend = ProcessBackend(home, CLUSTER, LocalNodes(CLUSTER), LocalLaunchers(), journal)
     controller = Controller(journal, backend, time.time)
     service = Service(
         controller=controller,

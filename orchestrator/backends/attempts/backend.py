@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.nodes import NodeWatch
 from orchestrator.backends.attempts.ports import ClusterAway, Launchers, NodeSource
-from orchestrator.backends.attempts.watch import AttemptWatch, World
+from orchestrator.backends.attempts.watch import AttemptWatch, Ownership, World
 from orchestrator.specs.actions import Launch, Stop
 from orchestrator.specs.attempt import Attempt, attempt_name
 from orchestrator.specs.cluster import ClusterSpec, idle_nodes
@@ -39,6 +40,7 @@ class ProcessBackend:
         cluster: ClusterSpec,
         nodes: NodeSource,
         launchers: Launchers,
+        ownership: Ownership,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Nodes that cannot be asked now are told once they can."""
@@ -51,6 +53,8 @@ class ProcessBackend:
             clock=clock,
             emit=self._events.put,
             closing=threading.Event(),
+            ownership=ownership,
+            fence=_fence_of(home, ownership),
         )
         self._watches: dict[str, tuple[AttemptWatch, threading.Thread]] = {}
         self._declared, self._policy = idle_nodes(cluster), cluster.policy
@@ -131,3 +135,15 @@ class ProcessBackend:
         if (nodes, declared, policy) != self._told:
             self._told = (nodes, declared, policy)
             self._events.put(NodesSeen(nodes=nodes, declared=declared, policy=policy, at_s=self._world.clock()))
+
+
+def _fence_of(home: Path, ownership: Ownership) -> Fence | None:
+    """The fence of this service, left in the home: from now on no launcher starts what an earlier one asks for."""
+    if ownership.fence is None:
+        return None
+    fence = Fence(folder=str(home.resolve() / "fence"), number=ownership.fence)
+    try:
+        fence.leave()
+    except OSError:  # a full disk: an earlier service is kept off by its lease alone
+        log.exception("the fence of this service cannot be written")
+    return fence

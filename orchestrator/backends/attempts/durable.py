@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 PRIVATE = 0o600  # mode of a file that its owner alone may read
@@ -18,6 +20,36 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """The number of a journal's holder, and the folder in which every holder leaves its own before it acts.
+
+    A number is a file's name: unlike text in one file, a newer one cannot be replaced by an older one.
+    """
+
+    folder: str
+    number: int
+
+    def leave(self) -> None:
+        """Have the number on the disk, and remove older ones. Raises OSError."""
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(self.number)).touch()
+        for older in self._numbers():
+            if older < self.number:
+                (folder / str(older)).unlink(missing_ok=True)
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether a newer holder has left its number."""
+        return max(self._numbers(), default=0) > self.number
+
+    def _numbers(self) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            return [int(name) for name in os.listdir(self.folder) if name.isdecimal()]
+        return []
 
 
 def read_epoch(path: Path) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from orchestrator.backends.attempts.durable import read_epoch, write_durably
+from orchestrator.backends.attempts.durable import Fence, read_epoch, write_durably
 from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
@@ -98,13 +98,17 @@ class Launcher:
         """A free TCP port of this node."""
         return free_port()
 
-    def start(self, ranks: Sequence[RankStart], workdir: str, each: int = 1) -> LauncherStatus:
+    def start(
+        self, ranks: Sequence[RankStart], workdir: str, each: int = 1, fence: Fence | None = None
+    ) -> LauncherStatus:
         """Start (rank, argv, env) once; a second call changes nothing. Answers with the status.
+
+        A call of a holder of the journal whose `fence` is passed changes nothing either: it may be late by hours.
 
         A process may stand for `each` ranks, the first of which is `rank`: it starts them itself.
         """
         with self._changed:
-            if self._state == "idle":
+            if self._state == "idle" and not (fence is not None and fence.is_passed):
                 self._state, self._each = "starting", each
                 # PR_SET_PDEATHSIG is bound to the forking thread: this one lives as long as the ranks do.
                 threading.Thread(target=self._look_after, args=(list(ranks), workdir), daemon=True).start()

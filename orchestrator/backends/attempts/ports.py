@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.nvml import NvmlReading
@@ -61,9 +62,12 @@ class LauncherGroup(Protocol):
         """Run a command on `node` to its end; its exit code."""
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
-        """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
+        """Start the processes of each node at once, where they have not started; each stands for so many ranks.
+
+        Nothing starts where `fence` is passed.
+        """
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         """News of these launchers, None for one that is gone; waits at most `timeout_s` for the first."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.backends.attempts.durable import write_durably
+from orchestrator.backends.attempts.durable import Fence, write_durably
 from orchestrator.backends.attempts.launch_request import LaunchNode, LaunchRequest, launch_request
 from orchestrator.backends.attempts.ports import LauncherGroup
 from orchestrator.backends.attempts.script_output import newest_checkpoint, output_folder
@@ -29,7 +29,13 @@ class StartFailed(Exception):
 
 
 def start_ranks(
-    job: Job, attempt: Attempt, group: LauncherGroup, nodes: Mapping[str, LaunchNode], home: Path, python: str
+    job: Job,
+    attempt: Attempt,
+    group: LauncherGroup,
+    nodes: Mapping[str, LaunchNode],
+    home: Path,
+    python: str,
+    fence: Fence | None,
 ) -> None:
     """Start every rank; launchers that have started theirs change nothing.
 
@@ -54,7 +60,7 @@ def start_ranks(
         for node, processes in request.ranks
     }
     each = {part.node: len(part.devices) // len(ranks[part.node]) for part in attempt.placement}
-    for status in group.start(ranks, each, request.workdir):
+    for status in group.start(ranks, each, request.workdir, fence):
         if status["error"] and not status["pids"]:
             raise StartFailed(status["error"], no_program=status["no_program"])
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from orchestrator.backends.attempts.durable import read_epoch, write_durably
+from orchestrator.backends.attempts.durable import Fence, read_epoch, write_durably
 from orchestrator.backends.attempts.evidence import (
     Ending,
     collect,
@@ -36,6 +36,7 @@ from orchestrator.backends.attempts.start import StartFailed, start_ranks
 from orchestrator.backends.attempts.workdir import copy_upload, with_own_workdir
 from orchestrator.backends.redaction import without_secrets
 from orchestrator.specs.attempt import Attempt, AttemptStatus
+from orchestrator.specs.errors import ServiceError
 from orchestrator.specs.events import Event, Finished, PaceReported, Released, Started
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -61,6 +62,19 @@ class World:
     clock: Callable[[], float]
     emit: Callable[[Event], None]
     closing: threading.Event
+    ownership: Ownership
+    fence: Fence | None  # of this service; it has left its number
+
+
+class Ownership(Protocol):
+    """Of the journal by this service."""
+
+    @property
+    def fence(self) -> int | None:
+        """Its number among the holders of the journal; None where the kernel keeps a second one away."""
+
+    def confirm(self, *, asks: bool = True) -> None:
+        """Return while this service owns the journal and may act. Raises ServiceError."""
 
 
 class Closed(Exception):
@@ -144,6 +158,7 @@ class AttemptWatch:
             return Ending(launch_error=f"{type(error).__name__}: {error}")
 
     def _finish(self, ending: Ending) -> None:
+        self._insist(self._confirm)
         try:
             write_ending(self._folder, ending)
         except OSError:  # a full disk: only a restart right now would miss it
@@ -156,12 +171,23 @@ class AttemptWatch:
 
     def _remove(self) -> None:
         try:
-            self._insist(lambda: self._world.launchers.end(self._attempt))
+            self._insist(self._end_launchers)
         except Closed:
             raise
         except Exception:
             self._check_closing()
             log.exception("attempt %s", self._attempt.name, extra=self._about)
+
+    def _end_launchers(self) -> None:
+        self._confirm()
+        self._world.launchers.end(self._attempt)
+
+    def _confirm(self) -> None:
+        """Return while this service surely owns the journal. Raises ClusterAway: another one may act in its place."""
+        try:
+            self._world.ownership.confirm(asks=False)
+        except ServiceError as error:
+            raise ClusterAway(str(error)) from None
 
     def _insist(self, call: Callable[[], Answer]) -> Answer:
         """What a call of the cluster returns, made again while the cluster is away. Raises Closed."""
@@ -174,6 +200,7 @@ class AttemptWatch:
 
     def _take_up(self) -> LauncherGroup | Ending:
         """Launchers whose ranks run, placed and started where the attempt has not begun."""
+        self._confirm()
         began = any(self._folder.log(rank).exists() for rank in self._started)
         group = self._world.launchers.find(self._attempt)
         if not began and len(group.nodes) < len(self._attempt.placement):
@@ -186,7 +213,9 @@ class AttemptWatch:
             if group.is_idle():
                 live = self._world.nodes.live()
                 nodes = {part.node: live[part.node].launch for part in self._attempt.placement}
-                start_ranks(self._job, self._attempt, group, nodes, self._world.home, self._world.python)
+                self._confirm()  # placing may have taken minutes
+                world = self._world
+                start_ranks(self._job, self._attempt, group, nodes, world.home, world.python, world.fence)
             if self._attempt.status is AttemptStatus.LAUNCHING:
                 self._emit(Started(job_id=self._job.id, number=self._attempt.number, at_s=self._world.clock()))
         return group
@@ -239,6 +268,7 @@ class AttemptWatch:
 
     def _end_gang(self, known: Gang, ending: EndingGang) -> None:
         """Ask the launchers to end their ranks where it is time. Raises ClusterAway; then it is to be asked again."""
+        self._confirm()
         grace_s = 0.0 if ending.hung_for_s is not None else self._failure_grace_s(known)
         if grace_s is not None and not ending.aborted:
             # a launcher whose own rank failed has set an end to it, with more time for a rank that said why

@@ -71,6 +71,11 @@ class Database:
                     self._owned.renew(connection)
                 yield connection
 
+    @property
+    def fence(self) -> int | None:
+        """Number of this process among the holders by lease; None for a file."""
+        return self._owned.fence if isinstance(self._owned, Lease) else None
+
     def confirm(self, *, asks: bool = True) -> None:
         """Return while this process owns the journal and may act. Raises ServiceError once it does not.
 

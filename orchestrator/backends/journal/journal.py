@@ -180,6 +180,11 @@ class Journal:
                 return
             after = rows[-1].id
 
+    @property
+    def fence(self) -> int | None:
+        """Number of this process among the holders of a PostgreSQL journal; None for a file, which the kernel locks."""
+        return self.database.fence
+
     def confirm(self, *, asks: bool = True) -> None:
         """Return while this process owns the journal and may act; see `Database.confirm`."""
         self.database.confirm(asks=asks)

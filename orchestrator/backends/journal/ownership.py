@@ -64,6 +64,11 @@ class Lease:
         self._renewed_s = -LEASE_S  # by the monotonic clock
 
     @property
+    def fence(self) -> int | None:
+        """Number of this process among the holders; None before `take`."""
+        return self._fence
+
+    @property
     def is_sure(self) -> bool:
         """Whether no other process can hold the lease yet."""
         return time.monotonic() < self._renewed_s + SURE * LEASE_S

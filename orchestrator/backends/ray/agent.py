@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orchestrator.backends import nvml
+from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import LauncherStatus, RankStart
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.ray import connection
@@ -87,9 +88,14 @@ class Calls:
         return self._group(attempt).run_before(node, argv, env, workdir)
 
     def start(
-        self, attempt: Attempt, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+        self,
+        attempt: Attempt,
+        ranks: Mapping[str, Sequence[RankStart]],
+        each: Mapping[str, int],
+        workdir: str,
+        fence: Fence | None,
     ) -> list[LauncherStatus]:
-        return self._group(attempt).start(ranks, each, workdir)
+        return self._group(attempt).start(ranks, each, workdir, fence)
 
     def poll(self, attempt: Attempt, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:
         return self._group(attempt).poll(nodes, timeout_s)

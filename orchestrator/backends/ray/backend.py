@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.backends.attempts.backend import ProcessBackend
+from orchestrator.backends.attempts.watch import Ownership
 from orchestrator.backends.ray.link import Link, LinkedLaunchers
 from orchestrator.backends.ray.nodes import RayNodes
 from orchestrator.specs.cluster import ClusterSpec
@@ -16,11 +17,16 @@ class RayBackend(ProcessBackend):
     """Attempts on one Ray cluster, which may be away at any time."""
 
     def __init__(
-        self, home: Path, cluster: ClusterSpec, locate: Callable[[], str], clock: Callable[[], float] = time.time
+        self,
+        home: Path,
+        cluster: ClusterSpec,
+        locate: Callable[[], str],
+        ownership: Ownership,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`locate` gives Ray's address whenever it is looked for; it may raise ServiceError. Waits for nothing."""
         self._link = Link(home, locate)
-        super().__init__(home, cluster, RayNodes(cluster, self._link), LinkedLaunchers(self._link), clock)
+        super().__init__(home, cluster, RayNodes(cluster, self._link), LinkedLaunchers(self._link), ownership, clock)
 
     @property
     def problem(self) -> str | None:

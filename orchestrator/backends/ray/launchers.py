@@ -12,6 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import (
     BEFORE_TIMEOUT_S,
     Launcher,
@@ -61,10 +62,10 @@ class ActorGroup:
         return int(ray.get(answer, timeout=BEFORE_TIMEOUT_S + CALL_TIMEOUT_S))
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
-        answers = [self._actors[node].start.remote(list(ranks[node]), workdir, each[node]) for node in ranks]
+        answers = [self._actors[node].start.remote(list(ranks[node]), workdir, each[node], fence) for node in ranks]
         statuses: list[LauncherStatus] = ray.get(answers, timeout=CALL_TIMEOUT_S)
         return statuses
 

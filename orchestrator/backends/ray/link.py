@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from orchestrator.backends.attempts.durable import Fence
 from orchestrator.backends.attempts.launcher import BEFORE_TIMEOUT_S, LauncherStatus, RankStart, dies_with_parent
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
 from orchestrator.backends.nvml import NvmlReading
@@ -222,10 +223,10 @@ class LinkedGroup:
         return int(self._link.call("run_before", self._attempt, node, argv, env, workdir, timeout_s=limit_s))
 
     def start(
-        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str
+        self, ranks: Mapping[str, Sequence[RankStart]], each: Mapping[str, int], workdir: str, fence: Fence | None
     ) -> list[LauncherStatus]:
         """Start the processes of each node at once, where they have not started; each stands for so many ranks."""
-        statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, each, workdir)
+        statuses: list[LauncherStatus] = self._link.call("start", self._attempt, ranks, each, workdir, fence)
         return statuses
 
     def poll(self, nodes: Iterable[str], timeout_s: float) -> dict[str, LauncherStatus | None]:

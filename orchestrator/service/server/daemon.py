@@ -123,7 +123,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             own_ray = embedded_ray.OwnRay(home, here, endpoint.address if endpoint else LOOPBACK_ADDRESS)
             stack.callback(_end, own_ray.stop, must_end)
         locate = own_ray.address if own_ray is not None else lambda: named
-        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate)))
+        backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
         controller = Controller(journal, backend, time.time)
         controller.health.watch(lambda: backend.problem)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
