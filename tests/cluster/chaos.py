@@ -51,6 +51,7 @@ KINDS = {  # of a fault -> seconds that it may last; 0: it is over at once
     "kill Ray's head": 0.0,
     "kill MLflow": 0.0,
     "kill PostgreSQL": 0.0,
+    "promote PostgreSQL's standby": 0.0,
     "freeze the service": 15.0,
     "freeze the standby": 15.0,
     "freeze a launcher": 8.0,
@@ -115,6 +116,7 @@ class Night:
     cluster: Cluster
     answered: list[str] = field(default_factory=list)
     unanswered: int = 0  # submissions that no service took, however often asked
+    waits_s: list[float] = field(default_factory=list)  # until each of the others was answered
     met: Counter[str] = field(default_factory=Counter)  # faults that met something, by kind
 
     def inflict(self, fault: ChosenFault) -> None:
@@ -138,6 +140,8 @@ class Night:
             return host.heal
         if "link" in fault.kind:
             return _cut_link(made, fault, holder)
+        if verb == "promote":
+            return _promote(made, holder, with_service=fault.draw < 0.5)
         if verb == "full":
             host = made.hosts[fault.one_of(list(made.hosts))]
             return host.empty_disk if host.fill_disk() else None
@@ -160,10 +164,11 @@ class Night:
 
     def submit(self, seed: int) -> None:
         """Submit a job, asked again for as long as a failover may take; none counts that was not answered."""
-        spec = _spec(self.cluster, seed)
+        spec, began_s = _spec(self.cluster, seed), time.monotonic()
         for _ in range(ASKED_MAX):
             with contextlib.suppress(AssertionError):  # no service yet
                 self.answered.append(self.cluster.asked(lambda client: client.submit(spec), "an answer", 2.0))
+                self.waits_s.append(time.monotonic() - began_s)
                 return
             self.cluster.supervise()
         self.unanswered += 1
@@ -212,6 +217,15 @@ def _cut_link(made: Cluster, fault: ChosenFault, holder: str) -> Callable[[], No
             made.heal(node, to)
 
     return undo
+
+
+def _promote(made: Cluster, holder: str, *, with_service: bool) -> Callable[[], None]:
+    """Give PostgreSQL a synchronous standby, and lose the primary for good, half of the time with the service."""
+    made.attach_standby()
+    if with_service and (pid := _pid(made, f"service-{holder}")) is not None:
+        os.kill(pid, signal.SIGKILL)
+    made.promote()
+    return lambda: None
 
 
 def _thaw(made: Cluster, pid: int) -> None:
@@ -388,7 +402,8 @@ def _figures(night: Night, ended: Sequence[Job], events: Sequence[Event], distur
         *(informs(kind, night.met[kind], "times") for kind in KINDS),
         informs("time under faults", disturbed_s, "s"),
         informs("attempts", len(attempts), ""),
-        informs("submissions that no service answered", night.unanswered, ""),
+        informs("longest wait for the answer to a submission", max(night.waits_s, default=0.0), "s"),
+        at_most("submissions that no service answered", night.unanswered, "", 0),
         at_least("jobs that ended", len(ended), "", len(night.answered)),
         *(at_most(law, len(cases), "", 0) for law, cases in broken.items()),
     ]

@@ -126,7 +126,8 @@ class Cluster:
 
     hosts: dict[str, Host]
     home: Path
-    database: str  # address of the primary: one of its own, which can be cut alone
+    addresses: dict[str, str]  # of PostgreSQL by its host; the head has one for it alone, which can be cut alone
+    primary: str = "head"  # the host whose PostgreSQL can be written to
     parts: dict[str, Part] = field(default_factory=dict)
 
     @property
@@ -134,9 +135,14 @@ class Cluster:
         return self.home.parent
 
     @property
+    def database(self) -> str:
+        """Address of PostgreSQL's primary."""
+        return self.addresses[self.primary]
+
+    @property
     def dsn(self) -> str:
         """The journal's address: the primary's and the standby's, whichever can be written to."""
-        both = "&".join(f"host={one}:{DATABASE_PORT}" for one in (self.database, self.hosts["n2"].address))
+        both = "&".join(f"host={one}:{DATABASE_PORT}" for one in self.addresses.values())
         return f"postgresql+psycopg://orc:{postgres.PASSWORD}@/postgres?{both}&target_session_attrs=read-write"
 
     @property
@@ -214,6 +220,29 @@ class Cluster:
         answers = "SELECT 1 FROM pg_stat_replication WHERE state = 'streaming' AND reply_time > now() - interval '3 s'"
         until(lambda: self.sql(answers), "PostgreSQL's standby")
         self.set_synchronous("ANY 1 (*)")
+        until(lambda: self.sql("SHOW synchronous_standby_names") == [("ANY 1 (*)",)], "synchronous commits")
+        ((written,),) = self.sql("SELECT pg_current_wal_lsn()")
+        has_all = f"SELECT 1 FROM pg_stat_replication WHERE flush_lsn >= '{written}'"
+        until(lambda: self.sql(has_all), "all that was committed before")
+
+    def attach_standby(self) -> None:
+        """Copy the primary to the other host, and start that copy as a synchronous standby."""
+        other = "n2" if self.primary == "head" else "head"
+        host = self.hosts[other]
+        host.run("rm", "-rf", "/tmp/pg/data")
+        source = f"host={self.database} port={DATABASE_PORT} user=orc"
+        copied = ["pg_basebackup", "-d", source, "-D", "/tmp/pg/data", "-R", "-X", "stream", "--no-sync", "-c", "fast"]
+        host.run(*_as_postgres(*copied), env={"PGPASSWORD": postgres.PASSWORD})
+        _add(self, "standby-database", other, _server())
+        self.await_replication()
+
+    def promote(self) -> None:
+        """Kill PostgreSQL's primary for good, and let its standby take its place."""
+        self.parts.pop("database").kill()
+        self.primary = "n2" if self.primary == "head" else "head"
+        self.parts["database"] = self.parts.pop("standby-database")
+        self.sql("SELECT pg_promote()")
+        self.set_synchronous("")
 
     def set_synchronous(self, names: str) -> None:
         """Choose the standbys that a commit waits for; '' is none."""
@@ -269,7 +298,8 @@ def cluster(*, standby_database: bool = True) -> Iterator[Cluster]:
     with hosts(["head", *NODES]) as found:
         head = found["head"]
         database = f"{head.address.rpartition('.')[0]}.100"
-        made = Cluster(hosts=found, home=head.shared / "home", database=database)
+        addresses = {"head": database, "n2": found["n2"].address}
+        made = Cluster(hosts=found, home=head.shared / "home", addresses=addresses)
         prepare(made.home)
         token = secrets.token_hex(32)
         for host in found.values():
@@ -304,43 +334,36 @@ def _certificate(made: Cluster) -> None:
 
 def _databases(made: Cluster, *, with_standby: bool) -> None:
     """PostgreSQL's primary on the head, and a synchronous standby on n2; each in its host's /tmp."""
-    folder, user = postgres.programs(), pwd.getpwnam("postgres")
-    assert folder is not None
-    as_user = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
-    secret = f"{postgres.PASSWORD}\n"
-    for name in ("head", "n2"):
+    user = pwd.getpwnam("postgres")
+    for name in made.addresses:
         made.hosts[name].run("install", "-d", "-m", "700", "-o", str(user.pw_uid), "-g", str(user.pw_gid), "/tmp/pg")
-    head, other = made.hosts["head"], made.hosts["n2"]
-    initdb = (
-        "umask 077; cat > /tmp/pg/secret; "
-        f"{folder}/initdb -D /tmp/pg/data -U orc -A scram-sha-256 --pwfile=/tmp/pg/secret -E UTF8 --no-sync"
-    )
-    head.run(*as_user, "sh", "-c", initdb, stdin=secret)
+    head = made.hosts["head"]
+    initdb = "initdb -D /tmp/pg/data -U orc -A scram-sha-256 --pwfile=/tmp/pg/secret -E UTF8 --no-sync"
+    keep = ("sh", "-c", "umask 077; cat > /tmp/pg/secret")
+    head.run(*_as_postgres(*keep), stdin=f"{postgres.PASSWORD}\n")
+    head.run(*_as_postgres(*initdb.split()))
     allowed = "host all all all scram-sha-256\nhost replication all all scram-sha-256\n"
     head.run("sh", "-c", "cat >> /tmp/pg/data/pg_hba.conf", stdin=allowed)
-    server = (*as_user, f"{folder}/postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg")
-    where = ("-c", "listen_addresses=*", "-c", f"port={DATABASE_PORT}")
-    for name in ("wal_sender_timeout=5s", "wal_receiver_timeout=5s", "wal_receiver_status_interval=1s"):
-        where += ("-c", name)  # a link that was cut is seen before a lease ends
-    _add(made, "database", "head", [*server, *where])
+    _add(made, "database", "head", _server())
     until(lambda: _answers(made, made.database), "PostgreSQL")
     if with_standby:
-        primary = f"host={made.database} port={DATABASE_PORT} user=orc"
-        copied = [
-            *as_user,
-            f"{folder}/pg_basebackup",
-            "-d",
-            primary,
-            "-D",
-            "/tmp/pg/data",
-            "-R",
-            "-X",
-            "stream",
-            "--no-sync",
-        ]
-        other.run(*copied, env={"PGPASSWORD": postgres.PASSWORD})
-        _add(made, "standby-database", "n2", [*server, *where])
-        made.await_replication()
+        made.attach_standby()
+
+
+def _as_postgres(program: str, *words: str) -> list[str]:
+    """A program of PostgreSQL, or of the system, run by the user who may."""
+    folder, user = postgres.programs(), pwd.getpwnam("postgres")
+    assert folder is not None
+    path = str(folder / program) if (folder / program).exists() else program
+    return ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", path, *words]
+
+
+def _server() -> list[str]:
+    words = _as_postgres("postgres", "-D", "/tmp/pg/data", "-c", "unix_socket_directories=/tmp/pg")
+    settings = ["listen_addresses=*", f"port={DATABASE_PORT}"]
+    # a link that was cut is seen before a lease ends
+    settings += ["wal_sender_timeout=5s", "wal_receiver_timeout=5s", "wal_receiver_status_interval=1s"]
+    return [*words, *(word for setting in settings for word in ("-c", setting))]
 
 
 def _answers(made: Cluster, address: str) -> bool:
