@@ -63,6 +63,10 @@ class ServiceError(OrchestratorError):
     """The service cannot be reached or refuses; the message says what to do."""
 
 
+class StorageError(ServiceError):
+    """The disk under the journal takes no write now and may take one later; nothing of this change was kept."""
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was most likely meant to be, or None where nothing is near."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -200,6 +200,14 @@ def test_a_page_says_that_nothing_was_compared_yet(world: World) -> None:
     assert "Nothing was compared yet." in world.client.get(f"{PAGES}/compare").text
 
 
+def test_a_page_says_what_is_wrong_around_the_service_while_it_is(world: World) -> None:
+    said: list[str | None] = ["Ray cannot be reached since noon", None]
+    world.controller.health.watch(lambda: said[0])
+    assert said[0] in world.client.get(f"{PAGES}/queue").text
+    said.pop(0)
+    assert "Ray cannot be reached" not in world.client.get(f"{PAGES}/queue").text
+
+
 def test_a_viewer_sees_no_action_and_is_refused_it(site: Site) -> None:
     job_id = site.world.submit()
     tab = site.signed_in(site.token(Role.VIEWER, "eve"))

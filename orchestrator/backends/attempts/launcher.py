@@ -33,6 +33,7 @@ GRACE_AFTER_FAILURE_S = 1.0  # other ranks may know the cause: time for their ow
 GRACE_AFTER_ERROR_S = 15.0  # its exception is reported: it should end by itself, but may wait for its peers
 BEFORE_TIMEOUT_S = 900.0
 FENCE_EVERY_S = 0.5
+WRITE_AGAIN_S = 1.0
 PORTS = range(20000, 32000)  # below Linux's ephemeral ports (32768): no outgoing connection takes one meanwhile
 PR_SET_PDEATHSIG = 1
 CENSUS_EVERY_S = 0.5  # importing PyTorch takes a second and more
@@ -250,7 +251,12 @@ class Launcher:
 
     def _reap(self, rank: Rank) -> None:
         code, ended_ns = rank.process.wait(), time.time_ns()
-        write_durably(self._folder.exit_code(rank.number), str(code))
+        while True:  # on a full disk until there is room: an end that nobody can read has not been told
+            try:
+                write_durably(self._folder.exit_code(rank.number), str(code))
+                break
+            except OSError:
+                time.sleep(WRITE_AGAIN_S)
         with self._changed:
             if code != 0 and (self._first_ended is None or ended_ns < self._first_ended[1]):
                 self._first_ended = (rank.number, ended_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -42,6 +43,7 @@ from orchestrator.specs.job_record import Job
 from orchestrator.specs.run import AttemptFolder, JobFolder
 
 TICK_S = 0.25
+DISK_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the home folder: no fault of an attempt
 AWAY_S = 1.0  # between two tries to reach a cluster that is away
 END_TIMEOUT_S = 30.0  # a rank that SIGKILL does not end by then sits in the kernel: its launcher is given up
 PROBE_GRACE_S = 1.0  # nothing of a probe is worth saving
@@ -159,10 +161,7 @@ class AttemptWatch:
 
     def _finish(self, ending: Ending) -> None:
         self._insist(self._confirm)
-        try:
-            write_ending(self._folder, ending)
-        except OSError:  # a full disk: only a restart right now would miss it
-            log.exception("attempt %s", self._attempt.name, extra=self._about)
+        self._insist(lambda: write_ending(self._folder, ending))
         evidence = without_secrets(
             collect(self._job.spec, self._attempt, self._jobs, ending), self._job.spec, os.environ
         )
@@ -190,12 +189,16 @@ class AttemptWatch:
             raise ClusterAway(str(error)) from None
 
     def _insist(self, call: Callable[[], Answer]) -> Answer:
-        """What a call of the cluster returns, made again while the cluster is away. Raises Closed."""
+        """What a call returns, made again while the cluster is away or the disk takes no writes. Raises Closed."""
         while True:  # ends with the service at the latest
             self._check_closing()
             try:
                 return call()
             except ClusterAway:
+                self._world.closing.wait(AWAY_S)
+            except OSError as error:
+                if error.errno not in DISK_AWAY:
+                    raise
                 self._world.closing.wait(AWAY_S)
 
     def _take_up(self) -> LauncherGroup | Ending:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, DatabaseError
+from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
-from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.errors import ServiceError, SpecError, StorageError
 
 SCHEMA = "0006"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
@@ -164,6 +164,12 @@ class Database:
             with self.engine.begin() as connection:
                 yield connection
         except DatabaseError as error:
+            if isinstance(self._owned, FileLock) and isinstance(error, OperationalError):
+                said = str(error.orig).strip()
+                raise StorageError(
+                    f"journal {self.name} cannot be written: {said}. Nothing of this change was kept. Free the disk, "
+                    "or mount it for writing: the service tries again until it can."
+                ) from error
             raise ServiceError(
                 f"journal {self.name}: {str(error.orig).strip()}. Nothing of this change was kept. Look for a full "
                 "disk, a missing or a damaged file, a database that is away; the service goes on from the journal when "

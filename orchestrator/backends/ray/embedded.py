@@ -189,7 +189,8 @@ def stop(home: Path, state: dict[str, Any] | None = None, record: str = HEAD) ->
     _await_gone(ours, STOP_TIMEOUT_S)
     shutil.rmtree(state["temp_dir"], ignore_errors=True)
     if started(home, record) == state:
-        (home / record).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk: the record names processes that have ended
+            (home / record).unlink(missing_ok=True)
 
 
 def token_env(home: Path) -> dict[str, str]:

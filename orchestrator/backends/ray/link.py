@@ -126,8 +126,10 @@ class Link:
                 if not accepts(address, ACCEPT_S):
                     raise ServiceError(f"nothing answers at {address}")
                 self._keep(address)
-            except (OrchestratorError, OSError) as error:
-                self._note(str(error).partition("\n")[0])
+            except OrchestratorError as error:
+                self._note(str(error))
+            except Exception as error:  # the thread's edge: without it Ray would be away for ever
+                self._note(f"{type(error).__name__}: {error}")
             pause_s = RETRY_S[0] if time.monotonic() - began_s > RETRY_S[1] else min(2 * pause_s, RETRY_S[1])
             self._closing.wait(pause_s)
 
@@ -187,15 +189,17 @@ class Link:
                 return
             self._agent, self._away_since_s, self._why = None, time.time(), why
             waiting, self._waiting = self._waiting, {}
-        log.warning("Ray cannot be reached: %s", why)
+        if not self._closing.is_set():
+            log.warning("Ray cannot be reached: %s", why)
         for answer in waiting.values():
             answer.set_exception(ClusterAway(f"Ray cannot be reached: {why}"))
 
     def _note(self, why: str) -> None:
-        """Note why no agent connects."""
+        """Note why no agent connects: its first line for people, all of it in the log."""
+        first = why.partition("\n")[0]
         with self._lock:
-            known, self._why = self._why, why
-        if why != known:
+            known, self._why = self._why, first
+        if first != known and not self._closing.is_set():
             log.warning("Ray cannot be reached: %s", why)
 
 

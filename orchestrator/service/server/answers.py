@@ -201,6 +201,7 @@ REFUSALS: Responses = {
         413: "The body is too long.",
         422: "The input is wrong.",
         429: "Too many requests.",
+        503: "The journal cannot be written now.",
     }.items()
 }
 

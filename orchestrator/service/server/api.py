@@ -97,7 +97,7 @@ from orchestrator.service.views.records import (
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.attempt import AttemptStatus
-from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError, StorageError
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.paths import paths_of, with_paths
 from orchestrator.specs.job.spec import JobSpec, UserName
@@ -601,6 +601,8 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
         return refusal(404, str(error))
     if isinstance(error, _Forbidden):
         return refusal(403, str(error))
+    if isinstance(error, StorageError):
+        return refusal(503, str(error))
     return refusal(422 if isinstance(error, SpecError) else 409, str(error))
 
 

@@ -20,7 +20,7 @@ from orchestrator.service.server.logs import about
 from orchestrator.service.server.tally import Figures, Tally
 from orchestrator.specs.actions import Archive, Launch, Stop
 from orchestrator.specs.attempt import Attempt, AttemptStatus, Evidence
-from orchestrator.specs.errors import ServiceError, SpecError, closest
+from orchestrator.specs.errors import ServiceError, SpecError, StorageError, closest
 from orchestrator.specs.events import (
     CancelRequested,
     DrainRequested,
@@ -38,6 +38,7 @@ from orchestrator.specs.observation import Observation
 from orchestrator.specs.state import State
 
 POLL_S = 0.1  # longest delay until a submission or a cancellation is processed
+STORAGE_S = 1.0  # pause after the journal could not be written
 DEAF_S = 1.0  # pause after the backend failed to return events
 SNAPSHOT_EVENTS = 500  # fewest events between snapshots; with more live jobs, as many events as jobs
 GROUP = 64  # most events in one commit: submissions wait while they are decided
@@ -89,6 +90,9 @@ class Controller:
             ended += [(action.job, event.at_s) for action in actions if isinstance(action, Archive)]
         journal.archive(ended)  # journals written before the archive existed
         self.health = Health()
+        self.health.watch(lambda: self._storage_problem)
+        self._storage_problem: str | None = None
+        self._unkept: list[Event] = []  # told by the backend, and not in the journal yet
         self._journal = journal
         self._backend = backend
         self._clock = clock
@@ -240,26 +244,46 @@ class Controller:
             return self._version
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop` is set. Raises ServiceError if the journal fails: no action may be unrecorded."""
+        """Run until `stop` is set. Raises ServiceError if the journal is lost: no action may be unrecorded."""
         while not stop.is_set():
-            self.turn(POLL_S)
+            try:
+                self.turn(POLL_S)
+            except StorageError:  # a full disk: what runs goes on, and what it tells waits
+                stop.wait(STORAGE_S)
         with self._changed:
             self._save()  # a snapshot: another version may decide differently, and then has no events to fold
 
     def turn(self, wait_s: float) -> None:
         """One iteration: perform pending actions, wait up to `wait_s` for events, decide, perform."""
         self._journal.confirm()
+        if self._storage_problem is not None:
+            self._prove_storage()
         self._perform()
         wake_s = self.wake_at_s()
         if wake_s is not None:
             wait_s = min(wait_s, max(0.0, wake_s - self._clock()))
-        events = self._listen(wait_s)
-        for first in range(0, len(events), GROUP):
-            self._apply(events[first : first + GROUP])
+        self._unkept = self._unkept or list(self._listen(wait_s))
+        while self._unkept:
+            self._apply(self._unkept[:GROUP])
+            del self._unkept[:GROUP]
         wake_s, now_s = self.wake_at_s(), self._clock()
         if wake_s is not None and wake_s <= now_s:
             self._apply([TimerFired(at_s=now_s)])
         self._perform()
+
+    def _prove_storage(self) -> None:
+        """Write something. Raises StorageError while the journal cannot be written."""
+        with self._changed:
+            self._unsaved_events += 1
+            self._save()
+            if self._storage_problem is not None:
+                raise StorageError(self._storage_problem)
+
+    def _note_storage(self, problem: str | None) -> None:
+        """Note, and log once, whether the journal can be written."""
+        if (problem is None) != (self._storage_problem is None):
+            log.error("%s", problem) if problem is not None else log.info("the journal is written again")
+        self._storage_problem = problem
 
     def _listen(self, wait_s: float) -> Sequence[Event]:
         try:
@@ -329,7 +353,10 @@ class Controller:
                 if not decided:
                     return
                 self._journal.append(decided)
-            except BaseException:
+                self._note_storage(None)
+            except BaseException as error:
+                if isinstance(error, StorageError):
+                    self._note_storage(str(error))
                 self._scheduler = self._scheduler_of(self._state)  # nothing of this has happened
                 raise
             self._state = state = self._scheduler.state
@@ -346,9 +373,16 @@ class Controller:
                 self._save()
 
     def _save(self) -> None:
-        if self._unsaved_events:
+        """Write a snapshot; where it cannot be written, the events that are will do."""
+        if not self._unsaved_events:
+            return
+        try:
             self._journal.snapshot(self._state)
+        except StorageError as error:
+            self._note_storage(str(error))
+        else:
             self._unsaved_events = 0
+            self._note_storage(None)
 
     def _perform(self) -> None:
         while self._pending:
@@ -364,7 +398,11 @@ class Controller:
         try:
             self._backend.launch(action)
         except Exception as error:
-            self._not_launched(action.attempt, error)
+            try:
+                self._not_launched(action.attempt, error)
+            except StorageError:
+                self._pending.appendleft(action)  # a launch that is repeated takes up what there is
+                raise
 
     def _stop(self, action: Stop) -> None:
         try:

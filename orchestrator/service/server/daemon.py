@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from orchestrator.service.server.cluster_file import joined_nodes, kept_cluster,
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.detection import node_name
 from orchestrator.service.server.endpoint import LOOPBACK, Endpoint, kept_endpoint
+from orchestrator.service.server.home_watch import HomeWatch
 from orchestrator.service.server.lifecycle import journal_url, prepare, write_service_file
 from orchestrator.service.server.logs import VARIABLE, LogFormat, configure
 from orchestrator.service.server.members import Members
@@ -52,6 +53,7 @@ from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
 HOME_CHECK_S = 5.0
+HEALTH_S = 1.0
 STOP_TIMEOUT_S = 5.0
 STREAMS_S = 2  # that a page's stream of events, which has no end, may hold up the end of the service
 
@@ -126,6 +128,10 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         backend = stack.enter_context(closing(RayBackend(home, rates.result(), locate, journal)))
         controller = Controller(journal, backend, time.time)
         controller.health.watch(lambda: backend.problem)
+        disk = HomeWatch(home)
+        controller.health.watch(lambda: disk.problem)
+        threading.Thread(target=disk.run, args=(stop,), name="disk", daemon=True).start()
+        threading.Thread(target=_log_disk, args=(disk, stop), name="disk-log", daemon=True).start()
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = Notifier(cluster.notify, targets, journal.notices, controller, time.time) if targets else None
         relays: list[OutboxRelay[Any]] = [
@@ -181,7 +187,8 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             log.info("serving home=%s port=%d cluster=%s", home, port, cluster.name)
             controller.run(stop)
             if _is_ours(home, token):
-                (home / "service.json").unlink(missing_ok=True)
+                with suppress(OSError):  # a read-only disk: the note names a process that has ended
+                    (home / "service.json").unlink(missing_ok=True)
 
 
 def _named_ray(home: Path) -> str:
@@ -213,6 +220,18 @@ def _watch_home(home: Path, token: str, shut_down: Callable[[], None], stop: thr
         if not _is_ours(home, token):
             log.error("the home folder %s was removed or replaced: stopping everything started for it", home)
             shut_down()
+
+
+def _log_disk(disk: HomeWatch, stop: threading.Event) -> None:
+    """Log when the home folder takes no writes any more, and when it does again: its own thread may stand still."""
+    known: str | None = None
+    while not stop.wait(HEALTH_S):
+        now = disk.problem
+        if now is not None and known is None:
+            log.error("%s", now)
+        elif now is None and known is not None:
+            log.info("the home folder is written again")
+        known = now
 
 
 def _notify(controller: Controller, relays: Sequence[OutboxRelay[Any]], stop: threading.Event) -> None:

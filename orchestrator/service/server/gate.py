@@ -147,8 +147,8 @@ class Gate:
         log.info("request id=%s user=%s action=%s status=%d", request.state.id, principal.name, action, status)
         try:
             self.accounts.record(principal, request.state.id, action, status)
-        except ServiceError:  # the journal is away: what was asked was refused, too
-            log.exception("the audit log cannot be written")
+        except ServiceError as error:  # the journal is away: what was asked was refused, too
+            log.error("request id=%s has no row in the audit log: %s", request.state.id, error)
 
 
 class Gated:
