@@ -146,7 +146,12 @@ class _Pages:
         return self._api["GET", path](**given)
 
     def _job(self, job_id: str) -> JobView:
-        return view_of(self._home, job_of(self._controller, job_id), self._controller.state.policy)
+        return view_of(
+            self._home,
+            job_of(self._controller, job_id),
+            self._controller.state.policy,
+            self._controller.health.problems(),
+        )
 
     def _page(self, request: Request, template: str, **data: Any) -> Response:
         principal: Principal = request.state.principal
