@@ -9,6 +9,7 @@ from orchestrator.backends.attempts.launch_request import LaunchNode
 from orchestrator.backends.attempts.launcher import Launcher, LauncherStatus, RankStart
 from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.ports import LiveNode
+from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.nvml import NvmlReading
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.cluster import ClusterSpec
@@ -94,7 +95,11 @@ class LocalLaunchers:
         folder = folders.attempt(attempt.number)
         self._groups[attempt.name] = {
             part.node: Launcher(
-                str(folder.path), str(folders.epoch), attempt.number, mark_of(folder, live[part.node].launch.name)
+                str(folder.path),
+                str(folders.epoch),
+                attempt.number,
+                mark_of(folder, live[part.node].launch.name),
+                Watched(node=part.node, devices=part.devices, is_alone=len(attempt.placement) == 1),
             )
             for part in attempt.placement
         }

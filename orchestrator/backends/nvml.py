@@ -29,6 +29,8 @@ class NvmlDevice:
     total_bytes: int = 0
     free_bytes: int = 0
     used_bytes: int = 0
+    power_w: float | None = None  # now; None where the driver does not say
+    power_limit_w: float | None = None  # that is enforced
     busy_percent: int | None = None  # of the last second, in which kernels ran; None where the driver does not say
     processes: tuple[NvmlProcess, ...] = ()
     error: str | None = None
@@ -135,11 +137,18 @@ def _device(index: int) -> NvmlDevice:
             total_bytes=memory.total,
             free_bytes=memory.free,
             used_bytes=memory.used,
+            power_w=_watts(pynvml.nvmlDeviceGetPowerUsage, handle),
+            power_limit_w=_watts(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
             busy_percent=_busy_percent(handle),
             processes=_processes(handle),
         )
     except pynvml.NVMLError as error:
         return NvmlDevice(index=index, error=str(error))
+
+
+def _watts(ask: Callable[..., Any], handle: object) -> float | None:
+    milliwatts = _said(ask, handle)
+    return None if milliwatts is None else milliwatts / 1000
 
 
 def _busy_percent(handle: object) -> int | None:

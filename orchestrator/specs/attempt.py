@@ -144,6 +144,7 @@ class Heartbeat:
     allocator_room_bytes: int | None = None  # free, or held by PyTorch's allocator; the least so far; None without CUDA
     pid: int = 0
     backwards: int = 0  # backward passes completed in this attempt
+    live_bytes: int = 0  # allocated at `at_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ jobs/<job id>/attempts/<n>/rank<r>.caught.json      OomReport of the last one th
 jobs/<job id>/attempts/<n>/rank<r>.error.json       ErrorReport
 jobs/<job id>/attempts/<n>/unwatched                 a line for each process that used PyTorch unguarded, and why
 jobs/<job id>/attempts/<n>/metrics.jsonl            one line per optimizer step, from rank 0: {step, loss, ...}
+jobs/<job id>/attempts/<n>/system.<node>.jsonl      one line per sample of a node and its devices: {at_s, system/...}
 uploads/<sha256>/files/                   what a job of another machine brought: read, never written
 """
 
@@ -92,6 +93,13 @@ class AttemptFolder:
         self.before = self.path / "before.log"
         self.output = self.path / "output"
         self.unwatched = self.path / "unwatched"
+
+    def system(self, node: str) -> Path:
+        return self.path / f"system.{node}.jsonl"
+
+    def systems(self) -> list[Path]:
+        """The samples that nodes have written."""
+        return sorted(self.path.glob("system.*.jsonl"))
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank{rank}.log"

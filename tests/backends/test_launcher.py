@@ -20,6 +20,7 @@ from orchestrator.backends.attempts.launcher import (
     oom_kills,
 )
 from orchestrator.backends.attempts.leftovers import clean_up, kill_marked, mark_of
+from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray import connection
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.plan import Engine, Offload, OffloadTarget, Plan, ZeroStage
@@ -33,7 +34,8 @@ def folder(tmp_path: Path) -> AttemptFolder:
 
 
 def launcher_of(folder: AttemptFolder, number: int = 1) -> Launcher:
-    return Launcher(str(folder.path), str(folder.path.parents[1] / "epoch"), number, f"{folder.path}/n0")
+    watched = Watched(node="n0", devices=(0,))
+    return Launcher(str(folder.path), str(folder.path.parents[1] / "epoch"), number, f"{folder.path}/n0", watched)
 
 
 def ranks_of(*behaviours: str, **env: str) -> list[tuple[int, tuple[str, ...], dict[str, str]]]:

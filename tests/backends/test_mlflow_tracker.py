@@ -257,6 +257,24 @@ def test_a_job_becomes_a_run_with_one_comparable_child_per_attempt(
     _assert_nowhere(server.home / "mlflow", SECRET, VARIABLE, json.dumps(SECRET)[1:-1])
 
 
+def test_samples_of_the_nodes_are_curves_under_mlflows_names_and_sent_again_they_are_the_same(
+    server: MlflowServer, journal: Journal
+) -> None:
+    one = attempt("sampled", 1)
+    folder = JobFolder(server.home, "sampled").attempt(1)
+    folder.path.mkdir(parents=True)
+    for name, used in (("n0", 10.0), ("n1", 20.0)):
+        lines = [{"at_s": START_S + 10 * n, f"system/{name}/gpu_0_memory_usage_megabytes": used + n} for n in range(3)]
+        folder.system(name).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"at_s": 1, "sys')
+    for _ in range(2):  # a new process each time, which knows no offset
+        with tracking(journal, server) as tracker:
+            say(journal, new_job("sampled", dataclasses.replace(one, status=AttemptStatus.RUNNING)))
+            assert tracker.wait_delivered(60)
+    run_id = runs(server, "sampled")["1"].info.run_id  # type: ignore[attr-defined]
+    found = {name: curve(server, run_id, f"system/{name}/gpu_0_memory_usage_megabytes") for name in ("n0", "n1")}
+    assert found == {"n0": [(0, 10.0), (1, 11.0), (2, 12.0)], "n1": [(0, 20.0), (1, 21.0), (2, 22.0)]}
+
+
 def test_the_data_that_a_job_names_are_inputs_of_its_runs_and_lead_to_the_files(
     server: MlflowServer, journal: Journal, tmp_path: Path
 ) -> None:

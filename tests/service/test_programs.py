@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.backends.attempts.launcher import Launcher
+from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.service.server.intake import read_job
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -100,7 +101,7 @@ def test_a_full_process_table_is_no_missing_program(tmp_path: Path, monkeypatch:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("orchestrator.backends.attempts.launcher.subprocess.Popen", refused)
-    launcher = Launcher(str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark")
+    launcher = Launcher(str(tmp_path / "1"), str(tmp_path / "epoch"), 1, "mark", Watched(node="n", devices=(0,)))
     status = launcher.start([(0, ("/bin/true",), {})], "/")
     assert (status["state"], status["no_program"]) == ("ended", False)
     assert "temporarily" in status["error"]

@@ -1,6 +1,6 @@
 """Starts the ranks of one attempt on one node, reports each exit code, and leaves no process behind.
 
-Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library only.
+Runs as a Ray actor, one per (attempt, node), detached: it outlives the service. Standard library and pynvml only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from orchestrator.backends.attempts.interface import gloo_interface
 from orchestrator.backends.attempts.leftovers import clean_up
 from orchestrator.backends.attempts.process_census import MARK, Census
 from orchestrator.backends.attempts.program import EXEC_ERRORS, why_not_started
+from orchestrator.backends.attempts.system_metrics import Sampler, Watched
 from orchestrator.specs.run import AttemptFolder
 
 POLL_S = 0.05
@@ -79,7 +80,7 @@ class Rank:
 class Launcher:
     """The ranks of one attempt on one node."""
 
-    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, mark: str) -> None:
+    def __init__(self, attempt_folder: str, epoch_path: str, epoch: int, mark: str, watched: Watched) -> None:
         self._folder = AttemptFolder(attempt_folder)
         self._epoch_path, self._epoch, self._mark = Path(epoch_path), epoch, mark
         self._changed = threading.Condition()
@@ -93,6 +94,8 @@ class Launcher:
         self._first_ended: tuple[int, int] | None = None  # (rank, time in ns)
         self._kills_before = oom_kills()
         self._kill_at_s: float | None = None  # monotonic; when the ranks that still live are killed
+        self._ended = threading.Event()
+        self._sampler = Sampler(self._folder, watched)
         self._census = Census(mark, self._folder.guard, self._folder.unwatched)
 
     def free_port(self) -> int:
@@ -197,6 +200,8 @@ class Launcher:
         with self._changed:
             self._state = "running" if self._ranks else "ended"
             self._touch()
+        numbers = [rank for number in self._ranks for rank in range(number, number + self._each)]
+        threading.Thread(target=self._sampler.run, args=(numbers, self._ended), daemon=True).start()
         next_fence_s = next_census_s = 0.0
         while any(rank.exit_code is None for rank in self._ranks.values()):  # ends: the watchdog stops hung ranks
             with self._changed:
@@ -211,6 +216,7 @@ class Launcher:
             self._notice_failure()
             if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
                 self._signal(signal.SIGKILL)
+        self._ended.set()
         try:
             clean_up(self._mark, str(self._folder.path), [rank.process.pid for rank in self._ranks.values()])
         finally:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote
 
 from pydantic import TypeAdapter
@@ -156,11 +157,8 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
     """
     points = []
     for text_line in text.splitlines():
-        try:
-            line = json.loads(text_line)
-        except ValueError:
-            continue
-        if not isinstance(line, dict) or type(line.get("step")) is not int:
+        line = _object(text_line)
+        if type(line.get("step")) is not int:
             continue
         numbers = {name: value for name, value in line.items() if type(value) in (int, float) and name != "step"}
         step_s = numbers.get("step_s", 0.0)
@@ -171,6 +169,32 @@ def parse_curves(text: str, elapsed_ms: float) -> tuple[list[tuple[str, float, i
             if METRIC_NAME.fullmatch(name)
         ]
     return points, elapsed_ms
+
+
+def parse_samples(text: str, number: int) -> tuple[list[tuple[str, float, int, int]], int]:
+    """(name, value, milliseconds since 1970, number) of each figure in the lines of samples, and the next number."""
+    points = []
+    for text_line in text.splitlines():
+        line = _object(text_line)
+        if type(line.get("at_s")) not in (int, float):
+            continue
+        at_ms = _ms(line["at_s"])
+        points += [
+            (name, float(value), at_ms, number)
+            for name, value in line.items()
+            if name != "at_s" and type(value) in (int, float) and METRIC_NAME.fullmatch(name)
+        ]
+        number += 1
+    return points, number
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object that a line is; {} for others, such as the last line of a killed writer."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return {}
+    return line if isinstance(line, dict) else {}
 
 
 def _attempt_metrics(attempt: Attempt, seen: Observation | None) -> dict[str, float]:

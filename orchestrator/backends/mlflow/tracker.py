@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from orchestrator.backends.mlflow.content import (
     comparison_note,
     job_content,
     parse_curves,
+    parse_samples,
     run_key,
 )
 from orchestrator.backends.mlflow.frontier_png import figure
@@ -30,7 +31,7 @@ from orchestrator.scheduling.reports.comparison import comparison, curve_of, str
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.run import JobFolder
+from orchestrator.specs.run import AttemptFolder, JobFolder
 from orchestrator.specs.state import State
 
 if TYPE_CHECKING:
@@ -50,12 +51,21 @@ CHUNK_BYTES = 262_144  # of a curve file, read at a time
 
 @dataclass(slots=True, kw_only=True)
 class _Curves:
-    """How much of an attempt's curve file MLflow has."""
+    """How much of the files of an attempt's curves MLflow has."""
 
-    path: Path
+    folder: AttemptFolder
     start_ms: int
-    offset: int = 0
     elapsed_ms: float = 0.0
+    offsets: dict[Path, int] = field(default_factory=dict)
+    samples: dict[Path, int] = field(default_factory=dict)  # of each node
+
+    def points(self, path: Path, text: str) -> list[tuple[str, float, int, int]]:
+        """(name, value, milliseconds since 1970, step) of each number in the next lines of a file."""
+        if path != self.folder.metrics:
+            points, self.samples[path] = parse_samples(text, self.samples.get(path, 0))
+            return points
+        points, self.elapsed_ms = parse_curves(text, self.elapsed_ms)
+        return [(name, value, self.start_ms + ms, step) for name, value, ms, step in points]
 
 
 def _bound_requests() -> None:
@@ -138,8 +148,8 @@ class MlflowTracker(Tracker):
             key, number = tags.get("orc.run", ""), tags.get("orc.attempt", "0")
             if number.isdigit() and number != "0" and "orc.job_id" in tags:
                 contact.run_ids.setdefault(key, run.info.run_id)
-                path = JobFolder(self._home, tags["orc.job_id"]).attempt(int(number)).metrics
-                self._curves.setdefault(key, _Curves(path=path, start_ms=run.info.start_time))
+                folder = JobFolder(self._home, tags["orc.job_id"]).attempt(int(number))
+                self._curves.setdefault(key, _Curves(folder=folder, start_ms=run.info.start_time))
 
     def _send_job(self, contact: _Contact, job: Job) -> None:
         hide, state = hider(job.spec, os.environ), self._state()
@@ -158,8 +168,8 @@ class MlflowTracker(Tracker):
             ids.append(self._open(contact, job, attempt.number, content, tags))
             if key in contact.closed:
                 continue
-            path = JobFolder(self._home, job.id).attempt(attempt.number).metrics
-            self._curves.setdefault(key, _Curves(path=path, start_ms=content.start_ms))
+            folder = JobFolder(self._home, job.id).attempt(attempt.number)
+            self._curves.setdefault(key, _Curves(folder=folder, start_ms=content.start_ms))
             self._send_curves(contact, key)
             self._send_content(contact, key, content)
             if attempt.status is AttemptStatus.ENDED:
@@ -267,28 +277,33 @@ class MlflowTracker(Tracker):
         contact.closed.add(key)
 
     def _send_curves(self, contact: _Contact, key: str) -> None:
-        """Send the whole lines that the curve file has grown by."""
+        """Send the whole lines that the files of the attempt's curves have grown by."""
+        curves = self._curves[key]
+        for path in (curves.folder.metrics, *curves.folder.systems()):
+            while whole := _next_lines(path, curves.offsets.get(path, 0)):
+                kept = replace(curves, samples=dict(curves.samples))
+                points = kept.points(path, whole.decode(errors="replace"))
+                self._send_points(contact, contact.run_ids[key], points)
+                curves.elapsed_ms, curves.samples = kept.elapsed_ms, kept.samples
+                curves.offsets[path] = curves.offsets.get(path, 0) + len(whole)
+
+    def _send_points(self, contact: _Contact, run_id: str, points: Sequence[tuple[str, float, int, int]]) -> None:
         from mlflow.entities import Metric
 
-        curves = self._curves[key]
-        while True:
-            try:
-                with curves.path.open("rb") as file:
-                    file.seek(curves.offset)
-                    chunk = file.read(CHUNK_BYTES)
-            except OSError:  # not begun yet, or a script that keeps none
-                return
-            whole = chunk[: chunk.rfind(b"\n") + 1] or (chunk if len(chunk) == CHUNK_BYTES else b"")
-            if not whole:
-                return
-            points, elapsed_ms = parse_curves(whole.decode(errors="replace"), curves.elapsed_ms)
-            for first in range(0, len(points), POINTS):
-                metrics = [
-                    Metric(name, value, curves.start_ms + ms, step)
-                    for name, value, ms, step in points[first : first + POINTS]
-                ]
-                contact.client.log_batch(contact.run_ids[key], metrics=metrics)
-            curves.offset, curves.elapsed_ms = curves.offset + len(whole), elapsed_ms
+        for first in range(0, len(points), POINTS):
+            metrics = [Metric(name, value, at_ms, step) for name, value, at_ms, step in points[first : first + POINTS]]
+            contact.client.log_batch(run_id, metrics=metrics)
+
+
+def _next_lines(path: Path, offset: int) -> bytes:
+    """The next whole lines of a file, about CHUNK_BYTES; empty where it has none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            chunk = file.read(CHUNK_BYTES)
+    except OSError:  # not begun yet, or a script that keeps none
+        return b""
+    return chunk[: chunk.rfind(b"\n") + 1] or (chunk if len(chunk) == CHUNK_BYTES else b"")
 
 
 class HomeMlflow(MlflowTracker):

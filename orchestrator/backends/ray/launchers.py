@@ -21,6 +21,7 @@ from orchestrator.backends.attempts.launcher import (
 )
 from orchestrator.backends.attempts.leftovers import clean_up, mark_of
 from orchestrator.backends.attempts.ports import ClusterAway, LiveNode
+from orchestrator.backends.attempts.system_metrics import Watched
 from orchestrator.backends.ray.nodes import RayNode
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.run import AttemptFolder, JobFolder
@@ -144,7 +145,13 @@ class RayLaunchers:
                 resources={name: count for name, count in bundle.items() if name != "GPU"},
                 num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-            ).remote(str(folder.path), str(folders.epoch), attempt.number, mark_of(folder, part.node))
+            ).remote(
+                str(folder.path),
+                str(folders.epoch),
+                attempt.number,
+                mark_of(folder, part.node),
+                Watched(node=part.node, devices=part.devices, is_alone=len(bundles) == 1),
+            )
             for index, (part, bundle) in enumerate(zip(attempt.placement, bundles, strict=True))
         }
         try:

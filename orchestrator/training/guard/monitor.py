@@ -143,6 +143,7 @@ class Monitor:
             allocator_room_bytes=self.allocator_room_bytes(),
             pid=os.getpid(),
             backwards=self._backwards,
+            live_bytes=self.live_bytes(),
         )
         self._end_if_stale()
         path = self._folder.heartbeat(beat.rank)
@@ -157,6 +158,13 @@ class Monitor:
             return self.device.peak_bytes
         cuda = self._cuda()
         return 0 if cuda is None else int(cuda.max_memory_allocated())
+
+    def live_bytes(self) -> int:
+        """Bytes allocated now on this rank's device; 0 before first use."""
+        if self.device is not None:
+            return self.device.live_bytes
+        cuda = self._cuda()
+        return 0 if cuda is None else int(cuda.memory_allocated())
 
     def reserved_bytes(self) -> int:
         """Peak bytes reserved by PyTorch's CUDA allocator so far; 0 without CUDA."""

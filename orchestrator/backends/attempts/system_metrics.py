@@ -1,0 +1,119 @@
+"""What a node and the devices of an attempt use, sampled into a file under the names of MLflow's own monitor."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.backends.nvml import NvmlDevice, devices
+from orchestrator.specs.run import AttemptFolder
+
+FIRST_S = 1.0  # until the second sample; then twice as long each time, so that short attempts have some
+# Between samples later on: MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL is 10 by default (mlflow 3.17)
+EVERY_S = 10.0
+PREFIX = "system/"
+MEGABYTE = 1e6  # as MLflow counts (mlflow/system_metrics/metrics/gpu_monitor.py, 3.17)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Whose use is sampled: a node, and those of its devices that the attempt holds."""
+
+    node: str
+    devices: tuple[int, ...]  # as NVML counts them
+    is_alone: bool = True  # the attempt has one node; else MLflow's names have the node in them
+
+
+class Sampler:
+    """Appends samples to `system.<node>.jsonl` of an attempt."""
+
+    def __init__(self, folder: AttemptFolder, watched: Watched) -> None:
+        """Nothing is read before `run`."""
+        self._folder, self._watched = folder, watched
+        self._prefix = PREFIX if watched.is_alone else f"{PREFIX}{watched.node}/"
+        self._cpu = _cpu_ticks()
+
+    def run(self, ranks: Sequence[int], ended: threading.Event) -> None:
+        """Sample until the attempt has ended; `ranks` are those of the node, in the order of its devices."""
+        capacity_bytes, pause_s = self._virtual_capacity_bytes(), FIRST_S
+        while not ended.wait(pause_s):
+            with suppress(OSError):  # a full disk ends the ranks, not their records
+                self.take(ranks, capacity_bytes)
+            pause_s = min(2 * pause_s, EVERY_S)
+
+    def take(self, ranks: Sequence[int], capacity_bytes: int | None) -> None:
+        """Append one sample; `capacity_bytes` is that of a virtual device, None on real ones."""
+        numbers = {**self._of_node(), **dict(self._of_devices(ranks, capacity_bytes))}
+        line = {"at_s": time.time(), **{f"{self._prefix}{name}": round(value, 1) for name, value in numbers.items()}}
+        with self._folder.system(self._watched.node).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _of_node(self) -> dict[str, float]:
+        before, self._cpu = self._cpu, _cpu_ticks()
+        busy, total = (now - then for now, then in zip(self._cpu, before, strict=True))
+        total_bytes, available_bytes = _memory_bytes()
+        used_bytes = total_bytes - available_bytes
+        return {
+            "cpu_utilization_percentage": 100 * busy / max(1, total),
+            "system_memory_usage_megabytes": used_bytes / MEGABYTE,
+            "system_memory_usage_percentage": 100 * used_bytes / total_bytes,
+        }
+
+    def _of_devices(self, ranks: Sequence[int], capacity_bytes: int | None) -> Iterator[tuple[str, float]]:
+        if capacity_bytes is not None:
+            for index, rank in zip(self._watched.devices, ranks, strict=False):
+                live_bytes = _live_bytes(self._folder.heartbeat(rank))
+                if live_bytes is not None:
+                    yield f"gpu_{index}_memory_usage_megabytes", live_bytes / MEGABYTE
+                    yield f"gpu_{index}_memory_usage_percentage", 100 * live_bytes / capacity_bytes
+            return
+        for device in devices().devices:
+            if device.index in self._watched.devices and device.error is None and device.total_bytes:
+                yield from _of_device(device)
+
+    def _virtual_capacity_bytes(self) -> int | None:
+        try:
+            capacity_bytes = json.loads(self._folder.guard.read_text())["virtual_capacity_bytes"]
+        except (OSError, ValueError, KeyError):
+            return None
+        return None if capacity_bytes is None else int(capacity_bytes)
+
+
+def _of_device(device: NvmlDevice) -> Iterator[tuple[str, float]]:
+    name = f"gpu_{device.index}"
+    yield f"{name}_memory_usage_megabytes", device.used_bytes / MEGABYTE
+    yield f"{name}_memory_usage_percentage", 100 * device.used_bytes / device.total_bytes
+    if device.busy_percent is not None:
+        yield f"{name}_utilization_percentage", device.busy_percent
+    if device.power_w is not None:
+        yield f"{name}_power_usage_watts", device.power_w
+        if device.power_limit_w:
+            yield f"{name}_power_usage_percentage", 100 * device.power_w / device.power_limit_w
+
+
+def _live_bytes(heartbeat: Path) -> int | None:
+    try:
+        return int(json.loads(heartbeat.read_text())["live_bytes"])
+    except (OSError, ValueError, KeyError):  # not begun yet
+        return None
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """(busy, all) ticks of all processors since the boot: user, nice, system, idle, iowait, ... (man 5 proc)."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(all, available) bytes of the node's memory."""
+    found = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, said = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            found[name] = 1024 * int(said.split()[0])
+    return found["MemTotal"], found["MemAvailable"]
