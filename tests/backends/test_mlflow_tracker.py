@@ -39,6 +39,7 @@ from orchestrator.specs.attempt import (
 )
 from orchestrator.specs.errors import SpecError
 from orchestrator.specs.events import NodesSeen, TimerFired
+from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.spec import JobSpec, Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.plan import Engine, Plan, changes
@@ -500,6 +501,26 @@ def test_texts_hide_secrets_and_variables_and_keep_their_names() -> None:
     tags = job_content(leaky, hide, "").tags
     assert not [value for value in tags.values() if "hunter2" in value]
     assert "API_URL" in tags["job_spec"]
+
+
+def test_runs_say_whose_code_ran_by_the_tags_of_mlflows_own_context_providers() -> None:
+    from mlflow.utils import mlflow_tags
+
+    hide = hider(SPEC, {})
+    source = CodeSource(commit="a" * 40, branch="main", repo_url="https://example.org/project", dirty=True)
+    spec = SPEC.model_copy(update={"source": source, "user": "ada"})
+    tags = job_content(dataclasses.replace(new_job("sourced"), spec=spec), hide, "").tags
+    assert {name: tags[name] for name in tags if name.startswith(("mlflow.source", "mlflow.user"))} == {
+        mlflow_tags.MLFLOW_SOURCE_TYPE: "LOCAL",
+        mlflow_tags.MLFLOW_SOURCE_NAME: "train.py",
+        mlflow_tags.MLFLOW_USER: "ada",
+        mlflow_tags.MLFLOW_GIT_COMMIT: "a" * 40,
+        mlflow_tags.MLFLOW_GIT_DIRTY: "true",
+        mlflow_tags.MLFLOW_GIT_BRANCH: "main",
+        mlflow_tags.MLFLOW_GIT_REPO_URL: "https://example.org/project",
+    }
+    unknown = job_content(new_job("unknown"), hide, "").tags
+    assert not [name for name in unknown if "git" in name or name == "mlflow.user"]
 
 
 def test_the_compare_link_is_what_the_page_reads() -> None:

@@ -30,6 +30,7 @@ ARTIFACT_MAX = 65_536  # characters of a log tail or a traceback
 LOGS_MAX = 8  # failed ranks whose logs are kept
 NOTED_ATTEMPTS = 20
 OUTCOME_TAG = "orc.outcome"  # of an attempt's run: its Observation as JSON, for other homes to learn from
+OWN_PROGRAM = "orchestrator.training.main"  # of jobs without a script
 METRIC_NAME = re.compile(r"[\w./ -]{1,250}")
 
 
@@ -72,6 +73,7 @@ def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = No
         "reason": hide(job.reason),
         "job_spec": hide(json.dumps(spec)),
         "mlflow.note.content": hide(_note(job, compare)),
+        **source_tags(job, hide),
     }
     params = {
         "family": job.spec.family_name,
@@ -113,6 +115,7 @@ def attempt_content(
         "device": attempt.device,
         "family": job.spec.family_name,
         "peak_moment": attempt.estimate.moment,
+        **source_tags(job, hide),
     }
     if attempt.probe:
         tags["probe"] = "true"
@@ -141,6 +144,23 @@ def attempt_content(
         metrics=_attempt_metrics(attempt, seen),
         texts=_texts(attempt, hide) | ({"explanation.txt": hide("\n".join(said))} if said else {}),
     )
+
+
+def source_tags(job: Job, hide: Hide) -> dict[str, str]:
+    """Whose code runs, under the names of MLflow's own context providers (mlflow/tracking/context, 3.17)."""
+    command, source = job.spec.command, job.spec.source
+    script = OWN_PROGRAM if command is None else next((word for word in command if word.endswith(".py")), command[0])
+    tags = {"mlflow.source.type": "LOCAL", "mlflow.source.name": hide(script)}
+    if job.user:
+        tags["mlflow.user"] = job.user
+    if source is not None:
+        tags |= {
+            "mlflow.source.git.commit": source.commit,
+            "mlflow.source.git.dirty": str(source.dirty).lower(),
+            "mlflow.source.git.branch": hide(source.branch),
+            "mlflow.source.git.repoURL": hide(source.repo_url),
+        }
+    return {name: value for name, value in tags.items() if value}
 
 
 def compare_url(tracking_uri: str, run_ids: tuple[str, ...], experiment_id: str) -> str:

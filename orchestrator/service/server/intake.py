@@ -14,6 +14,7 @@ from orchestrator.backends.attempts.launcher import base_env
 from orchestrator.backends.attempts.program import why_not_started
 from orchestrator.backends.trackers import check_trackers
 from orchestrator.memory.profiles import is_known
+from orchestrator.service.server.git import code_source
 from orchestrator.service.server.logins import DEFAULT_HOME
 from orchestrator.service.server.profiling import traced
 from orchestrator.specs.clock import known_zone
@@ -46,7 +47,12 @@ nodes:
       link_bandwidth: 1GB/s
 """  # clusters/two-virtual-devices.yaml: an installed package lacks it
 # Fields of a job that intake and scheduling fill in; a file must not set them.
-LEARNED = {"traced": "what is traced", "measured": "what is measured", "relative_to": "what outcomes are relative to"}
+LEARNED = {
+    "traced": ("what is traced", "set `profile`"),
+    "measured": ("what is measured", "set `profile`"),
+    "relative_to": ("what outcomes are relative to", "set `profile`"),
+    "source": ("the commit of the code", "it is that of the git work tree that the code is in"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +81,16 @@ def read_job(
     in the file are those of another machine.
     """
     text, source, folder = _said(file)
-    return _read(parse_job(text, source, overrides), source, folder, home, to_run=to_run, elsewhere=elsewhere).spec
+    read = _read(parse_job(text, source, overrides), source, folder, home, to_run=to_run, elsewhere=elsewhere)
+    return _with_commits([read], folder)[0].spec if to_run else read.spec
 
 
 def read_jobs(file: JobSource, overrides: Sequence[Override] = (), home: Path | None = None) -> list[JobSpec]:
     """The jobs in a file: one, or those of its array. As `read_job` otherwise."""
     text, source, folder = _said(file)
     specs = parse_jobs(text, source, overrides)
-    return [_read(spec, source, folder, home, to_run=True, elsewhere=False).spec for spec in specs]
+    read = [_read(spec, source, folder, home, to_run=True, elsewhere=False) for spec in specs]
+    return [one.spec for one in _with_commits(read, folder)]
 
 
 def read_for_elsewhere(
@@ -94,7 +102,8 @@ def read_for_elsewhere(
     """
     text, source, folder = _said(file)
     specs = [parse_job(text, source, overrides)] if only_one else parse_jobs(text, source, overrides)
-    return [_read(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
+    read = [_read(spec, source, folder, home, to_run=True, elsewhere=True) for spec in specs]
+    return _with_commits(read, folder)
 
 
 def _said(file: JobSource) -> tuple[str, str, Path]:
@@ -115,9 +124,9 @@ def check_files(spec: JobSpec, source: str) -> None:
 
 
 def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run: bool, elsewhere: bool) -> ReadJob:
-    for name, what in LEARNED.items():
+    for name, (what, hint) in LEARNED.items():
         if getattr(spec, name):
-            raise SpecError(f"{what} is no setting", source=source, path=name, hint="set `profile`")
+            raise SpecError(f"{what} is no setting", source=source, path=name, hint=hint)
     resolved = _absolute(spec, folder)
     there = {key for key, _ in paths_of(resolved)} & {key for key, said in paths_of(spec) if said.startswith("/")}
     if not elsewhere:
@@ -133,6 +142,18 @@ def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run
         home = home or Path(os.environ.get("ORC_HOME", DEFAULT_HOME))
         resolved = resolved.model_copy(update={"traced": traced(resolved, home.expanduser(), source)})
     return ReadJob(spec=resolved, here=here)
+
+
+def _with_commits(jobs: Sequence[ReadJob], folder: Path) -> list[ReadJob]:
+    """The jobs with the commit of their working directories, of the job file's folder where they have none."""
+    there = {job.spec.workdir or str(folder) for job in jobs if job.spec.workdir is None or "workdir" in job.here}
+    found = {path: code_source(Path(path)) for path in there}
+    return [
+        dataclasses.replace(
+            job, spec=job.spec.model_copy(update={"source": found.get(job.spec.workdir or str(folder))})
+        )
+        for job in jobs
+    ]
 
 
 def read_cluster(path: Path | None) -> ClusterSpec:

@@ -18,6 +18,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs import units
 from orchestrator.specs.clock import Deadline, Window, parse_deadline, parse_window
+from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import Framework, completed
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
@@ -421,6 +422,7 @@ class JobSpec(SpecModel):
     )
     measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
     relative_to: SkipJsonSchema[OwnSettings | None] = None  # of its family, those that outcomes are told by: as above
+    source: SkipJsonSchema[CodeSource | None] = None  # of its code: added at intake
     plan: Pins = Field(
         default=(),
         description="Settings that every plan of the job has; what is left out is planned.",

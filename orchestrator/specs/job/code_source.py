@@ -1,0 +1,18 @@
+"""Which state of which repository a job's code was in when it was submitted."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from orchestrator.specs.spec_model import SpecModel
+
+WORDS_MAX = 1000
+
+
+class CodeSource(SpecModel):
+    """A git work tree at the time of a submission."""
+
+    commit: str = Field(pattern=r"^[0-9a-f]{40,64}$")
+    branch: str = Field(default="", max_length=WORDS_MAX)  # "" where none is checked out
+    repo_url: str = Field(default="", max_length=WORDS_MAX)  # of its first remote, without a password
+    dirty: bool = False  # tracked files differed from the commit
