@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -27,6 +27,14 @@ class Totals:
     undelivered: Mapping[str, int]  # records that each tracker has yet to get
     notices: Mapping[str, int]  # that each target of notifications has yet to get
     oldest_notices_s: Mapping[str, float]  # when the oldest of them was made, for each target that lacks one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a tracker may ask of the service; any thread may ask."""
+
+    state: Callable[[], State]  # the newest
+    job: Callable[[str], Job | None]  # live or ended, by id
 
 
 class Backend(Protocol):

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.mlflow.tracker import tracker_of
-from orchestrator.backends.ports import Tracker
+from orchestrator.backends.ports import Known, Tracker
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.state import State
 
-# Each is made for a home and for what gives its controller's newest state.
-TRACKERS: Mapping[str, Callable[[Path, Callable[[], State]], Tracker]] = {
+# Each is made for a home.
+TRACKERS: Mapping[str, Callable[[Path, Known], Tracker]] = {
     "mlflow": tracker_of,
     "jsonl": JsonLinesTracker,
 }

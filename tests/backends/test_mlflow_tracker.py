@@ -24,6 +24,7 @@ from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import MlflowServer
 from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker, comparison_url
 from orchestrator.backends.outbox_relay import OutboxRelay
+from orchestrator.backends.ports import Known
 from orchestrator.backends.redaction import hider
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import (
@@ -160,8 +161,13 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def tracking(journal: Journal, server: MlflowServer, state: Callable[[], State] = State) -> Iterator[OutboxRelay]:
-    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, state), journal.outbox)
+def tracking(
+    journal: Journal,
+    server: MlflowServer,
+    state: Callable[[], State] = State,
+    job: Callable[[str], Job | None] = lambda _: None,
+) -> Iterator[OutboxRelay]:
+    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, Known(state=state, job=job)), journal.outbox)
     relay.start()
     try:
         yield relay
@@ -450,7 +456,9 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":
             listener.listen()
-        nobody = MlflowTracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, State)
+        nobody = MlflowTracker(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, Known(state=State, job=lambda _: None)
+        )
         tracker = OutboxRelay("mlflow", nobody, journal.outbox)
         began_s = time.monotonic()
         tracker.start()
@@ -538,11 +546,14 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         member = Member(number=number, of=3, max_concurrent=1, compared=True)
         spec = SPEC.model_copy(update={"name": "three", "member": member})
         found = new_job(f"three-{number + 1}", *attempts)
-        return dataclasses.replace(found, spec=spec, array="three-1", order=number + 1, **changes)
+        newest[found.id] = dataclasses.replace(found, spec=spec, array="three-1", order=number + 1, **changes)
+        return newest[found.id]
+
+    newest: dict[str, Job] = {}
 
     one, two = attempt("three-1", 1), attempt("three-2", 1, SMALL)
     write_curves(server.home, one, 1, 3)
-    with tracking(journal, server) as tracker:
+    with tracking(journal, server, job=newest.get) as tracker:
         say(journal, strategy(0, dataclasses.replace(one, status=AttemptStatus.RUNNING)))
         say(journal, strategy(0, ended(one), status=JobStatus.SUCCEEDED))
         say(journal, strategy(1, ended(two, FailureKind.DEVICE_OOM), status=JobStatus.FAILED, reason=SECRET))
@@ -555,6 +566,7 @@ def test_the_strategies_of_a_comparison_are_children_of_one_run_that_ends_with_t
         assert client.get_run(parent_id).info.status == "RUNNING"
         key = found[0].data.tags["orc.comparison"]
         assert comparison_url(server.uri, key, 3) is None, "a strategy is missing"
+    with tracking(journal, server, job=newest.get) as tracker:  # a new service, which was told of none of them
         say(journal, strategy(2, status=JobStatus.REFUSED, reason=f"no plan fits {SECRET}"))
         assert tracker.wait_delivered(60)
     found = client.search_runs([experiment.experiment_id], f"tags.`orc.comparison` = '{key}'")

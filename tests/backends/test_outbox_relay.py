@@ -15,12 +15,14 @@ from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
 from orchestrator.backends.jsonl.tracker import JsonLinesTracker
 from orchestrator.backends.outbox_relay import REFUSALS_MAX, OutboxRelay
-from orchestrator.backends.ports import OutboxRow, Tracker
+from orchestrator.backends.ports import Known, OutboxRow, Tracker
 from orchestrator.specs.actions import Record
 from orchestrator.specs.events import TimerFired
 from orchestrator.specs.job.spec import JobSpec
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.state import State
+
+NOTHING = Known(state=State, job=lambda _: None)
 
 SPEC = JobSpec(name="lm", global_batch_size=8, command="python train.py")
 
@@ -103,7 +105,7 @@ def test_what_was_sent_before_a_failure_is_not_sent_again(journal: Journal) -> N
 def test_a_tracker_that_is_away_holds_up_no_other_and_its_rows_wait(journal: Journal, tmp_path: Path) -> None:
     say(journal, "bad", "good")
     away = Flaky(*(OSError("away") for _ in range(100_000)))
-    with relaying(journal, "flaky", away), relaying(journal, "jsonl", JsonLinesTracker(tmp_path, State)) as lines:
+    with relaying(journal, "flaky", away), relaying(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as lines:
         assert away.failed.wait(30)
         assert lines.wait_delivered(30)
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
@@ -114,7 +116,7 @@ def test_a_record_is_one_line_with_an_id_and_shows_no_secret(tmp_path: Path, mon
     monkeypatch.setenv("TOKEN", "true")  # a word of JSON, too
     spec = SPEC.model_copy(update={"secrets": ("TOKEN",), "env": (("URL", "very-private"),)})
     job = Job(id="a", spec=spec, order=0, submitted_at_s=0, reason="true: very-private")
-    tracker = JsonLinesTracker(tmp_path, State)
+    tracker = JsonLinesTracker(tmp_path, NOTHING)
     tracker.send([(7, Record(job=job)), (9, Record(job=job))])
     text = (tmp_path / "records.jsonl").read_text()
     first, second = (json.loads(line) for line in text.splitlines())
@@ -128,7 +130,7 @@ def test_a_record_is_one_line_with_an_id_and_shows_no_secret(tmp_path: Path, mon
 @pytest.mark.parametrize("torn", ['{"id": "half', "x" * 200_000, ""])
 def test_a_torn_last_line_is_dropped_before_the_next_record(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "records.jsonl"
-    tracker = JsonLinesTracker(tmp_path, State)
+    tracker = JsonLinesTracker(tmp_path, NOTHING)
     row = (1, Record(job=Job(id="a", spec=SPEC, order=0, submitted_at_s=0)))
     tracker.send([row])
     whole = path.read_text()
@@ -152,6 +154,6 @@ def test_records_are_on_the_disk_before_the_cursor_moves(
         waiting_at_sync.append(len(journal.outbox.pending("jsonl", 9)))
 
     monkeypatch.setattr(os, "fsync", synced)
-    with relaying(journal, "jsonl", JsonLinesTracker(tmp_path, State)) as relay:
+    with relaying(journal, "jsonl", JsonLinesTracker(tmp_path, NOTHING)) as relay:
         assert relay.wait_delivered(30)
     assert waiting_at_sync == [1, 1]  # the file, its folder

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
-from orchestrator.backends.ports import OutboxRow, Tracker
+from orchestrator.backends.ports import Known, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.job_record import Job
-from orchestrator.specs.state import State
 
 TAIL_BYTES = 65_536  # read at a time, from the end, in search of the last whole line
 
@@ -26,7 +25,7 @@ TAIL_BYTES = 65_536  # read at a time, from the end, in search of the last whole
 class JsonLinesTracker(Tracker):
     """Appends one line for each record. A record that comes again is a second line with the same `id`."""
 
-    def __init__(self, home: Path, state: Callable[[], State]) -> None:  # noqa: ARG002  every tracker is given both
+    def __init__(self, home: Path, known: Known) -> None:  # noqa: ARG002  every tracker is given both
         self._path = home / "records.jsonl"
         self.address = str(self._path)
         self._job, self._attempt = TypeAdapter(Job), TypeAdapter(Attempt | None)

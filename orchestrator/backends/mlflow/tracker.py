@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,15 +24,15 @@ from orchestrator.backends.mlflow.content import (
     run_key,
 )
 from orchestrator.backends.mlflow.frontier_png import figure
+from orchestrator.backends.mlflow.models import Outputs
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.ports import OutboxRow, Tracker
+from orchestrator.backends.ports import Known, OutboxRow, Tracker
 from orchestrator.backends.redaction import Hide, hider
-from orchestrator.scheduling.reports.comparison import comparison, curve_of, strategy_of
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of, strategy_of
 from orchestrator.scheduling.reports.explain import explain_attempt, observation_of, picture_of
 from orchestrator.specs.attempt import AttemptStatus
-from orchestrator.specs.job_record import Job
+from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.run import AttemptFolder, JobFolder
-from orchestrator.specs.state import State
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -93,13 +93,13 @@ class _Contact:
 class MlflowTracker(Tracker):
     """Jobs and attempts as MLflow runs; sending a row or a curve again changes nothing."""
 
-    def __init__(self, tracking_uri: str, home: Path, state: Callable[[], State]) -> None:
-        """Nothing is sent yet. `state` gives the newest one: explanations and pictures of ended jobs come from it."""
+    def __init__(self, tracking_uri: str, home: Path, known: Known) -> None:
+        """Nothing is sent yet. Explanations and pictures of ended jobs come from what is known."""
         self.address = tracking_uri
-        self._home, self._state = home, state
+        self._home, self._known = home, known
         self._contact: _Contact | None = None
         self._curves: dict[str, _Curves] = {}
-        self._compared: dict[str, dict[int, Job]] = {}  # of each comparison that goes on, its jobs by number
+        self._outputs = Outputs(tracking_uri, home)
         _bound_requests()
 
     def send(self, rows: Sequence[OutboxRow]) -> None:
@@ -113,6 +113,7 @@ class MlflowTracker(Tracker):
             for key in self._curves:
                 if key in contact.run_ids:  # else somebody deleted the run
                     self._send_curves(contact, key)
+            self._outputs.go_on(contact.client)
 
     def shut_down(self) -> None:
         """Nothing: the server is not ours."""
@@ -141,7 +142,8 @@ class MlflowTracker(Tracker):
             raise
 
     def _take_up(self, contact: _Contact) -> None:
-        """Continue the curves of attempts that ran before this process began."""
+        """Continue the curves and copies of what ran before this process began."""
+        self._outputs.take_up(contact.client, contact.experiment_id)
         running = contact.client.search_runs([contact.experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
         for run in running:
             tags = run.data.tags
@@ -152,7 +154,7 @@ class MlflowTracker(Tracker):
                 self._curves.setdefault(key, _Curves(folder=folder, start_ms=run.info.start_time))
 
     def _send_job(self, contact: _Contact, job: Job) -> None:
-        hide, state = hider(job.spec, os.environ), self._state()
+        hide, state = hider(job.spec, os.environ), self._known.state()
         own = job_content(job, hide, "")
         compared = self._comparison_tags(contact, job)
         is_recorded = not compared or (job.status.ended and not job.attempts)  # else its attempts stand for it
@@ -182,6 +184,8 @@ class MlflowTracker(Tracker):
         self._send_content(contact, run_key(job, 0), job_content(job, hide, compare, picture))
         if compared:
             self._send_comparison(contact, job, compared, hide)
+        elif job.status is JobStatus.SUCCEEDED:
+            self._outputs.ask(contact.client, contact.client.get_run(parent), job.id)
 
     def _comparison_tags(self, contact: _Contact, job: Job) -> dict[str, str]:
         """Tags of the runs of a strategy of `orc compare`, whose parent is one run of all; empty for other jobs."""
@@ -202,31 +206,25 @@ class MlflowTracker(Tracker):
         return {"mlflow.parentRunId": contact.run_ids[key], COMPARISON_TAG: comparison_key(job)}
 
     def _send_comparison(self, contact: _Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
-        """End the run of a comparison whose jobs have all ended, with its table, picture and verdict.
-
-        What this process was not told of all of them has no table: it began after some had ended.
-        """
+        """End the run of a comparison whose jobs have all ended, with its table, picture and verdict."""
         assert job.spec.member is not None, job.id
         key, run_id, of = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
-        known = self._compared.setdefault(key, {})
-        known[job.spec.member.number] = job
-        if not job.status.ended:
+        found_jobs = [job if job_id == job.id else self._known.job(job_id) for job_id in compared_ids(job)]
+        jobs = [one for one in found_jobs if one is not None]
+        if len(jobs) < of or not all(one.status.ended for one in jobs):
             return
         runs = compared_runs(contact.client, contact.experiment_id, key)
         if len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None}) < of:
             return
-        if len(known) == of:
-            jobs = [known[number] for number in range(of)]
-            curves = {one.id: curve_of(metric_lines(self._home, one)) for one in jobs}
-            found = comparison(self._state(), jobs, curves)
-            link = compare_url(self.address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
-            contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(found, link)))
-            rows = json.dumps([asdict(row) for row in found.rows], indent=2)
-            contact.client.log_text(run_id, hide(rows), "comparison.json")
-            if found.picture is not None:
-                picture = figure(f"Strategies of {found.name}", found.picture, "")
-                contact.client.log_figure(run_id, picture, "comparison.png")
-            del self._compared[key]
+        curves = {one.id: curve_of(metric_lines(self._home, one)) for one in jobs}
+        found = comparison(self._known.state(), jobs, curves)
+        link = compare_url(self.address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+        contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(found, link)))
+        rows = json.dumps([asdict(row) for row in found.rows], indent=2)
+        contact.client.log_text(run_id, hide(rows), "comparison.json")
+        if found.picture is not None:
+            picture = figure(f"Strategies of {found.name}", found.picture, "")
+            contact.client.log_figure(run_id, picture, "comparison.png")
         contact.client.set_terminated(run_id, "FINISHED")
 
     def _open(self, contact: _Contact, job: Job, number: int, content: RunContent, tags: Mapping[str, str]) -> str:
@@ -309,11 +307,11 @@ def _next_lines(path: Path, offset: int) -> bytes:
 class HomeMlflow(MlflowTracker):
     """MLflow on a local server of the home, which is started and kept running."""
 
-    def __init__(self, home: Path, state: Callable[[], State]) -> None:
+    def __init__(self, home: Path, known: Known) -> None:
         """Start the server, or find the one that runs; nothing waits for it."""
         self._server = MlflowServer(home)
         self._server.ensure_running()
-        super().__init__(self._server.uri, home, state)
+        super().__init__(self._server.uri, home, known)
 
     def refresh(self) -> None:
         """Keep the server running, and send curves."""
@@ -367,7 +365,7 @@ def comparison_url(tracking_uri: str, key: str, jobs: int) -> str | None:
     return compare_url(tracking_uri, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
 
 
-def tracker_of(home: Path, state: Callable[[], State]) -> MlflowTracker:
+def tracker_of(home: Path, known: Known) -> MlflowTracker:
     """The tracker of the server that ORC_MLFLOW named when the service was brought up, else of the home's own."""
     kept = home / ADDRESS_FILE
-    return MlflowTracker(kept.read_text().strip(), home, state) if kept.exists() else HomeMlflow(home, state)
+    return MlflowTracker(kept.read_text().strip(), home, known) if kept.exists() else HomeMlflow(home, known)

@@ -104,6 +104,14 @@ class Comparison:
         return all(row.outcome is not Outcome.PENDING for row in self.rows)
 
 
+def compared_ids(job: Job) -> list[str]:
+    """Ids of the jobs of the comparison that the job is of: they were submitted in one transaction."""
+    member = job.spec.member
+    assert member is not None, job.id
+    first = job.order - member.number
+    return [f"{job.spec.name}-{first + number}" for number in range(member.of)]
+
+
 def comparison(state: State, jobs: Sequence[Job], curves: Mapping[str, Curve]) -> Comparison:
     """The comparison of these jobs; `curves` by job id."""
     rows = [_row(state, job, curves.get(job.id)) for job in jobs]

@@ -23,7 +23,7 @@ from orchestrator.backends.journal.accounts import Accounts
 from orchestrator.backends.mlflow.content import comparison_key
 from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.scheduling.base.held_devices import holders
-from orchestrator.scheduling.reports.comparison import comparison, curve_of
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
 from orchestrator.scheduling.reports.deadlines import late
 from orchestrator.service.server.answers import (
     REFUSALS,
@@ -585,12 +585,11 @@ def job_of(controller: Controller, job_id: str) -> Job:
 
 
 def _compared(service: Service, job: Job) -> list[Job]:
-    """The jobs of the comparison that the job is of, which were submitted in one transaction."""
+    """The jobs of the comparison that the job is of."""
     member = job.spec.member
     if member is None or not member.compared:
         raise ServiceError(f"{job.id} belongs to no comparison. `orc compare FILE` makes one")
-    first = job.order - member.number
-    return [job_of(service.controller, f"{job.spec.name}-{first + number}") for number in range(member.of)]
+    return [job_of(service.controller, job_id) for job_id in compared_ids(job)]
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

@@ -31,7 +31,7 @@ from orchestrator.backends.notify.targets import targets_of
 from orchestrator.backends.oidc import provider_of
 from orchestrator.backends.otel import spans_of
 from orchestrator.backends.outbox_relay import OutboxRelay
-from orchestrator.backends.ports import Tracker
+from orchestrator.backends.ports import Known, Tracker
 from orchestrator.backends.ray import embedded as embedded_ray
 from orchestrator.backends.ray.address import LOOPBACK as LOOPBACK_ADDRESS
 from orchestrator.backends.ray.backend import RayBackend
@@ -116,8 +116,9 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
         trackers: dict[str, Tracker] = {}
+        asked = Known(state=lambda: controller.state, job=lambda job_id: controller.job(job_id))
         for name in cluster.trackers:
-            trackers[name] = TRACKERS[name](home, lambda: controller.state)
+            trackers[name] = TRACKERS[name](home, asked)
             stack.callback(_end, trackers[name].shut_down, must_end)
         named, own_ray = _named_ray(home), None
         if not named:

@@ -1,0 +1,91 @@
+"""Copies outputs to MLflow one after another, each in a process of its own, beside the records of jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.backends.attempts.launcher import dies_with_parent
+from orchestrator.backends.mlflow.log_model import MODEL_TAG, PENDING, files_of
+from orchestrator.backends.mlflow.server import PASSED_ON
+from orchestrator.specs.run import JobFolder
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+COPY_S = 3600.0  # longest that one output may take: 16 GiB at 5 MB/s
+PENDING_MAX = 1000  # that are looked for after a restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    run_id: str
+    job_id: str
+
+
+class Outputs:
+    """Outputs to copy. What is to be done is a tag of the job's run, so that a restart loses nothing."""
+
+    def __init__(self, tracking_uri: str, home: Path) -> None:
+        self._uri, self._home = tracking_uri, home
+        self._waiting: deque[_Copy] = deque()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._current: _Copy | None = None
+        self._until_s = 0.0
+
+    def take_up(self, client: MlflowClient, experiment_id: str) -> None:
+        """Go on with what an earlier process of the service did not finish."""
+        wanted = f"tags.`{MODEL_TAG}` = '{PENDING}'"
+        known = {one.run_id for one in (*self._waiting, *filter(None, [self._current]))}
+        for run in client.search_runs([experiment_id], wanted, max_results=PENDING_MAX):
+            if run.info.run_id not in known:
+                self._waiting.append(_Copy(run_id=run.info.run_id, job_id=run.data.tags["orc.job_id"]))
+
+    def ask(self, client: MlflowClient, run: Run, job_id: str) -> None:
+        """Have the job's output copied, unless it is empty or was asked for before."""
+        if MODEL_TAG in run.data.tags or not files_of(JobFolder(self._home, job_id).output):
+            return
+        client.set_tag(run.info.run_id, MODEL_TAG, PENDING)
+        self._waiting.append(_Copy(run_id=run.info.run_id, job_id=job_id))
+
+    def go_on(self, client: MlflowClient) -> None:
+        """Start the next copy once the last one has ended; returns at once."""
+        if self._process is not None and self._current is not None:
+            if self._process.poll() is None and time.monotonic() < self._until_s:
+                return
+            self._process.kill()
+            if self._process.wait() != 0:  # it could not say so itself
+                said = self._log(self._current).read_text(errors="replace").strip().splitlines()[-1:]
+                client.set_tag(self._current.run_id, MODEL_TAG, f"not copied: {' '.join(said)}"[:500])
+            self._process = self._current = None
+        if self._waiting:
+            self._start(self._waiting.popleft())
+
+    def _start(self, copy: _Copy) -> None:
+        folder, name = JobFolder(self._home, copy.job_id), copy.job_id
+        module = ("-m", "orchestrator.backends.mlflow.log_model")
+        offline = {
+            "HF_HUB_OFFLINE": "1",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "no_proxy": os.environ["no_proxy"],
+        }
+        with self._log(copy).open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *module, self._uri, copy.run_id, name, str(folder.output)],
+                env={name: os.environ[name] for name in PASSED_ON if name in os.environ} | offline,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=dies_with_parent(),
+            )
+        self._current, self._until_s = copy, time.monotonic() + COPY_S
+
+    def _log(self, copy: _Copy) -> Path:
+        return JobFolder(self._home, copy.job_id).path / "log_model.log"
