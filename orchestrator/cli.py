@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from orchestrator.service.terminal.options import SERVER, AsJson, Cluster, Home,
 from orchestrator.service.terminal.output import tell
 from orchestrator.specs.errors import IllegalPlan, OrchestratorError, SpecError
 from orchestrator.specs.fault import Fault, FaultKind
+from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.units import format_bytes
 
 if TYPE_CHECKING:
@@ -236,7 +237,10 @@ def submit(
     specs = read_for(service_of(home), files, (*read_overrides(settings or []), *read_pins(pins)), home)
     client = client_of(home)
     ids, late, promises = client.submit_all([spec.model_dump(mode="json") for spec in specs])
-    tell({"ids": ids, "late": late, "promises": promises}, as_json, "\n".join(ids))
+    sweeps = [f"{SWEEP}{job_id}" for job_id, spec in zip(ids, specs, strict=True) if spec.trial is not None]
+    told = [f"{SWEEP}{job_id}" if f"{SWEEP}{job_id}" in sweeps else job_id for job_id in ids]
+    answer: dict[str, Any] = {"ids": ids, "late": late, "promises": promises, "sweeps": sweeps}
+    tell(answer, as_json, "\n".join(told))
     for job_id, words in late.items():
         print(f"{job_id} {words}", file=sys.stderr)
     for job_id, promise in promises.items():
@@ -291,10 +295,18 @@ def queue(
     as_json: AsJson = False,
 ) -> None:
     """List jobs: status, plan and reason."""
+    from rich.console import Group
+
+    from orchestrator.service.terminal.sweep_tables import sweeps_table
     from orchestrator.service.terminal.tables import queue_table
 
-    jobs = client_of(home).jobs(ended)
-    tell({"jobs": jobs}, as_json, queue_table(jobs) if jobs else "The queue is empty. `orc submit FILE` adds a job.")
+    client = client_of(home)
+    jobs = client.jobs(ended)
+    shown = {job["id"] for job in jobs}
+    sweeps = [one for one in client.sweeps() if not shown.isdisjoint(trial["job"] for trial in one["trials"])]
+    table = Group(queue_table(jobs), "", sweeps_table(sweeps)) if sweeps else queue_table(jobs)
+    words = "The queue is empty. `orc submit FILE` adds a job."
+    tell({"jobs": jobs, "sweeps": sweeps}, as_json, table if jobs else words)
 
 
 @app.command()
@@ -309,10 +321,16 @@ def teams(home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(job_id: JobId, home: Home = DEFAULT_HOME, as_json: AsJson = False) -> None:
-    """Show everything about one job: attempts, changes, predicted and measured peaks, failures."""
+    """Show everything about one job: attempts, changes, predicted and measured peaks, failures; or a sweep's trials."""
+    from orchestrator.service.terminal.sweep_tables import sweep_panel
     from orchestrator.service.terminal.tables import job_panel
 
-    job, _ = client_of(home).job(job_id)
+    client = client_of(home)
+    if job_id.startswith(SWEEP) and any(one["id"] == job_id for one in client.sweeps()):
+        sweep = client.sweep(job_id)
+        tell(dict(sweep), as_json, sweep_panel(sweep))
+        return
+    job, _ = client.job(job_id)
     tell(dict(job), as_json, job_panel(job))
 
 
@@ -377,10 +395,11 @@ def cancel(
     home: Home = DEFAULT_HOME,
     as_json: AsJson = False,
 ) -> None:
-    """Cancel jobs, all or none. Ranks get SIGTERM, and SIGKILL ten seconds later."""
+    """Cancel jobs, all or none, or a sweep. Ranks get SIGTERM, and SIGKILL ten seconds later."""
     cancelled = client_of(home).cancel(ids, whole_arrays=whole_arrays)
     are = "is" if len(cancelled) == 1 else "are"
-    tell({"cancelled": cancelled}, as_json, f"{', '.join(cancelled)} {are} being cancelled.")
+    words = f"{', '.join(cancelled)} {are} being cancelled." if cancelled else "No trial was live. The sweep has ended."
+    tell({"cancelled": cancelled}, as_json, words)
 
 
 @app.command()

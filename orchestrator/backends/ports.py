@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Action, Launch, Record, Stop
 from orchestrator.specs.attempt import Attempt
 from orchestrator.specs.events import Event
@@ -35,6 +36,7 @@ class Known:
 
     state: Callable[[], State]  # the newest
     job: Callable[[str], Job | None]  # live or ended, by id
+    sweep: Callable[[str], SweepReport | None]  # by id
 
 
 class Backend(Protocol):

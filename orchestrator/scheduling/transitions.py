@@ -90,10 +90,12 @@ def _cancel_requested(state: State, event: CancelRequested) -> tuple[State, tupl
         return state, ()
     attempt = _live(job)
     if attempt is None:
-        job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled before it ran")
+        reason = event.reason or "cancelled before it ran"
+        job = replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
         state, archived = archive_if_done(state, job)
         return state, (Record(job=job), *archived)
-    job = _with_attempt(replace(job, cancelling=True), replace(attempt, status=AttemptStatus.STOPPING))
+    job = replace(job, cancelling=True, cancel_reason=event.reason)
+    job = _with_attempt(job, replace(attempt, status=AttemptStatus.STOPPING))
     return with_job(state, job), (Stop(job_id=job.id, number=attempt.number, grace_s=CANCEL_GRACE_S),)
 
 
@@ -148,7 +150,8 @@ def _succeeded(job: Job, attempt: Attempt, evidence: Evidence) -> Job:
 def _failed(job: Job, attempt: Attempt, failure: Failure, at_s: float) -> Job:
     """The job after a failure: queued again while the failure's own budget lasts, ended otherwise."""
     if job.cancelling or failure.kind is FailureKind.CANCELLED:
-        return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason="cancelled while it ran")
+        reason = job.cancel_reason or "cancelled while it ran"
+        return replace(job, status=JobStatus.CANCELLED, cancelling=True, reason=reason)
     if failure.kind is FailureKind.MOVED:
         step = attempt.evidence.checkpoint_step if attempt.evidence else None
         saved = "" if step is None else f"; saved at step {step}"

@@ -28,6 +28,7 @@ class Submitted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
     job_id: str
+    reason: str = ""  # of the service's own; "" where somebody asked
     at_s: float
     type: Literal["cancel_requested"] = "cancel_requested"
 

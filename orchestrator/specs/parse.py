@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import textwrap
 import types
@@ -17,8 +18,10 @@ from pydantic.json_schema import SkipJsonSchema
 
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import SpecError, closest
-from orchestrator.specs.job.array import expanded
+from orchestrator.specs.job.array import INDEX, at_once, expanded, filled, in_one_family, placeholders
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.sweep import TRIALS_AT_ONCE, Sweep, Value, templates
+from orchestrator.specs.spec_model import SpecModel
 
 TEXT_LENGTH_MAX = 2**20
 NODES_MAX = 100_000  # after aliases are followed, so that a small file cannot become a large one
@@ -55,14 +58,21 @@ def parse_job(text: str, source: str, overrides: Sequence[Override] = ()) -> Job
         raise SpecError(
             "an array is many jobs", source=source, path="array", got=f"{len(others) + 1} jobs", hint="`orc submit` it"
         )
+    if spec.trial is not None:
+        got = f"{spec.trial.sweep.trials} trials"
+        raise SpecError("a sweep is many jobs", source=source, path="sweep", got=got, hint="`orc submit` it")
     return spec
 
 
 def parse_jobs(text: str, source: str, overrides: Sequence[Override] = ()) -> list[JobSpec]:
     """The jobs that `text` describes: one, or those of its `array`. Raises SpecError as `parse_job` does."""
     document = _with(read_document(text, source), overrides)
-    if "member" in document.data:
-        raise SpecError("which job of an array it is, is no setting", source=source, path="member", hint="say `array`")
+    for name, section in (("member", "array"), ("trial", "sweep")):
+        if name in document.data:
+            what = f"which job of {'an' if section == 'array' else 'a'} {section} it is, is no setting"
+            raise SpecError(what, source=source, path=name, hint=f"say `{section}`")
+    if "sweep" in document.data:
+        return [_first_trial(document)]
     if "array" not in document.data:
         return [_validate(JobSpec, document)]
     return [_validate(JobSpec, dataclasses.replace(document, data=data)) for data in expanded(document.data, source)]
@@ -85,6 +95,49 @@ def job_from_data(data: Mapping[str, Any], source: str) -> JobSpec:
         hint = "service/server/intake.py has it traced where a job file is read; or say `profile`"
         raise SpecError("the costs of the model are unknown", source=source, path="traced", hint=hint)
     return spec
+
+
+class _WithSweep(SpecModel):
+    """The part of a job file that says a sweep."""
+
+    sweep: Sweep
+
+
+def _first_trial(document: Document) -> JobSpec:
+    """The first trial of a sweep, right with every extreme of its parameters. Raises SpecError."""
+    source, data = document.source, document.data
+    sweep = _validate(_WithSweep, dataclasses.replace(document, data={"sweep": data["sweep"]})).sweep
+    if "array" in data:
+        raise SpecError("a file says `array` or `sweep`", source=source, path="array", hint="put it in `parameters`")
+    rest = in_one_family({key: part for key, part in data.items() if key not in ("sweep", "max_concurrent")})
+    names, said = {name for name, _ in sweep.parameters}, set(placeholders(rest))
+    if unused := sorted(names - said):
+        hint = f"write {{{unused[0]}}} where it belongs, such as in `command`"
+        raise SpecError(
+            "no part of the job says this parameter", source=source, path="sweep.parameters", got=unused[0], hint=hint
+        )
+    said_by = templates(rest, lambda part: not {*names, INDEX}.isdisjoint(placeholders(part)))
+    parts = [(keys, json.dumps(part)) for keys, part in said_by]
+    specs = [
+        _validate(JobSpec, dataclasses.replace(document, data=filled(rest, {INDEX: 0, **row})))
+        for row in sweep.to_check()
+    ]
+    trial = {"sweep": sweep, "max_concurrent": at_once(data, TRIALS_AT_ONCE, source), "template": parts}
+    return _validate(JobSpec, dataclasses.replace(document, data={**specs[0].model_dump(mode="json"), "trial": trial}))
+
+
+def trial_of(first: JobSpec, sweep_id: str | None, number: int, parameters: Mapping[str, Value]) -> JobSpec:
+    """A trial of the sweep that a job is the first trial of. Raises SpecError where no job has these parameters."""
+    assert first.trial is not None, first.name
+    data: dict[str, Any] = first.model_dump(mode="json")
+    row = {INDEX: number, **parameters}
+    for keys, text in first.trial.template:
+        place = data
+        for key in keys[:-1]:
+            place[key] = place = dict(place.get(key) or {})
+        place[keys[-1]] = filled(json.loads(text), row)
+    data["trial"] |= {"of": sweep_id, "number": number, "parameters": dict(parameters)}
+    return _validate(JobSpec, Document(source=f"trial {number} of {first.name}", data=data, lines={}))
 
 
 def together(problems: Sequence[SpecError], source: str) -> SpecError:
@@ -271,7 +324,7 @@ def _hint(kind: str, given: object, context: Mapping[str, Any]) -> str:
 def _unknown_key(noun: type[BaseModel], place: type, path: Path, source: str) -> SpecError:
     key, known = str(path[-1]), _fields(place)
     if place is JobSpec:
-        known["array"] = str  # a file's, which is many jobs
+        known |= {"array": str, "sweep": str, "max_concurrent": str}  # a file's, which is many jobs
     elsewhere = [where for where in _places(noun) if where[-1] == key]
     near = closest(key, known) or next((name for name in known if key in name), None)
     distant = difflib.get_close_matches(key, [str(where[-1]) for where in _places(noun)], n=1, cutoff=0.8)

@@ -55,14 +55,22 @@ def _counts(pattern: str) -> str:
     return pattern
 
 
+def _measures(pattern: str) -> str:
+    if re.compile(_compiles(pattern)).groups != 1:
+        raise ValueError(r"the pattern needs one group, around the value: 'eval_loss=(\S+)'")
+    return pattern
+
+
 Pattern = Annotated[str, AfterValidator(_compiles), WithJsonSchema({"type": "string", "format": "regex"})]
 Counter = Annotated[str, AfterValidator(_counts), WithJsonSchema({"type": "string", "format": "regex"})]
+
+Number = Annotated[str, AfterValidator(_measures), WithJsonSchema({"type": "string", "format": "regex"})]
 
 
 def json_schema_of(noun: type[SpecModel]) -> dict[str, Any]:
     """JSON Schema (2020-12) of a file of this noun; its defaults stand as a file says them, `10min` for 600.0."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | noun.model_json_schema()
-    for section in (schema, *schema["$defs"].values()):
+    for section in (schema, *schema.setdefault("$defs", {}).values()):
         for key in section.get("properties", {}).values():
             if "default" in key:
                 key["default"] = _as_a_file_says_it(key["default"], key)

@@ -26,6 +26,7 @@ from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker, comp
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Known
 from orchestrator.backends.redaction import hider
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.actions import Record
 from orchestrator.specs.attempt import (
     Attempt,
@@ -166,8 +167,10 @@ def tracking(
     server: MlflowServer,
     state: Callable[[], State] = State,
     job: Callable[[str], Job | None] = lambda _: None,
+    sweep: Callable[[str], SweepReport | None] = lambda _: None,
 ) -> Iterator[OutboxRelay]:
-    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, Known(state=state, job=job)), journal.outbox)
+    known = Known(state=state, job=job, sweep=sweep)
+    relay = OutboxRelay("mlflow", MlflowTracker(server.uri, server.home, known), journal.outbox)
     relay.start()
     try:
         yield relay
@@ -456,9 +459,8 @@ def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":
             listener.listen()
-        nobody = MlflowTracker(
-            f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, Known(state=State, job=lambda _: None)
-        )
+        known = Known(state=State, job=lambda _: None, sweep=lambda _: None)
+        nobody = MlflowTracker(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, known)
         tracker = OutboxRelay("mlflow", nobody, journal.outbox)
         began_s = time.monotonic()
         tracker.start()

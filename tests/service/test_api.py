@@ -21,6 +21,7 @@ from orchestrator.service.server.api import Service, create_app
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.gate import BODY_BYTES_MAX, PAGES
 from orchestrator.service.server.intake import read_cluster
+from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.service.terminal.tables import explanation_panel, job_panel, promise_words, queue_table
 from orchestrator.service.views.records import node_from_view, observations_from_view, observations_view
 from orchestrator.service.views.teams import teams_table
@@ -62,6 +63,7 @@ class World:
             cluster="two-virtual-devices",
             trackers={"mlflow": "http://127.0.0.1:1"},
             shut_down=self._shut_down,
+            sweeper=Sweeper(self.controller, self.journal.sweeps, home),
             pages=PAGES_OF_SERVICE,
             provider=provider,
         )

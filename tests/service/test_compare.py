@@ -23,6 +23,7 @@ from orchestrator.service.server.client import Client
 from orchestrator.service.server.controller import Controller
 from orchestrator.service.server.daemon import served
 from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.specs.cluster import idle_nodes
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.job.spec import JobSpec
@@ -148,6 +149,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
         cluster=CLUSTER.name,
         trackers={},
         shut_down=lambda: None,
+        sweeper=Sweeper(controller, journal.sweeps, home),
     )
     stop = threading.Event()
     loop = threading.Thread(target=controller.run, args=(stop,))

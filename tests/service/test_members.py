@@ -14,6 +14,7 @@ from orchestrator.service.server.cluster_file import kept_cluster, nodes_here
 from orchestrator.service.server.intake import read_cluster
 from orchestrator.service.server.join_token import FILE, parts_of
 from orchestrator.service.server.members import Machine, Members, check_alike, machine
+from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.specs.access import Role
 from orchestrator.specs.cluster import ClusterSpec, NodeSpec
 from orchestrator.specs.errors import ServiceError, SpecError
@@ -135,6 +136,7 @@ def test_the_token_of_joining_machines_admits_to_nothing_else(tmp_path: Path) ->
         cluster="c",
         trackers={},
         shut_down=lambda: None,
+        sweeper=Sweeper(world.controller, world.journal.sweeps, tmp_path),
         members=joined.members,
     )
     app = create_app(service)

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 from orchestrator.backends.journal.ownership import FileLock, Lease, connect_args
 from orchestrator.specs.errors import ServiceError, SpecError, StorageError
 
-SCHEMA = "0006"  # newest revision in migrations/versions
+SCHEMA = "0007"  # newest revision in migrations/versions
 BUSY_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 1.0  # of a standby at another's lease: a holder that ends by itself gives it up early
 OPENING = 0x6F7263  # key of the advisory lock under which a database is opened: "orc"

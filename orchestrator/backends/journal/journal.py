@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 from orchestrator.backends.journal.database import Database
 from orchestrator.backends.journal.outbox import Notices, Outbox
 from orchestrator.backends.journal.rows import adapter, dump, read
+from orchestrator.backends.journal.sweeps import Sweeps
 from orchestrator.backends.notify.notice import notices_of
 from orchestrator.backends.ports import Decided, Totals, decisions
 from orchestrator.specs.actions import Archive, Record
@@ -60,6 +61,7 @@ class Journal:
         self.name = self.database.name
         self.outbox = Outbox(self.database, Record, "outbox", "trackers")
         self.notices = Notices(self.database)
+        self.sweeps = Sweeps(self.database)
         self._event = adapter(Annotated[Event, Field(discriminator="type")])
         self._state, self._job = adapter(State), adapter(Job)
         self._saved = Jobs()  # those in the table of live jobs
@@ -95,6 +97,7 @@ class Journal:
         notices = [*notices_of(decided)] if self.notices.has_targets else []
         with self.database.transaction() as connection:
             connection.execute(_events.insert(), events)
+            self.sweeps.add(connection, (event for event, _ in decided))
             self.outbox.add(connection, records)
             self.notices.add(connection, notices)
             if ended:

@@ -17,6 +17,7 @@ from orchestrator.memory.calibration.correction import corrected, predicted_peak
 from orchestrator.planning.picture import Picture
 from orchestrator.scheduling.failures.observation import warnings
 from orchestrator.scheduling.reports.comparison import Comparison
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.specs.attempt import Attempt, AttemptStatus, FailureKind
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.observation import Observation
@@ -57,6 +58,11 @@ def run_key(job: Job, number: int) -> str:
 def comparison_key(job: Job) -> str:
     """The name, in every home, of the comparison that the job is a strategy of."""
     return f"{job.array}@{job.submitted_at_s!r}"
+
+
+def sweep_key(sweep_id: str, submitted_at_s: float) -> str:
+    """The name, in every home, of a sweep that was submitted then."""
+    return f"{sweep_id}@{submitted_at_s!r}"
 
 
 def job_content(job: Job, hide: Hide, compare: str, picture: Picture | None = None) -> RunContent:
@@ -290,6 +296,16 @@ def comparison_note(found: Comparison, link: str) -> str:
             row.outcome,
         )
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)[:TEXT_MAX]
+
+
+def sweep_note(found: SweepReport, link: str) -> str:
+    """The description of a sweep's run in Markdown: its best trial, and a table of its trials."""
+    lines = [f"**{found.best_said or 'No trial succeeded'}**", "", f"{found.state}. [Compare the trials]({link})", ""]
+    lines += [f"| trial | {found.metric} | parameters | plan | end |", "|---|---|---|---|---|"]
+    for trial in found.trials:
+        value = "-" if trial.value is None else f"{trial.value:.6g}"
+        lines.append(f"| {trial.job} | {value} | {trial.said} | {trial.plan or '-'} | {trial.status} |")
     return "\n".join(lines)[:TEXT_MAX]
 
 

@@ -32,6 +32,7 @@ NAVIGATION = (  # path, words, and the role that it needs
     ("cluster", "Cluster", Role.VIEWER),
     ("night", "Night", Role.VIEWER),
     ("compare", "Compare", Role.VIEWER),
+    ("sweeps", "Sweeps", Role.VIEWER),
     ("teams", "Teams", Role.VIEWER),
     ("what-if", "What if", Role.MEMBER),
     ("submit", "Submit", Role.MEMBER),

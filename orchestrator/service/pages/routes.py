@@ -69,6 +69,8 @@ PAGE_ROLES = {
     ("GET", f"{PAGES}/night"): Role.VIEWER,
     ("GET", f"{PAGES}/compare"): Role.VIEWER,
     ("GET", f"{PAGES}/compare/{{job_id}}"): Role.VIEWER,
+    ("GET", f"{PAGES}/sweeps"): Role.VIEWER,
+    ("GET", f"{PAGES}/sweeps/{{sweep_id}}"): Role.VIEWER,
     ("GET", f"{PAGES}/teams"): Role.VIEWER,
     ("GET", f"{PAGES}/what-if"): Role.MEMBER,
     ("POST", f"{PAGES}/what-if"): Role.MEMBER,
@@ -109,6 +111,8 @@ def _add(app: FastAPI, controller: Controller, home: Path, gate: Gate, provider:
         ("GET", f"{PAGES}/night"): pages.night,
         ("GET", f"{PAGES}/compare"): pages.comparisons,
         ("GET", f"{PAGES}/compare/{{job_id}}"): pages.comparison,
+        ("GET", f"{PAGES}/sweeps"): pages.sweeps,
+        ("GET", f"{PAGES}/sweeps/{{sweep_id}}"): pages.sweep,
         ("GET", f"{PAGES}/teams"): pages.teams,
         ("GET", f"{PAGES}/what-if"): pages.what_if,
         ("POST", f"{PAGES}/what-if"): pages.play,
@@ -302,6 +306,13 @@ class _Pages:
     def comparison(self, request: Request) -> Response:
         found = self._asked("/jobs/{job_id}/comparison", job_id=request.path_params["job_id"])
         return self._page(request, "comparison", **comparison_data(found, self._home))
+
+    def sweeps(self, request: Request) -> Response:
+        return self._page(request, "sweeps", **self._asked("/sweeps"))
+
+    def sweep(self, request: Request) -> Response:
+        found = self._asked("/sweeps/{sweep_id}", sweep_id=request.path_params["sweep_id"])
+        return self._page(request, "sweep", found=found)
 
     def teams(self, request: Request) -> Response:
         return self._page(request, "teams", **self._asked("/teams"))

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict  # pydantic reads the standard library's
 
 from orchestrator.service.server.members import Machine
 from orchestrator.service.views.records import JobView, NodeView, PromiseView
+from orchestrator.service.views.sweeps import SweepView
 from orchestrator.service.views.teams import TeamView
 
 
@@ -103,6 +104,12 @@ class JoinAnswer(TypedDict):
 
     ray_address: str
     machine: Machine
+
+
+class SweepsAnswer(TypedDict):
+    """The newest sweeps."""
+
+    sweeps: list[SweepView]
 
 
 class TeamsAnswer(TypedDict):

@@ -25,6 +25,7 @@ from orchestrator.backends.mlflow.tracker import comparison_url
 from orchestrator.scheduling.base.held_devices import holders
 from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of
 from orchestrator.scheduling.reports.deadlines import late
+from orchestrator.scheduling.reports.sweep import SweepReport
 from orchestrator.service.server.answers import (
     REFUSALS,
     AuditAnswer,
@@ -44,6 +45,7 @@ from orchestrator.service.server.answers import (
     ShutdownAnswer,
     StatusAnswer,
     SubmittedAnswer,
+    SweepsAnswer,
     TeamsAnswer,
     TokensAnswer,
     TriedAnswer,
@@ -80,6 +82,7 @@ from orchestrator.service.server.requests import (
 from orchestrator.service.server.sessions import Sessions
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waits import Waits
+from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.service.transfer.outputs import output_of
 from orchestrator.service.transfer.store import BODY_BYTES_MAX as UPLOAD_BYTES_MAX
 from orchestrator.service.transfer.store import Uploads
@@ -94,6 +97,7 @@ from orchestrator.service.views.records import (
     observations_view,
     promise_view,
 )
+from orchestrator.service.views.sweeps import SweepView, sweep_view
 from orchestrator.service.views.teams import teams_view
 from orchestrator.specs.access import Principal, Role
 from orchestrator.specs.attempt import AttemptStatus
@@ -131,6 +135,8 @@ ROLES = {  # needed by each route; one that is missing here needs an admin
     ("GET", "/jobs/{job_id}/attempts/{number}/logs"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/attempts/{number}/logs/follow"): Role.VIEWER,
     ("GET", "/jobs/{job_id}/output"): Role.MEMBER,  # of its own team
+    ("GET", "/sweeps"): Role.VIEWER,
+    ("GET", "/sweeps/{sweep_id}"): Role.VIEWER,
     ("GET", "/cluster"): Role.VIEWER,
     ("GET", "/teams"): Role.VIEWER,
     ("GET", "/report"): Role.VIEWER,
@@ -193,6 +199,7 @@ class Service:
     cluster: str  # name of the cluster
     trackers: Mapping[str, str]  # name -> address
     shut_down: Callable[[], None]
+    sweeper: Sweeper
     hosts: frozenset[str] = LOOPBACK  # that a Host header may name
     members: Members | None = None  # machines that join; None: the Ray is not the service's own
     pages: Pages | None = None  # that people look at; None: the API alone
@@ -244,7 +251,7 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
     @app.post("/jobs", **answers(SubmittedAnswer))
     def submit(request: SubmitRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
         began_s = time.time()
-        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads))
+        job_id = controller.submit(*_asked(request, "the submitted job", sender, uploads, service.sweeper))
         if service.tracing is not None:
             service.tracing.submitted([job_id], began_s, traceparent)
         return {"id": job_id, "late": late(controller.state, [job_id])}
@@ -253,7 +260,10 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
     def submit_batch(request: BatchRequest, sender: Sender, traceparent: Traceparent = "") -> dict[str, Any]:
         """Submit all jobs or none, in one transaction."""
         began_s = time.time()
-        asked = [_asked(one, f"submitted job {number}", sender, uploads) for number, one in enumerate(request.jobs, 1)]
+        asked = [
+            _asked(one, f"submitted job {number}", sender, uploads, service.sweeper)
+            for number, one in enumerate(request.jobs, 1)
+        ]
         ids = controller.submit_all(asked)
         if service.tracing is not None:
             service.tracing.submitted(ids, began_s, traceparent)
@@ -299,9 +309,26 @@ def _add_job_routes(app: FastAPI, service: Service, uploads: Uploads, waits: Wai
 
     @app.post("/jobs/cancel", **answers(CancelledAnswer))
     def cancel(request: CancelRequest, sender: Sender) -> dict[str, Any]:
-        for job_id in request.jobs:
+        """Cancel jobs, and sweeps by their ids."""
+        sweeps = [job_id for job_id in request.jobs if service.sweeper.knows(job_id)]
+        jobs = [job_id for job_id in request.jobs if job_id not in sweeps]
+        of_sweeps = [one.job for sweep_id in sweeps for one in _sweep(service, sweep_id).trials]
+        for job_id in (*jobs, *of_sweeps):
             _refuse_other_teams(job_of(service.controller, job_id), sender, controller.state.policy, "cancel")
-        return {"cancelled": controller.cancel(request.jobs, whole_arrays=request.whole_arrays)}
+        if request.whole_arrays:
+            found = {sweep_id: job_id for job_id in jobs if (sweep_id := service.sweeper.sweep_of(job_id))}
+            sweeps += found
+            jobs = [job_id for job_id in jobs if service.sweeper.sweep_of(job_id) is None]
+        cancelled = controller.cancel(jobs, whole_arrays=request.whole_arrays) if jobs else []
+        return {"cancelled": cancelled + [job_id for sweep_id in sweeps for job_id in service.sweeper.cancel(sweep_id)]}
+
+    @app.get("/sweeps", **answers(SweepsAnswer))
+    def sweeps() -> dict[str, Any]:
+        return {"sweeps": [sweep_view(one) for one in service.sweeper.reports()]}
+
+    @app.get("/sweeps/{sweep_id}", **answers(SweepView))
+    def sweep(sweep_id: str) -> dict[str, Any]:
+        return dict(sweep_view(_sweep(service, sweep_id)))
 
 
 def _add_log_routes(app: FastAPI, service: Service, waits: Waits) -> None:
@@ -448,7 +475,8 @@ def _add_service_routes(app: FastAPI, service: Service) -> None:
         until_s: Annotated[float | None, Query(ge=0, le=NUMBER_MAX, allow_inf_nan=False)] = None,
     ) -> dict[str, Any]:
         """What happened since a moment, in seconds since 1970."""
-        return dict(report_of(controller, since_s, time.time() if until_s is None else until_s))
+        until_s = time.time() if until_s is None else until_s
+        return dict(report_of(controller, since_s, until_s, service.sweeper.reports()))
 
     @app.post("/notify/test", **answers(TriedAnswer))
     def notify_test(request: TryRequest) -> dict[str, Any]:
@@ -546,20 +574,29 @@ def _sender(request: Request) -> Principal:
 Sender = Annotated[Principal, Depends(_sender)]
 
 
-def _asked(request: SubmitRequest, source: str, sender: Principal, uploads: Uploads) -> tuple[JobSpec, Fault | None]:
-    """The job, whose user is who sent it, and whose files are here. The home folder's own token may name any user."""
+def _asked(
+    request: SubmitRequest, source: str, sender: Principal, uploads: Uploads, sweeper: Sweeper
+) -> tuple[JobSpec, Fault | None]:
+    """The job, whose user is who sent it, and whose files are here; of a sweep the first trial.
+
+    The home folder's own token may name any user.
+    """
     asked = request.fault
     fault = Fault(kind=asked.kind, rank=asked.rank, step=asked.step) if asked else None
     spec = job_from_data(request.spec, source)
     if sender.is_owner:
-        return spec, fault
+        return _first(spec, sweeper), fault
     if spec.user not in (None, sender.name):
         hint = "leave `user` out: the job belongs to the user of the token"
         what = "another user's name"
         raise SpecError(what, source=source, path="user", got=spec.user, allowed=sender.name, hint=hint)
     spec = with_paths(spec, uploads.resolved)
     check_files(spec, source)
-    return spec.model_copy(update={"user": sender.name}), fault
+    return _first(spec.model_copy(update={"user": sender.name}), sweeper), fault
+
+
+def _first(spec: JobSpec, sweeper: Sweeper) -> JobSpec:
+    return spec if spec.trial is None else sweeper.first(spec)
 
 
 def _refuse_other_teams(job: Job, sender: Principal, policy: PolicySpec, act: str) -> None:
@@ -582,6 +619,13 @@ def job_of(controller: Controller, job_id: str) -> Job:
     if job is None:
         raise _Unknown(f"there is no job {job_id!r}. `orc queue` lists them")
     return job
+
+
+def _sweep(service: Service, sweep_id: str) -> SweepReport:
+    found = service.sweeper.report(sweep_id)
+    if found is None:
+        raise _Unknown(f"there is no sweep {sweep_id!r}. `orc queue` lists them")
+    return found
 
 
 def _compared(service: Service, job: Job) -> list[Job]:

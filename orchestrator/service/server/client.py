@@ -20,6 +20,7 @@ from orchestrator.service.transfer.outputs import ENTRIES_MAX
 from orchestrator.service.views.comparison import ComparisonView
 from orchestrator.service.views.morning import ReportView
 from orchestrator.service.views.records import ExplanationView, JobView, PromiseView, observations_view
+from orchestrator.service.views.sweeps import SweepView
 from orchestrator.service.views.teams import TeamView
 from orchestrator.specs.errors import ServiceError, SpecError
 from orchestrator.specs.observation import Observation
@@ -162,6 +163,14 @@ class Client:
     def comparison(self, job_id: str) -> ComparisonView:
         """The strategies of a comparison side by side, by the id of one of their jobs."""
         return self._json("GET", f"/jobs/{quote(job_id, safe='')}/comparison")
+
+    def sweeps(self) -> list[SweepView]:
+        """The newest sweeps, the newest first."""
+        return self._json("GET", "/sweeps")["sweeps"]
+
+    def sweep(self, sweep_id: str) -> SweepView:
+        """A sweep with its trials."""
+        return self._json("GET", f"/sweeps/{quote(sweep_id, safe='')}")
 
     def try_targets(self, targets: Sequence[str]) -> dict[str, str | None]:
         """Have a notice sent to targets, or to all; why it could not be delivered, or None, by name."""

@@ -33,6 +33,7 @@ from orchestrator.specs.events import (
 )
 from orchestrator.specs.fault import Fault
 from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.sweep import SWEEP
 from orchestrator.specs.job_record import Job
 from orchestrator.specs.observation import Observation
 from orchestrator.specs.state import State
@@ -203,6 +204,11 @@ class Controller:
             self._apply([CancelRequested(job_id=job_id, at_s=at_s) for job_id in dict.fromkeys(asked)])
             return [*dict.fromkeys(asked)]
 
+    def stop_early(self, job_id: str, reason: str) -> None:
+        """Request the cancellation of a job for a reason of the service's own; ended jobs are left alone."""
+        with self._changed:
+            self._apply([CancelRequested(job_id=job_id, reason=reason, at_s=self._clock())])
+
     def _to_cancel(self, job_id: str, *, whole_array: bool) -> list[str]:
         job = self.job(job_id)
         if job is None:
@@ -323,7 +329,9 @@ class Controller:
             spec, satisfied = resolved(asked, together, self.job) if asked.depends_on else (asked, ())
             job_id = f"{spec.name}-{order}"
             together.setdefault(spec.name, []).append(job_id)
-            if spec.member is None:
+            if spec.trial is not None:
+                array = spec.trial.of or f"{SWEEP}{job_id}"
+            elif spec.member is None:
                 array = None
             elif spec.member.number == 0 or array is None:
                 array = job_id

@@ -49,6 +49,7 @@ from orchestrator.service.server.notifier import Notifier
 from orchestrator.service.server.rates import known, measured
 from orchestrator.service.server.tracing import Tracing
 from orchestrator.service.server.waiting import waiting_app
+from orchestrator.service.sweeps.sweeper import Sweeper
 from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
 
 NOTIFY_TIMEOUT_S = 5.0  # how long the trackers' notifier takes to see that the service stops
@@ -116,7 +117,11 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         journal.outbox.register(cluster.trackers)
         journal.notices.register(targets)
         trackers: dict[str, Tracker] = {}
-        asked = Known(state=lambda: controller.state, job=lambda job_id: controller.job(job_id))
+        asked = Known(
+            state=lambda: controller.state,
+            job=lambda job_id: controller.job(job_id),
+            sweep=lambda sweep_id: sweeper.report(sweep_id),
+        )
         for name in cluster.trackers:
             trackers[name] = TRACKERS[name](home, asked)
             stack.callback(_end, trackers[name].shut_down, must_end)
@@ -133,6 +138,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
         controller.health.watch(lambda: disk.problem)
         threading.Thread(target=disk.run, args=(stop,), name="disk", daemon=True).start()
         threading.Thread(target=_log_disk, args=(disk, stop), name="disk-log", daemon=True).start()
+        sweeper = Sweeper(controller, journal.sweeps, home)
         controller.turn(0.0)  # nothing starts on nodes of an earlier service that are not there
         notifier = Notifier(cluster.notify, targets, journal.notices, controller, time.time) if targets else None
         relays: list[OutboxRelay[Any]] = [
@@ -144,6 +150,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             stack.callback(relay.stop)
         if notifier is not None:
             threading.Thread(target=notifier.run, args=(stop,), name="notifier", daemon=True).start()
+        threading.Thread(target=sweeper.run, args=(stop,), name="sweeper", daemon=True).start()
         threading.Thread(target=_notify, args=(controller, relays, stop), daemon=True).start()
 
         tracing = None
@@ -177,6 +184,7 @@ def serve(home: Path, pages: Pages, stop: threading.Event, down: threading.Event
             notifier=notifier,
             provider=provider,
             tracing=tracing,
+            sweeper=sweeper,
         )
         application = create_app(service)
         waiting.close()

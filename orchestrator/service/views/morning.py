@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from typing_extensions import TypedDict
@@ -63,6 +64,7 @@ class ReportView(TypedDict):
     late: list[LineView]
     running: list[LineView]
     waiting: list[LineView]
+    sweeps: list[LineView]  # that ran within it, each with its best trial
     misses: list[MissView]
     cost: CostView
     to_do: list[str]
@@ -70,8 +72,8 @@ class ReportView(TypedDict):
     spans: list[SpanView]
 
 
-def report_view(report: MorningReport) -> ReportView:
+def report_view(report: MorningReport, sweeps: Sequence[LineView] = ()) -> ReportView:
     """The report as JSON."""
     misses = [{**asdict(miss), "said": miss.said} for miss in report.misses]
-    view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses}  # type: ignore[typeddict-item]
+    view: ReportView = {**asdict(report), "summary": summary(report), "misses": misses, "sweeps": [*sweeps]}  # type: ignore[typeddict-item]
     return view

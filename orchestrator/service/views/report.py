@@ -65,6 +65,7 @@ def sections(view: ReportView) -> list[tuple[str, list[tuple[str, str]]]]:
         "Waiting": view["waiting"],
     }
     found = [(heading, [(line["id"], line["said"]) for line in lines]) for heading, lines in jobs.items()]
+    found.append(("Sweeps", [(line["id"], line["said"]) for line in view["sweeps"]]))
     found.append(("Predictions that were wrong", [(miss["attempt"], miss["said"]) for miss in view["misses"]]))
     return [(heading, rows) for heading, rows in found if rows]
 

@@ -23,7 +23,7 @@ def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
     """
     rest = {key: value for key, value in data.items() if key not in ("array", "max_concurrent")}
     rows = list(_rows(data["array"], source))
-    used = set(_placeholders(rest))
+    used = set(placeholders(rest))
     unused = [name for name in rows[0] if name not in used]
     if unused:
         near = closest(unused[0], used - {INDEX})
@@ -31,19 +31,31 @@ def expanded(data: Mapping[str, Any], source: str) -> list[dict[str, Any]]:
         raise SpecError(
             "no part of the job says this placeholder", source=source, path="array", got=unused[0], hint=hint
         )
-    max_concurrent = data.get("max_concurrent", len(rows))
-    if not isinstance(max_concurrent, int) or max_concurrent < 1:
-        raise SpecError(
-            "not a number of jobs", source=source, path="max_concurrent", got=max_concurrent, allowed="1 or more"
-        )
-    if isinstance(rest.get("name"), str):
-        family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", rest["name"])
-        rest = {"family": family.strip("-_.") or "array"} | rest
+    max_concurrent = at_once(data, len(rows), source)
+    rest = in_one_family(rest)
     return [
-        _filled(rest, {INDEX: number, **row})
+        filled(rest, {INDEX: number, **row})
         | {"member": {"number": number, "of": len(rows), "max_concurrent": max_concurrent}}
         for number, row in enumerate(rows)
     ]
+
+
+def at_once(data: Mapping[str, Any], otherwise: int, source: str) -> int:
+    """How many of the jobs run at once. Raises SpecError."""
+    said = data.get("max_concurrent", otherwise)
+    if not isinstance(said, int) or not 1 <= said <= JOBS_MAX:
+        raise SpecError(
+            "not a number of jobs", source=source, path="max_concurrent", got=said, allowed=f"1 to {JOBS_MAX}"
+        )
+    return said
+
+
+def in_one_family(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with the family of its jobs: their name without what differs."""
+    if not isinstance(data.get("name"), str):
+        return dict(data)
+    family = re.sub(rf"[-_.]*{_PLACEHOLDER.pattern}", "", data["name"])
+    return {"family": family.strip("-_.") or "array"} | dict(data)
 
 
 def _rows(said: object, source: str) -> Iterator[dict[str, Any]]:
@@ -76,19 +88,20 @@ def _check_count(count: int, source: str) -> None:
         raise SpecError("too many jobs in one array", source=source, path="array", got=count, allowed=f"{JOBS_MAX}")
 
 
-def _placeholders(value: object) -> Iterator[str]:
+def placeholders(value: object) -> Iterator[str]:
+    """The names in braces that a part of a document says."""
     if isinstance(value, str):
         yield from _PLACEHOLDER.findall(value)
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _placeholders(key)
-            yield from _placeholders(inner)
+            yield from placeholders(key)
+            yield from placeholders(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _placeholders(inner)
+            yield from placeholders(inner)
 
 
-def _filled(value: Any, row: Mapping[str, Any]) -> Any:
+def filled(value: Any, row: Mapping[str, Any]) -> Any:
     """The value with the row's in the place of placeholders; braces that are none of them stay."""
     if isinstance(value, str):
         whole = _PLACEHOLDER.fullmatch(value)
@@ -96,5 +109,5 @@ def _filled(value: Any, row: Mapping[str, Any]) -> Any:
             return row[whole[1]]
         return _PLACEHOLDER.sub(lambda match: str(row.get(match[1], match[0])), value)
     if isinstance(value, dict):
-        return {_filled(key, row): _filled(inner, row) for key, inner in value.items()}
-    return [_filled(inner, row) for inner in value] if isinstance(value, list) else value
+        return {filled(key, row): filled(inner, row) for key, inner in value.items()}
+    return [filled(inner, row) for inner in value] if isinstance(value, list) else value

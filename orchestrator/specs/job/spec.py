@@ -22,6 +22,7 @@ from orchestrator.specs.job.code_source import CodeSource
 from orchestrator.specs.job.frameworks import Framework, completed
 from orchestrator.specs.job.model import DataSpec, ModelSpec, TrainingSpec
 from orchestrator.specs.job.pins import Pins, check_pins
+from orchestrator.specs.job.sweep import METRICS, Trial, sweep_json_schema
 from orchestrator.specs.job.trainer import ConfigFile, Knobs, LaunchStyle, Resume, Success, check
 from orchestrator.specs.plan import Degradation, Precision
 from orchestrator.specs.profile import MeasuredLine, OwnSettings, TracedProfile
@@ -423,6 +424,7 @@ class JobSpec(SpecModel):
     measured: SkipJsonSchema[MeasuredLine | None] = None  # what its family was probed to need: never said in a file
     relative_to: SkipJsonSchema[OwnSettings | None] = None  # of its family, those that outcomes are told by: as above
     source: SkipJsonSchema[CodeSource | None] = None  # of its code: added at intake
+    trial: SkipJsonSchema[Trial | None] = None  # of a sweep, of which a file says the first
     plan: Pins = Field(
         default=(),
         description="Settings that every plan of the job has; what is left out is planned.",
@@ -524,7 +526,17 @@ class JobSpec(SpecModel):
             raise ValueError("`degrade.sequence_lengths` changes the training: it needs `degrade.allow: semantic`")
         if self.plan:
             self._check_plan()
+        if self.trial is not None:
+            self._check_metric(self.trial)
         return self
+
+    def _check_metric(self, trial: Trial) -> None:
+        """Whether something tells the metric that judges the trial."""
+        metric = trial.sweep.metric
+        if self.is_script and metric.log is None:
+            raise ValueError("`sweep.metric.log` says which line of a script's log has the metric")
+        if not self.is_script and (metric.log is not None or metric.name not in METRICS):
+            raise ValueError(f"`sweep.metric.name` of a model is one of {', '.join(METRICS)}, without `log`")
 
     def _check_plan(self) -> None:
         """Raises SpecError for a pinned setting that no plan of the job has."""
@@ -568,8 +580,10 @@ def job_json_schema() -> dict[str, Any]:
         "max_concurrent": {
             "type": "integer",
             "minimum": 1,
-            "description": "Most jobs of the array that run at once; without it, all of them.",
+            "description": "Most jobs of the array, or trials of the sweep, that run at once; without it, all, or 4.",
             "examples": [2],
         },
+        "sweep": {"$ref": "#/$defs/Sweep"},
     }
+    schema["$defs"] |= sweep_json_schema()
     return schema

@@ -1,0 +1,40 @@
+"""A connection to an MLflow server, whose requests are bounded."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+EXPERIMENT = "orchestrator"
+REQUEST_TIMEOUT_S = 5
+
+
+def bound_requests() -> None:
+    """Set how long and how often MLflow's client tries, and that it asks no proxy for a server of this machine."""
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"  # the relay's are longer apart; the default waits 4 minutes
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    told = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    os.environ["no_proxy"] = ",".join(filter(None, dict.fromkeys((*told, "127.0.0.1", "localhost"))))
+
+
+class Contact:
+    """Connection to a server and the run ids known there; replaced after any error."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        from mlflow import MlflowClient  # 2 s of imports, in the relay's thread
+
+        self.client: MlflowClient = MlflowClient(tracking_uri)
+        experiment = self.client.get_experiment_by_name(EXPERIMENT)
+        self.experiment_id: str = experiment.experiment_id if experiment else self.client.create_experiment(EXPERIMENT)
+        self.run_ids: dict[str, str] = {}
+        self.closed: set[str] = set()  # keys of runs that are complete
+
+    def find(self, key: str) -> list[Run]:
+        """The runs with this key; more than one where a creation that timed out came true."""
+        runs = self.client.search_runs([self.experiment_id], f"tags.`orc.run` = '{key}'", max_results=100)
+        return sorted(runs, key=lambda run: run.info.run_id)

@@ -1,0 +1,164 @@
+"""Runs that have the runs of several jobs below them: comparisons of strategies, and sweeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from orchestrator.backends.attempts.metrics import metric_lines
+from orchestrator.backends.mlflow.contact import Contact
+from orchestrator.backends.mlflow.content import (
+    compare_url,
+    comparison_key,
+    comparison_note,
+    sweep_key,
+    sweep_note,
+)
+from orchestrator.backends.mlflow.frontier_png import figure
+from orchestrator.backends.ports import Known
+from orchestrator.backends.redaction import Hide
+from orchestrator.scheduling.reports.comparison import compared_ids, comparison, curve_of, strategy_of
+from orchestrator.scheduling.reports.sweep import SweepReport
+from orchestrator.specs.attempt import Attempt
+from orchestrator.specs.job_record import Job
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+COMPARISON_TAG = "orc.comparison"  # of the runs of strategies that are compared
+SWEEP_TAG = "orc.sweep"  # of the runs of trials
+SWEEP_OF_TAG = "orc.sweep_of"  # of the run of a sweep: its id
+LINKED_MAX = 20  # trials that the link of a sweep compares: its address has all ids
+RUNS_MAX = 1000  # of one comparison or sweep
+
+
+class Groups:
+    """The runs of the comparisons and sweeps of a home."""
+
+    def __init__(self, address: str, home: Path, known: Known) -> None:
+        self._address, self._home, self._known = address, home, known
+        self._sweeps: dict[str, str] = {}  # run -> id of each sweep that goes on
+
+    def take_up(self, run: Run) -> None:
+        """Go on with the run of a sweep that began before this process did."""
+        tags = run.data.tags
+        sweep = self._known.sweep(tags[SWEEP_OF_TAG]) if SWEEP_OF_TAG in tags else None
+        if sweep is not None and tags.get("orc.run") == f"sweep {sweep_key(sweep.id, sweep.submitted_at_s)}":
+            self._sweeps.setdefault(run.info.run_id, sweep.id)  # else it is another home's
+
+    def tags(self, contact: Contact, job: Job) -> dict[str, str]:
+        """Tags of the runs of a strategy of `orc compare` or a trial of a sweep; empty for other jobs.
+
+        Their parent is one run of all.
+        """
+        if job.array is not None and job.spec.trial is not None:
+            sweep = self._known.sweep(job.array)
+            begun_s = job.submitted_at_s if sweep is None else sweep.submitted_at_s
+            key = sweep_key(job.array, begun_s)
+            tags = {"orc.run": f"sweep {key}", SWEEP_OF_TAG: job.array}
+            run_id = self._group(contact, job.array, begun_s, tags)
+            self._sweeps.setdefault(run_id, job.array)
+            return {"mlflow.parentRunId": run_id, SWEEP_TAG: key}
+        if job.array is None or job.spec.member is None or not job.spec.member.compared:
+            return {}
+        key = comparison_key(job)
+        tags = {"orc.run": f"comparison {key}", "orc.comparison_of": job.spec.family_name}
+        return {
+            "mlflow.parentRunId": self._group(contact, job.array, job.submitted_at_s, tags),
+            COMPARISON_TAG: key,
+        }
+
+    def _group(self, contact: Contact, name: str, begun_s: float, tags: dict[str, str]) -> str:
+        """The id of the run of a comparison or a sweep, found or created."""
+        key = tags["orc.run"]
+        if key not in contact.run_ids:
+            runs = contact.find(key)
+            run = (
+                runs[0]
+                if runs
+                else contact.client.create_run(
+                    contact.experiment_id, start_time=int(1000 * begun_s), tags=tags, run_name=name
+                )
+            )
+            contact.run_ids[key] = run.info.run_id
+        return contact.run_ids[key]
+
+    def end_sweeps(self, contact: Contact) -> None:
+        """End the runs of sweeps that are over, once the run of every trial has ended, with a table of the trials."""
+        for run_id, sweep_id in list(self._sweeps.items()):
+            found = self._known.sweep(sweep_id)
+            if found is None or not found.ended or found.live:
+                continue
+            key = sweep_key(sweep_id, found.submitted_at_s)
+            runs = contact.client.search_runs(
+                [contact.experiment_id], f"tags.`{SWEEP_TAG}` = '{key}'", max_results=RUNS_MAX
+            )
+            by_job = {run.data.tags.get("orc.job_id"): run for run in reversed(runs) if run.info.end_time is not None}
+            if len(by_job) < len(found.trials):
+                continue
+            self._say_sweep(contact, run_id, found, by_job)
+            contact.client.set_terminated(run_id, "FINISHED" if found.best is not None else "FAILED")
+            del self._sweeps[run_id]
+
+    def _say_sweep(self, contact: Contact, run_id: str, found: SweepReport, by_job: Mapping[str | None, Run]) -> None:
+        for trial in found.trials:
+            run = by_job[trial.job]
+            if trial.value is not None and found.metric not in run.data.metrics:  # a script's, out of its log
+                contact.client.log_metric(run.info.run_id, found.metric, trial.value)
+            if trial.number == found.best and trial.value is not None:
+                contact.client.log_metric(run_id, found.metric, trial.value)
+                contact.client.set_tag(run_id, "best", trial.job)
+        link = compare_url(
+            self._address,
+            tuple(by_job[one.job].info.run_id for one in found.trials[:LINKED_MAX]),
+            contact.experiment_id,
+        )
+        for name in ("method", "metric", "goal"):
+            contact.client.log_param(run_id, name, getattr(found, name))
+        contact.client.set_tag(run_id, "mlflow.note.content", sweep_note(found, link))
+        contact.client.log_text(run_id, json.dumps(asdict(found), indent=2), "sweep.json")
+
+    def end_comparison(self, contact: Contact, job: Job, tags: Mapping[str, str], hide: Hide) -> None:
+        """End the run of a comparison whose jobs have all ended, with its table, picture and verdict."""
+        if job.spec.trial is not None:
+            return
+        assert job.spec.member is not None, job.id
+        key, run_id, of = tags[COMPARISON_TAG], tags["mlflow.parentRunId"], job.spec.member.of
+        found_jobs = [job if job_id == job.id else self._known.job(job_id) for job_id in compared_ids(job)]
+        jobs = [one for one in found_jobs if one is not None]
+        if len(jobs) < of or not all(one.status.ended for one in jobs):
+            return
+        runs = compared_runs(contact.client, contact.experiment_id, key)
+        if len({run.data.tags.get("orc.job_id") for run in runs if run.info.end_time is not None}) < of:
+            return
+        curves = {one.id: curve_of(metric_lines(self._home, one)) for one in jobs}
+        found = comparison(self._known.state(), jobs, curves)
+        link = compare_url(self._address, tuple(run.info.run_id for run in reversed(runs)), contact.experiment_id)
+        contact.client.set_tag(run_id, "mlflow.note.content", hide(comparison_note(found, link)))
+        rows = json.dumps([asdict(row) for row in found.rows], indent=2)
+        contact.client.log_text(run_id, hide(rows), "comparison.json")
+        if found.picture is not None:
+            picture = figure(f"Strategies of {found.name}", found.picture, "")
+            contact.client.log_figure(run_id, picture, "comparison.png")
+        contact.client.set_terminated(run_id, "FINISHED")
+
+
+def member_name(job: Job, attempt: Attempt) -> str:
+    """Name of an attempt's run among those of a comparison or a sweep."""
+    if job.spec.trial is None:
+        return strategy_of(attempt.plan)
+    return job.id if attempt.number == 1 else attempt.name
+
+
+def tried(job: Job) -> dict[str, str]:
+    """Parameters of a trial as those of its run."""
+    return {} if job.spec.trial is None else {name: str(value) for name, value in job.spec.trial.parameters}
+
+
+def compared_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
+    """The runs of a comparison's strategies, without their parent."""
+    return list(client.search_runs([experiment_id], f"tags.`{COMPARISON_TAG}` = '{key}'", max_results=RUNS_MAX))

@@ -1,0 +1,106 @@
+"""How far is a sweep, and which trial is the best? From its jobs and the values of their metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.specs.job.sweep import STOPPED_EARLY, Value
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.plan import in_short
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialReport:
+    """One trial."""
+
+    number: int
+    job: str
+    parameters: Mapping[str, Value]
+    said: str  # its parameters in words
+    status: str  # of the job, or "stopped early"
+    reason: str
+    plan: str  # of its last attempt; "" before the first
+    value: float | None  # last of its metric
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepReport:
+    """A sweep with its trials."""
+
+    id: str
+    name: str
+    user: str
+    method: str
+    metric: str
+    goal: str
+    submitted_at_s: float
+    ended: str  # why; "" while it goes on
+    state: str  # how far it is, in words
+    max_trials: int
+    live: int  # trials that have not ended
+    best: int | None  # number of the best trial that has succeeded
+    best_said: str  # that trial in words; "" before there is one
+    trials: tuple[TrialReport, ...]
+
+
+def is_stopped_early(job: Job) -> bool:
+    """Whether the job was a trial that was stopped since others were better."""
+    return job.status is JobStatus.CANCELLED and job.reason.startswith(STOPPED_EARLY)
+
+
+def sweep_report(sweep_id: str, ended: str, jobs: Sequence[Job], values: Mapping[int, float | None]) -> SweepReport:
+    """The sweep of these jobs, at least one; `values` by number of the trial."""
+    first = jobs[0].spec.trial
+    assert first is not None, jobs[0].id
+    sweep = first.sweep
+    trials = tuple(_trial(job, values) for job in jobs)
+    sign = 1 if sweep.metric.goal == "minimize" else -1
+    done = [(sign * one.value, one) for one in trials if one.status == JobStatus.SUCCEEDED and one.value is not None]
+    best = min(done, key=lambda pair: pair[0])[1] if done else None
+    live = sum(not job.status.ended for job in jobs)
+    return SweepReport(
+        id=sweep_id,
+        name=jobs[0].spec.family_name,
+        user=jobs[0].user,
+        method=sweep.method,
+        metric=sweep.metric.name,
+        goal=sweep.metric.goal,
+        submitted_at_s=jobs[0].submitted_at_s,
+        ended=ended,
+        state=_state(trials, live, sweep.trials, ended),
+        max_trials=sweep.trials,
+        live=live,
+        best=None if best is None else best.number,
+        best_said="" if best is None else f"{sweep.metric.name} {best.value:.6g} by {best.job}: {best.said}",
+        trials=trials,
+    )
+
+
+def _trial(job: Job, values: Mapping[int, float | None]) -> TrialReport:
+    trial = job.spec.trial
+    assert trial is not None, job.id
+    return TrialReport(
+        number=trial.number,
+        job=job.id,
+        parameters=dict(trial.parameters),
+        said=", ".join(f"{name} {_said(value)}" for name, value in trial.parameters),
+        status=STOPPED_EARLY if is_stopped_early(job) else job.status.value,
+        reason=job.reason,
+        plan="" if job.last is None else in_short(job.last.plan),
+        value=values.get(trial.number),
+    )
+
+
+def _said(value: Value) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _state(trials: Sequence[TrialReport], live: int, most: int, ended: str) -> str:
+    """`finished: 8 of 8 trials ended, 2 stopped early`."""
+    stopped = sum(one.status == STOPPED_EARLY for one in trials)
+    failed = sum(one.status in (JobStatus.FAILED, JobStatus.REFUSED) for one in trials)
+    words = f"{len(trials) - live} of {most} trials ended"
+    words += f", {stopped} stopped early" if stopped else ""
+    words += f", {failed} failed" if failed else ""
+    return f"{ended}: {words}" if ended else words

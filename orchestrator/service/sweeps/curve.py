@@ -1,0 +1,85 @@
+"""Reads how the metric of a trial goes: what our engines write of each step, or what a script's log says."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job_record import Job
+from orchestrator.specs.run import AttemptFolder, JobFolder
+
+READ_BYTES = 4 * 2**20  # of a file at a time
+LINE_BYTES_MAX = 64 * 1024  # of a line that has not ended
+
+
+class MetricCurve:
+    """The points of one trial, read as its files grow; a later attempt goes on where its checkpoint was."""
+
+    def __init__(self, home: Path, job_id: str) -> None:
+        self.last: float | None = None  # the value of the newest point
+        self._folder = JobFolder(home, job_id)
+        self._offsets: dict[Path, int] = {}
+        self._rest: dict[Path, bytes] = {}
+        self._counted: dict[Path, int] = {}  # steps that a log has told
+
+    def news(self, job: Job) -> Iterator[tuple[int, float]]:
+        """(step, value) of each point since the last call."""
+        for attempt in job.attempts:
+            if not attempt.probe:
+                for step, value in self._of_attempt(job.spec, self._folder.attempt(attempt.number)):
+                    self.last = value
+                    yield step, value
+
+    def _of_attempt(self, spec: JobSpec, folder: AttemptFolder) -> Iterator[tuple[int, float]]:
+        assert spec.trial is not None, spec.name
+        metric, path = spec.trial.sweep.metric, folder.log(0) if spec.is_script else folder.metrics
+        for line in self._lines(path):
+            found = _in_log(spec, line, self._counted, path) if metric.log else _in_curve(line, metric.name)
+            if found is not None and math.isfinite(found[1]):
+                yield found
+
+    def _lines(self, path: Path) -> Iterator[str]:
+        while True:
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._offsets.get(path, 0))
+                    chunk = file.read(READ_BYTES)
+            except OSError:
+                return
+            if not chunk:
+                return
+            self._offsets[path] = self._offsets.get(path, 0) + len(chunk)
+            *lines, rest = re.split(rb"[\r\n]", self._rest.get(path, b"") + chunk)
+            self._rest[path] = rest[-LINE_BYTES_MAX:]
+            yield from (line.decode(errors="replace") for line in lines)
+
+
+def _in_curve(text: str, name: str) -> tuple[int, float] | None:
+    try:
+        line = json.loads(text)
+        step, value = line["step"], line[name]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return (step, float(value)) if type(step) is int and type(value) in (int, float) else None
+
+
+def _in_log(spec: JobSpec, line: str, counted: dict[Path, int], path: Path) -> tuple[int, float] | None:
+    """The step is the job's `progress`, where it has one; else the values are counted."""
+    assert spec.trial is not None, spec.name
+    pattern = spec.trial.sweep.metric.log
+    assert pattern is not None, spec.name
+    if spec.progress is not None and (steps := re.findall(spec.progress, line)) and str(steps[-1]).isdecimal():
+        counted[path] = int(steps[-1])
+    found = re.findall(pattern, line)
+    if not found:
+        return None
+    if spec.progress is None:
+        counted[path] = counted.get(path, 0) + 1
+    try:
+        return counted.get(path, 0), float(found[-1])
+    except ValueError:
+        return None

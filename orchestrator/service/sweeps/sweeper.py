@@ -1,0 +1,205 @@
+"""Runs sweeps: submits their trials to the queue, tells the study what they gave, and stops the hopeless ones.
+
+The journal has the trials and how they ended; files of the attempts have their curves. A study is made anew from these
+after a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.backends.journal.sweeps import Sweeps, TrialRow
+from orchestrator.memory.profiles import is_known
+from orchestrator.scheduling.reports.sweep import SweepReport, is_stopped_early, sweep_report
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.profiling import traced
+from orchestrator.service.sweeps.curve import MetricCurve
+from orchestrator.service.sweeps.study import Study, require_optuna
+from orchestrator.specs.errors import OrchestratorError, ServiceError, SpecError
+from orchestrator.specs.job.spec import JobSpec
+from orchestrator.specs.job.sweep import STOPPED_EARLY, SWEEP, Trial
+from orchestrator.specs.job_record import Job, JobStatus
+from orchestrator.specs.parse import trial_of
+
+LOOK_S = 1.0  # between two looks at the curves of running trials
+FAILURES_MAX = 5  # first trials that all fail: the program is to blame (wandb/agents/pyagent.py has the same number)
+SHOWN_MAX = 50  # sweeps of a list, the newest first
+FINISHED, CANCELLED = "finished", "cancelled"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A sweep that this process has taken up."""
+
+    first: JobSpec
+    trial: Trial  # the first
+    study: Study
+    curves: dict[int, MetricCurve] = field(default_factory=dict)  # of the trials that have not ended
+    over: dict[int, JobStatus] = field(default_factory=dict)  # of the trials that have
+    asked: int = 0  # trials that the study has given
+
+
+class Sweeper:
+    """The sweeps of a service; every method may be called from any thread."""
+
+    def __init__(self, controller: Controller, sweeps: Sweeps, home: Path) -> None:
+        """Nothing is submitted before `look`."""
+        self._controller, self._sweeps, self._home = controller, sweeps, home
+        self._running: dict[str, _Running] = {}
+        self._over: dict[str, SweepReport] = {}  # of the newest, those that do not change any more
+        self._lock = threading.Lock()
+
+    def run(self, stop: threading.Event) -> None:
+        """Look every LOOK_S until `stop` is set."""
+        while not stop.wait(LOOK_S):
+            try:
+                self.look()
+            except ServiceError as error:  # the controller meets the same, and ends the service
+                log.error("%s", error)
+            except Exception:  # the thread's edge: jobs go on
+                log.exception("looking after sweeps failed")
+
+    def first(self, spec: JobSpec) -> JobSpec:
+        """The first trial of a sweep that is being submitted, with its parameters. Raises SpecError without Optuna."""
+        assert spec.trial is not None, spec.name
+        if spec.trial.of is not None or spec.trial.number or spec.trial.parameters:
+            raise SpecError("a trial of a sweep that exists is submitted by the service alone", path="sweep")
+        require_optuna()
+        return self._with_costs(trial_of(spec, None, 0, Study("", spec.trial.sweep, None).ask()))
+
+    def look(self) -> None:
+        """Take each open sweep as far as it goes now."""
+        for sweep_id in self._sweeps.open():
+            with self._lock:
+                if self._sweeps.ended(sweep_id) == "":  # nobody has cancelled it meanwhile
+                    self._advance(sweep_id)
+
+    def cancel(self, sweep_id: str) -> list[str]:
+        """End a sweep, and cancel its live trials; their ids. Raises ServiceError where it has ended or is unknown."""
+        with self._lock:
+            ended = self._sweeps.ended(sweep_id)
+            if ended is None:
+                raise ServiceError(f"there is no sweep {sweep_id!r}: `orc queue` lists them")
+            if ended:
+                raise ServiceError(f"the sweep {sweep_id} has ended already: {ended}")
+            self._end(sweep_id, CANCELLED)
+            live = [job.id for job in self._jobs(self._sweeps.trials(sweep_id)) if not job.status.ended]
+            return self._controller.cancel(live) if live else []
+
+    def sweep_of(self, job_id: str) -> str | None:
+        """The open sweep that a job is a trial of, or that has this id; None elsewhere."""
+        job = self._controller.job(job_id)
+        sweep_id = job_id if job is None else job.array if job.spec.trial is not None else None
+        return sweep_id if sweep_id is not None and self._sweeps.ended(sweep_id) == "" else None
+
+    def knows(self, sweep_id: str) -> bool:
+        """Whether there is, or was, such a sweep."""
+        return sweep_id.startswith(SWEEP) and self._sweeps.ended(sweep_id) is not None
+
+    def report(self, sweep_id: str) -> SweepReport | None:
+        """The sweep with its trials; None where there is none."""
+        if sweep_id in self._over:
+            return self._over[sweep_id]
+        ended = self._sweeps.ended(sweep_id)
+        if ended is None:
+            return None
+        rows = self._sweeps.trials(sweep_id)
+        running, jobs = self._running.get(sweep_id), self._jobs(rows)
+        values = {row.number: row.value for row in rows}
+        if running is not None:
+            values |= {number: curve.last for number, curve in dict(running.curves).items() if curve.last is not None}
+        report = sweep_report(sweep_id, ended, jobs, values)
+        if ended and not report.live:
+            self._over[sweep_id] = report
+        return report
+
+    def reports(self) -> list[SweepReport]:
+        """The newest sweeps, the newest first."""
+        newest = self._sweeps.newest(SHOWN_MAX)
+        found = [report for sweep_id in newest if (report := self.report(sweep_id)) is not None]
+        self._over = {sweep_id: report for sweep_id, report in self._over.items() if sweep_id in newest}
+        return found
+
+    def _jobs(self, rows: Sequence[TrialRow]) -> list[Job]:
+        found = (self._controller.job(row.job) for row in rows)
+        return [job for job in found if job is not None]
+
+    def _advance(self, sweep_id: str) -> None:
+        rows = self._sweeps.trials(sweep_id)
+        running = self._running.get(sweep_id) or self._taken_up(sweep_id, rows)
+        for row in rows:
+            if row.number not in running.over:
+                job = self._controller.job(row.job)
+                assert job is not None, row.job
+                self._follow(running, job)
+        over = list(running.over.values())
+        if len(over) == len(rows) >= FAILURES_MAX and not {*over} - {JobStatus.FAILED, JobStatus.REFUSED}:
+            self._end(sweep_id, f"its first {len(rows)} trials failed")
+            return
+        live, number = len(rows) - len(over), len(rows)
+        while number < running.trial.sweep.trials and live < running.trial.max_concurrent:
+            self._submit(running, sweep_id, number)
+            live, number = live + 1, number + 1
+        if not live:
+            self._end(sweep_id, FINISHED)
+
+    def _taken_up(self, sweep_id: str, rows: Sequence[TrialRow]) -> _Running:
+        first = self._controller.job(rows[0].job)
+        assert first is not None, sweep_id
+        trial = first.spec.trial
+        assert trial is not None, sweep_id
+        running = _Running(first.spec, trial, Study(sweep_id, trial.sweep, first.spec.optimizer_steps))
+        self._running[sweep_id] = running
+        return running
+
+    def _submit(self, running: _Running, sweep_id: str, number: int) -> None:
+        assert running.asked == number, (running.asked, number)
+        parameters = running.study.ask()
+        running.asked += 1
+        try:
+            self._controller.submit(self._with_costs(trial_of(running.first, sweep_id, number, parameters)))
+        except OrchestratorError as error:
+            del self._running[sweep_id]  # the study has a trial that the queue lacks
+            if isinstance(error, SpecError):
+                self._end(sweep_id, f"trial {number} was refused: {error}"[:500])
+            raise
+
+    def _follow(self, running: _Running, job: Job) -> None:
+        """Take a trial that was not over into the study, with the news of its curve and its end."""
+        trial = job.spec.trial
+        assert trial is not None, job.id
+        if trial.number == running.asked:
+            running.study.ask(dict(trial.parameters))
+            running.asked += 1
+        curve = running.curves.setdefault(trial.number, MetricCurve(self._home, job.id))
+        hopeless = [step for step, value in curve.news(job) if running.study.report(trial.number, step, value)]
+        if job.status.ended:
+            value = curve.last if job.status is JobStatus.SUCCEEDED else None
+            running.study.tell(trial.number, value, stopped=is_stopped_early(job))
+            if curve.last is not None:
+                self._sweeps.tell(job.id, curve.last)
+            running.over[trial.number] = job.status
+            del running.curves[trial.number]
+        elif hopeless and not job.cancelling:
+            name = trial.sweep.metric.name
+            self._controller.stop_early(
+                job.id, f"{STOPPED_EARLY} at step {hopeless[0]}: other trials had a better {name}"
+            )
+
+    def _with_costs(self, spec: JobSpec) -> JobSpec:
+        """The job with the costs of its own model, where these have to be traced: parameters may change them."""
+        bare = spec.model_copy(update={"traced": ()})
+        if spec.known_model is None or is_known(bare):
+            return spec
+        return spec.model_copy(update={"traced": traced(bare, self._home, spec.name)})
+
+    def _end(self, sweep_id: str, why: str) -> None:
+        self._sweeps.end(sweep_id, why)
+        self._running.pop(sweep_id, None)
+        log.info("sweep %s has ended: %s", sweep_id, why)

@@ -1,0 +1,48 @@
+"""A sweep as JSON: its trials, and the best of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from typing_extensions import TypedDict
+
+from orchestrator.scheduling.reports.sweep import SweepReport
+from orchestrator.specs.job.sweep import Value
+
+
+class TrialView(TypedDict):
+    """One trial."""
+
+    number: int
+    job: str
+    parameters: dict[str, Value]
+    said: str  # its parameters in words
+    status: str  # of the job, or "stopped early"
+    reason: str
+    plan: str  # of its last attempt; "" before the first
+    value: float | None  # last of its metric
+
+
+class SweepView(TypedDict):
+    """A sweep with its trials."""
+
+    id: str
+    name: str
+    user: str
+    method: str
+    metric: str
+    goal: str
+    submitted_at_s: float
+    ended: str  # why; "" while it goes on
+    state: str  # how far it is, in words
+    max_trials: int
+    live: int  # trials that have not ended
+    best: int | None  # number of the best trial that has succeeded
+    best_said: str  # that trial in words; "" before there is one
+    trials: list[TrialView]
+
+
+def sweep_view(report: SweepReport) -> SweepView:
+    """The sweep as JSON."""
+    view: SweepView = asdict(report)  # type: ignore[assignment]
+    return view

@@ -1,0 +1,221 @@
+"""What a sweep says: which parameters are tried, which metric judges a trial, and when a trial is stopped early."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+
+from orchestrator.specs.job.array import INDEX, JOBS_MAX
+from orchestrator.specs.spec_model import Number, SpecModel, json_schema_of
+
+Value = bool | int | float | str
+TRIALS_AT_ONCE = 4  # where the file has no `max_concurrent`
+SWEEP = "sweep-"  # before the id of its first job: the id of a sweep
+STOPPED_EARLY = "stopped early"  # how the reason of such a trial begins
+METRICS = ("loss", "grad_norm", "step_s")  # that our engines write of each step
+KEPT = (  # of every trial: whose it is, its files, and what is found out
+    *((name,) for name in ("user", "workdir", "member", "trial", "traced", "measured", "relative_to", "source")),
+    *(("data", name) for name in ("text", "chat", "tokens", "tokenizer")),
+    *((section, name) for section in ("model", "trains") for name in ("hf", "factory")),
+    ("resume", "before"),
+)
+
+
+class Metric(SpecModel):
+    """The number that judges a trial: its last value counts."""
+
+    name: str = Field(
+        default="loss",
+        pattern=r"^[\w./ -]{1,200}$",
+        description="Name of the metric; of a `model`: loss, grad_norm or step_s.",
+        examples=["loss"],
+    )
+    goal: Literal["minimize", "maximize"] = Field(
+        default="minimize", description="Whether lower or higher is better.", examples=["maximize"]
+    )
+    log: Number | None = Field(
+        default=None,
+        description="Regular expression with one group: the value in a script's log. Needed for a `command` alone.",
+        examples=[r"eval_loss=([-+.\de]+)"],
+    )
+
+
+class Parameter(SpecModel):
+    """Values of one parameter: `values`, one `value`, or a range from `min` to `max`."""
+
+    value: Value | None = Field(default=None, description="The same in every trial.", examples=[8])
+    values: tuple[Value, ...] = Field(default=(), description="Values to choose from.", examples=[[1e-3, 1e-4]])
+    min: int | float | None = Field(default=None, description="Lowest value of a range.", examples=[1e-5])
+    max: int | float | None = Field(default=None, description="Highest value of a range.", examples=[1e-2])
+    distribution: Literal["uniform", "int_uniform", "log_uniform_values"] | None = Field(
+        default=None,
+        description="How a range is drawn from; null: int_uniform between whole numbers, else uniform.",
+        examples=["log_uniform_values"],
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Parameter:
+        has_range = self.min is not None or self.max is not None
+        if (self.value is not None) + bool(self.values) + has_range != 1:
+            raise ValueError("a parameter says `values`, `value`, or `min` and `max`")
+        if not has_range:
+            if self.distribution is not None:
+                raise ValueError("`distribution` is of a range: it needs `min` and `max`")
+            if len(set(map(repr, self.values))) < len(self.values):
+                raise ValueError("`values` names each value once")
+            return self
+        if self.min is None or self.max is None or not self.min < self.max:
+            raise ValueError("a range needs `min` below `max`")
+        if self.distribution == "log_uniform_values" and self.min <= 0:
+            raise ValueError("log_uniform_values needs `min` above 0")
+        whole = all(isinstance(end, int) for end in (self.min, self.max))
+        if self.distribution == "int_uniform" and not whole:
+            raise ValueError("int_uniform needs whole numbers as `min` and `max`")
+        return self
+
+    @property
+    def choices(self) -> tuple[Value, ...]:
+        """The values to choose from; () of a range."""
+        return self.values or (() if self.value is None else (self.value,))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a range has whole numbers alone."""
+        return self.distribution != "uniform" and isinstance(self.min, int) and isinstance(self.max, int)
+
+    @property
+    def extremes(self) -> tuple[Value, ...]:
+        """Every value to choose from, or both ends of the range."""
+        ends = () if self.min is None or self.max is None else (self.min, self.max)
+        return self.choices or (ends if self.is_whole else tuple(map(float, ends)))
+
+
+class EarlyTerminate(SpecModel):
+    """When a trial is stopped before its end, since others were better at the same step."""
+
+    type: Literal["median", "hyperband"] = Field(
+        description="median: worse than half of the others; hyperband: brackets of successive halving.",
+        examples=["hyperband"],
+    )
+    min_iter: int = Field(default=1, ge=1, description="Steps before a trial can be stopped.", examples=[10])
+    max_iter: int | None = Field(
+        default=None, ge=1, description="Steps of a whole trial, for hyperband; null: those of the job.", examples=[100]
+    )
+    eta: int = Field(default=3, ge=2, description="Factor by which hyperband halves.", examples=[3])
+    startup_trials: int = Field(default=5, ge=1, description="Trials that end before median stops any.", examples=[2])
+
+
+Parameters = Annotated[
+    tuple[tuple[str, Parameter], ...],
+    BeforeValidator(lambda said: tuple(said.items()) if isinstance(said, dict) else said),
+    PlainSerializer(
+        lambda said: {name: one.model_dump(mode="json", exclude_defaults=True) for name, one in said},
+        return_type=dict[str, Any],
+    ),
+    WithJsonSchema({"type": "object", "additionalProperties": {"$ref": "#/$defs/Parameter"}}),
+]
+
+
+class Sweep(SpecModel):
+    """Trials of a job with other parameters, each a job of the queue."""
+
+    method: Literal["grid", "random", "bayes"] = Field(
+        description="grid: every combination; random: drawn; bayes: by what earlier trials gave (Optuna's TPE).",
+        examples=["bayes"],
+    )
+    metric: Metric = Field(default=Metric(), description="The number that judges a trial.", examples=[{"name": "loss"}])
+    parameters: Parameters = Field(
+        min_length=1,
+        description="Values of each {placeholder} of the job.",
+        examples=[{"lr": {"min": 1e-5, "max": 1e-2, "distribution": "log_uniform_values"}}],
+    )
+    max_trials: int | None = Field(
+        default=None, ge=1, le=JOBS_MAX, description="Most trials; null: every combination of a grid.", examples=[20]
+    )
+    early_terminate: EarlyTerminate | None = Field(
+        default=None,
+        description="When a trial is stopped before its end; null: never.",
+        examples=[{"type": "median", "min_iter": 10}],
+    )
+    seed: int = Field(default=0, ge=0, le=2**31, description="Seed of what is drawn.", examples=[1])
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sweep:
+        for name, parameter in self.parameters:
+            if name == INDEX or not name.isidentifier():
+                raise ValueError(f"{name!r} is no name of a parameter: letters, digits and _, and not `{INDEX}`")
+            if self.method == "grid" and not parameter.choices:
+                raise ValueError(f"a grid needs `values` of {name}: a range has no end of them")
+        if self.method != "grid" and self.max_trials is None:
+            raise ValueError(f"`{self.method}` needs `max_trials`")
+        if self.method == "grid" and self.trials > JOBS_MAX:
+            raise ValueError(f"the grid has {self.trials} combinations: at most {JOBS_MAX}, or say `max_trials`")
+        return self
+
+    @property
+    def trials(self) -> int:
+        """Most trials that there are."""
+        combinations = math.prod(len(one.choices) for _, one in self.parameters)
+        if self.method != "grid":
+            return self.max_trials or 0
+        return min(combinations, self.max_trials or combinations)
+
+    def combination(self, number: int) -> dict[str, Value]:
+        """The grid's parameters of a trial, counted from 0; the last one varies first."""
+        names = [name for name, _ in self.parameters]
+        rows = product(*(one.choices for _, one in self.parameters))
+        return dict(zip(names, next(islice(rows, number, None)), strict=True))
+
+    def to_check(self) -> Iterator[dict[str, Value]]:
+        """Parameters that a job file has to be right with: the first of each, and each extreme of one of them."""
+        first = {name: one.extremes[0] for name, one in self.parameters}
+        yield first
+        for name, parameter in self.parameters:
+            yield from ({**first, name: value} for value in parameter.extremes[1:])
+
+
+Values = Annotated[
+    tuple[tuple[str, Value], ...],
+    BeforeValidator(lambda said: tuple(said.items()) if isinstance(said, dict) else said),
+    PlainSerializer(dict, return_type=dict[str, Value]),
+]
+
+
+class Trial(SpecModel):
+    """Which trial of a sweep a job is, and what makes the next one out of it."""
+
+    sweep: Sweep
+    of: str | None = None  # id of the sweep; None: of a sweep that is being submitted
+    number: int = Field(default=0, ge=0)  # 0, 1, 2 ...
+    parameters: Values = ()
+    max_concurrent: int = Field(ge=1, le=JOBS_MAX)
+    template: tuple[tuple[tuple[str, ...], str], ...]  # (keys, JSON) of each part of the job that says a placeholder
+
+    @model_validator(mode="after")
+    def _in_what_may_differ(self) -> Trial:
+        for keys, _ in self.template:
+            if not keys or any(keys[: len(kept)] == kept for kept in KEPT):
+                raise ValueError(f"every trial has the same `{'.'.join(keys)}`: take the placeholder out of it")
+        return self
+
+
+def templates(data: Mapping[str, Any], says: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The smallest parts of a document, by their keys, for which `says(part)`; `plan` is one part."""
+    for key, part in data.items():
+        if isinstance(part, dict) and (*keys, key) != ("plan",):
+            yield from templates(part, says, (*keys, str(key)))
+        elif says(part):
+            yield (*keys, str(key)), part
+
+
+def sweep_json_schema() -> dict[str, Any]:
+    """The definitions of `sweep:` for the JSON Schema of a job file."""
+    schema = json_schema_of(Sweep)
+    parameter = json_schema_of(Parameter)
+    own = {key: part for key, part in schema.items() if key not in ("$defs", "$schema")}
+    of_one = {key: part for key, part in parameter.items() if key not in ("$defs", "$schema")}
+    return {**schema["$defs"], "Sweep": own, "Parameter": of_one}

@@ -1,0 +1,304 @@
+"""Laws of sweeps: trials really run, the best is told, hopeless ones are stopped, a restart loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from orchestrator.backends.attempts.backend import ProcessBackend
+from orchestrator.backends.journal.accounts import Accounts
+from orchestrator.backends.journal.journal import Journal
+from orchestrator.cli import main
+from orchestrator.service.pages.routes import PAGES_OF_SERVICE
+from orchestrator.service.server.api import Service, create_app
+from orchestrator.service.server.client import Client
+from orchestrator.service.server.controller import Controller
+from orchestrator.service.server.daemon import served
+from orchestrator.service.server.intake import read_jobs
+from orchestrator.service.server.lifecycle import write_service_file
+from orchestrator.service.sweeps import study as study_module
+from orchestrator.service.sweeps.study import Study
+from orchestrator.service.sweeps.sweeper import FAILURES_MAX, Sweeper
+from orchestrator.specs.errors import ServiceError, SpecError
+from orchestrator.specs.job.sweep import Sweep
+from orchestrator.specs.run import JobFolder
+from tests.local_cluster import LocalLaunchers, LocalNodes
+from tests.service.test_api import TOKEN
+from tests.service.test_compare import CLUSTER
+
+PATIENCE_S = 200.0
+SCRIPT = f"""\
+name: tune
+command: {sys.executable} train.py {{lr}}
+global_batch_size: 1
+probe: never
+steps: 20
+progress: 'step (\\d+)'
+max_concurrent: 2
+sweep:
+  method: grid
+  metric: {{name: loss, log: 'loss=(\\S+)'}}
+  parameters: {{lr: {{values: [4, 2, 3, 1]}}}}
+"""
+# It writes no file and needs no torch: a trial takes a second. Where `slow` is there, a step takes a tenth.
+TRAIN = """\
+import sys, time
+from pathlib import Path
+rate = float(sys.argv[1])
+if Path("broken").exists():
+    raise ValueError("a bug")
+for step in range(1, 21):
+    print(f"step {step} loss={rate + 1 / step}", flush=True)
+    if Path("slow").exists():
+        time.sleep(0.1)
+"""
+
+
+class World:
+    """A service over real processes that can be ended and begun again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.home.mkdir()
+        (self.home / "token").write_text(TOKEN)
+        (folder / "job.yaml").write_text(SCRIPT)
+        (folder / "train.py").write_text(TRAIN)
+        self._stack, self._launchers = contextlib.ExitStack(), LocalLaunchers()  # ranks outlive a service
+
+    def begin(self) -> None:
+        self._stack = stack = contextlib.ExitStack()
+        journal = stack.enter_context(contextlib.closing(Journal(f"sqlite:///{self.home / 'journal.sqlite'}")))
+        backend = stack.enter_context(
+            contextlib.closing(ProcessBackend(self.home, CLUSTER, LocalNodes(CLUSTER), self._launchers))
+        )
+        self.controller = Controller(journal, backend, time.time)
+        self.sweeper = Sweeper(self.controller, journal.sweeps, self.home)
+        service = Service(
+            controller=self.controller,
+            accounts=Accounts(journal.database.transaction, time.time),
+            home=self.home,
+            token=TOKEN,
+            cluster=CLUSTER.name,
+            trackers={},
+            shut_down=lambda: None,
+            sweeper=self.sweeper,
+            pages=PAGES_OF_SERVICE,
+        )
+        stop = threading.Event()
+        threads = [threading.Thread(target=run, args=(stop,)) for run in (self.controller.run, self.sweeper.run)]
+        write_service_file(self.home, stack.enter_context(served(create_app(service))))
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(stop.set)
+
+    def end(self) -> None:
+        self._stack.close()
+
+    def submit(self) -> str:
+        specs = read_jobs(self.folder / "job.yaml")
+        with contextlib.closing(Client(self.home)) as client:
+            ids, _, _ = client.submit_all([spec.model_dump(mode="json") for spec in specs])
+        return f"sweep-{ids[0]}"
+
+    def sweep(self, sweep_id: str) -> Any:
+        with contextlib.closing(Client(self.home)) as client:
+            return client.sweep(sweep_id)
+
+    def until(self, sweep_id: str, law: Callable[[Any], object]) -> Any:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not law(found := self.sweep(sweep_id)):
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.1)
+        return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    variables = {name: text for name, text in os.environ.items() if name != "ORC_SERVER"}
+    variables |= {"ORC_HOME": str(tmp_path / "home"), "COLUMNS": "80"}
+    world = World(tmp_path)
+    with contextlib.chdir(tmp_path), mock.patch.dict(os.environ, variables):
+        world.begin()
+        try:
+            yield world
+        finally:
+            world.end()
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+    return capsys.readouterr().out
+
+
+@pytest.mark.timeout(300)
+def test_every_trial_is_a_job_with_its_values_and_the_best_one_is_shown_everywhere(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_id = said(capsys, "submit", "job.yaml").strip()
+    assert sweep_id == "sweep-tune-1"
+    over = world.until(sweep_id, lambda found: found["ended"] and not found["live"])
+    assert over["ended"] == "finished"
+    assert [(one["parameters"]["lr"], one["status"], one["value"]) for one in over["trials"]] == [
+        (rate, "succeeded", pytest.approx(rate + 0.05)) for rate in (4, 2, 3, 1)
+    ]
+    assert over["best"] == 3
+    best = f"loss 1.05 by {over['trials'][3]['job']}: lr 1"
+    for command in (("show", sweep_id), ("queue",), ("report",)):
+        shown = said(capsys, *command)
+        assert best in " ".join(shown.split()), command
+        assert max(map(len, shown.splitlines())) <= 80 or command == ("report",), command
+    log = JobFolder(world.home, over["trials"][0]["job"]).attempt(1).log(0).read_text()
+    assert "step 20 loss=4.05" in log
+    with pytest.raises(ServiceError, match="has ended already: finished"), contextlib.closing(Client(world.home)) as it:
+        it.cancel([sweep_id], whole_arrays=False)
+
+
+@pytest.mark.timeout(300)
+def test_at_most_so_many_trials_are_live_and_the_cancelled_sweep_has_no_more(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (world.folder / "slow").touch()
+    sweep_id = world.submit()
+    seen = world.until(sweep_id, lambda found: len(found["trials"]) == 2)
+    assert seen["live"] == 2
+    told = json.loads(said(capsys, "cancel", sweep_id, "--json"))
+    assert told["cancelled"] == [one["job"] for one in seen["trials"]]
+    over = world.until(sweep_id, lambda found: not found["live"])
+    assert (over["ended"], len(over["trials"]), over["best"]) == ("cancelled", 2, None)
+    assert {one["status"] for one in over["trials"]} == {"cancelled"}
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_that_is_worse_than_the_others_at_the_same_step_is_stopped_with_the_reason(world: World) -> None:
+    early = "  early_terminate: {type: median, min_iter: 3, startup_trials: 1}\n"
+    text = SCRIPT.replace("max_concurrent: 2", "max_concurrent: 1").replace("[4, 2, 3, 1]", "[2, 9, 1]") + early
+    (world.folder / "job.yaml").write_text(text)
+    (world.folder / "slow").touch()
+    sweep_id = world.submit()
+    over = world.until(sweep_id, lambda found: found["ended"] and not found["live"])
+    assert [one["status"] for one in over["trials"]] == ["succeeded", "stopped early", "succeeded"]
+    assert over["trials"][1]["reason"].startswith("stopped early at step ")
+    assert over["best"] == 2
+    job = world.controller.job(over["trials"][1]["job"])
+    assert job is not None
+    assert job.status == "cancelled"
+    assert job.last is not None
+    assert job.last.failure is not None
+    assert job.last.failure.kind == "cancelled"
+
+
+@pytest.mark.timeout(300)
+def test_a_service_that_begins_again_amid_a_sweep_goes_on_with_the_same_trials(world: World) -> None:
+    sweep_id = world.submit()
+    world.until(sweep_id, lambda found: any(one["status"] == "succeeded" for one in found["trials"]))
+    world.end()
+    world.begin()
+    over = world.until(sweep_id, lambda found: found["ended"] and not found["live"])
+    assert [one["parameters"]["lr"] for one in over["trials"]] == [4, 2, 3, 1]
+    assert [one["number"] for one in over["trials"]] == [0, 1, 2, 3]
+    assert over["best"] == 3
+
+
+@pytest.mark.timeout(300)
+def test_a_program_with_a_bug_ends_the_sweep_after_its_first_trials(world: World) -> None:
+    (world.folder / "broken").touch()
+    (world.folder / "job.yaml").write_text(SCRIPT.replace("[4, 2, 3, 1]", str([*range(20)])))
+    over = world.until(world.submit(), lambda found: found["ended"])
+    assert over["ended"] == f"its first {len(over['trials'])} trials failed"
+    assert FAILURES_MAX <= len(over["trials"]) <= FAILURES_MAX + 1
+
+
+def test_without_optuna_nothing_is_stored_and_the_missing_extra_is_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(SpecError, match=r"install the extra .* pip install 'orchestrator\[sweep\]'"):
+        world.submit()
+    assert world.sweeper.reports() == []
+    assert not world.controller.state.jobs
+
+
+def test_a_client_submits_no_trial_of_a_sweep_that_exists(world: World) -> None:
+    (spec,) = read_jobs(world.folder / "job.yaml")
+    forged = spec.model_dump(mode="json")
+    forged["trial"] |= {"of": "sweep-tune-1", "number": 7}
+    with contextlib.closing(Client(world.home)) as client, pytest.raises(SpecError, match="by the service alone"):
+        client.submit_all([forged])
+
+
+def sweep_said(**said: Any) -> Sweep:
+    parameters = {
+        "lr": {"min": 1e-5, "max": 1e-2, "distribution": "log_uniform_values"},
+        "width": {"min": 8, "max": 64},
+        "act": {"values": ["relu", "gelu"]},
+    }
+    return Sweep.model_validate({"method": "bayes", "parameters": parameters, "max_trials": 30, **said})
+
+
+@pytest.mark.parametrize("method", ["random", "bayes"])
+def test_a_study_that_is_made_anew_from_its_trials_asks_for_the_same_ones(method: str) -> None:
+    def value(parameters: dict[str, Any]) -> float:
+        return abs(float(parameters["lr"]) - 1e-3) + int(parameters["width"])
+
+    whole, asked = Study("s", sweep_said(method=method), 10), list[dict[str, Any]]()
+    for number in range(15):
+        asked.append(whole.ask())
+        whole.tell(number, value(asked[-1]))
+    for split in (1, 12):
+        again = Study("s", sweep_said(method=method), 10)
+        for number in range(split):
+            again.ask(asked[number])
+            again.tell(number, value(asked[number]))
+        for number in range(split, 15):
+            assert again.ask() == asked[number], (split, number)
+            again.tell(number, value(asked[number]))
+    for one in asked:
+        assert 1e-5 <= one["lr"] <= 1e-2
+        assert type(one["width"]) is int
+        assert one["act"] in ("relu", "gelu")
+
+
+def test_bayes_comes_closer_than_chance() -> None:
+    def best(method: str) -> float:
+        study = Study("s", sweep_said(method=method, max_trials=60), None)
+        found = []
+        for number in range(60):
+            parameters = study.ask()
+            found.append((float(parameters["lr"]) - 4e-3) ** 2 * 1e4 + (int(parameters["width"]) - 40) ** 2)
+            study.tell(number, found[-1])
+        return sum(found[30:])
+
+    assert best("bayes") < best("random")
+
+
+def test_hyperband_stops_the_worse_and_never_all() -> None:
+    early = {"type": "hyperband", "min_iter": 1, "eta": 3}
+    study = Study("s", sweep_said(early_terminate=early), 27)
+    whole = []
+    for number in range(20):
+        study.ask()
+        stopped = any(study.report(number, step, float(number % 7)) for step in range(1, 28))
+        study.tell(number, None if stopped else float(number % 7), stopped=stopped)
+        whole += [] if stopped else [number % 7]
+    assert 0 < len(whole) < 20
+    assert min(whole) == 0
+
+
+def test_values_that_are_no_numbers_are_failures_and_steps_between_are_not_compared() -> None:
+    study = Study("s", sweep_said(early_terminate={"type": "median"}), 1000)
+    study.ask()
+    assert not study.report(0, 1, 5.0)
+    study.tell(0, float("nan"))
+    assert study_module.REPORTS == 100
