@@ -125,6 +125,10 @@ REFUSED = {
     "one bad of two": (["submit", "lm.yaml", "typo.yaml"], ["typo.yaml:2"]),
     "run": (["run", "typo.yaml"], ["typo.yaml:2"]),
     "plan": (["plan", "typo.yaml"], ["typo.yaml:2"]),
+    "plan of no script": (
+        ["plan", "lm.yaml", "--set", "model=null", "--set", "data={}", "--set", "command=python nowhere.py"],
+        ["the script does not exist", "nowhere.py"],
+    ),
     "missing file": (["submit", "nothing.yaml"], ["nothing.yaml: the file does not exist"]),
     "bad override": (["submit", "lm.yaml", "--set", "training.max_step=3"], ["training.max_step", "max_steps"]),
     "bad cluster": (["up", "--cluster", "lm.yaml"], ["lm.yaml", "nodes", "required"]),

@@ -10,9 +10,11 @@ A failing world (a dead rank, a lost node) is never an exception: it is `Evidenc
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 GIVEN_MAX = 400  # characters of what was given
+LINE, INDENT = 80, 11  # columns of a line, and before what is allowed
 
 
 class OrchestratorError(Exception):
@@ -47,12 +49,23 @@ class SpecError(OrchestratorError, ValueError):
         lines = [f"{where}: {self.what}" if where else self.what]
         if self.got is not None:
             given = repr(self.got)
-            lines.append(f"  given:   {given if len(given) <= GIVEN_MAX else given[:GIVEN_MAX] + ' ...'}")
+            if len(given) > GIVEN_MAX:  # cut between words, where it has any
+                given = f"{given[:GIVEN_MAX].rpartition(' ')[0] or given[:GIVEN_MAX]} ..."
+            lines.append(f"  given:   {given}")
         if self.allowed:
-            lines.append(f"  allowed: {self.allowed}")
+            lines.append(f"  allowed: {_wrapped(self.allowed)}")
         if self.hint:
             lines.append(f"  to do:   {self.hint}")
         return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    """A long line as several, each of whole words, as a terminal of 80 columns shows them."""
+    lines = text.splitlines()
+    if len(lines) != 1 or len(text) <= LINE - INDENT:
+        return text
+    wrapped = textwrap.wrap(text, LINE - INDENT, break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * INDENT}".join(wrapped)
 
 
 class IllegalPlan(OrchestratorError, ValueError):

@@ -17,12 +17,13 @@ import pytest
 
 from orchestrator.backends import outbox_relay
 from orchestrator.backends.journal.journal import Journal
+from orchestrator.backends.mlflow import contact as mlflow_contact
 from orchestrator.backends.mlflow import server as mlflow_server
-from orchestrator.backends.mlflow import tracker as mlflow_tracker
+from orchestrator.backends.mlflow.contact import EXPERIMENT
 from orchestrator.backends.mlflow.content import compare_url, job_content, parse_curves, run_key
 from orchestrator.backends.mlflow.outcomes import read_outcomes
 from orchestrator.backends.mlflow.server import MlflowServer
-from orchestrator.backends.mlflow.tracker import EXPERIMENT, MlflowTracker, comparison_url
+from orchestrator.backends.mlflow.tracker import MlflowTracker, comparison_url
 from orchestrator.backends.outbox_relay import OutboxRelay
 from orchestrator.backends.ports import Known
 from orchestrator.backends.redaction import hider
@@ -454,7 +455,7 @@ def test_a_server_that_hangs_is_given_time_and_then_replaced(
 def test_a_dead_server_blocks_neither_start_nor_append_nor_stop(
     journal: Journal, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlflow_tracker, "REQUEST_TIMEOUT_S", 1)
+    monkeypatch.setattr(mlflow_contact, "REQUEST_TIMEOUT_S", 1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if kind == "never answers":

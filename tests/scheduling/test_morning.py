@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.scheduling.reports.morning import NOT_LOST, MorningReport, ended_at_s, morning_report, summary
+from orchestrator.specs.attempt import FailureKind
+from orchestrator.specs.job.spec import Member
 from orchestrator.specs.job_record import Job, JobStatus
 from orchestrator.specs.state import State
 from tests.scheduling.world import MemoryJournal, backend_of, play, random_rush, random_scenario, random_tide
@@ -67,6 +69,28 @@ def test_the_device_seconds_are_those_of_the_attempts_and_two_halves_add_up(stat
     first, second = told(state, until_s=middle_s), told(state, since_s=middle_s)
     assert first.cost.held_s + second.cost.held_s == pytest.approx(held_s)
     assert first.cost.lost_s + second.cost.lost_s == pytest.approx(report.cost.lost_s)
+
+
+def test_saved_is_what_jobs_trained_that_succeeded_though_they_had_failed(state: State) -> None:
+    report = told(state)
+    jobs = {line.id for line in report.recovered}
+    kept = [one for one in report.spans if one.job in jobs and one.outcome in ("succeeded", FailureKind.MOVED)]
+    assert report.cost.saved_s == pytest.approx(sum(len(one.devices) * (one.until_s - one.from_s) for one in kept))
+    assert bool(jobs) == (report.cost.saved_s > 0)
+    assert report.cost.saved_s <= report.cost.trained_s
+
+
+def test_a_strategy_that_no_plan_has_is_no_refused_job_and_nothing_to_do(state: State) -> None:
+    job = next(iter(state.jobs.values()))
+    refused = replace(job, status=JobStatus.REFUSED, attempts=())
+    compared = replace(
+        refused,
+        spec=job.spec.model_copy(update={"member": Member(number=0, of=1, max_concurrent=1, compared=True)}),
+    )
+    for one, counts in ((refused, True), (compared, False)):
+        report = told(replace(state, jobs=state.jobs.with_job(one)))
+        assert (job.id in {line.id for line in report.refused}) is counts
+        assert any(said.startswith(f"{job.id}:") for said in report.to_do) is counts
 
 
 def test_a_job_that_ended_before_the_span_is_left_out(state: State) -> None:

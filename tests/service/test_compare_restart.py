@@ -29,8 +29,8 @@ def here(tmp_path: Path) -> Iterator[Machine]:
         machine.orc("down", "--force")
 
 
-def eventually(law: Callable[[], Any], what: str) -> Any:
-    deadline_s = time.monotonic() + PATIENCE_S
+def eventually(law: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    deadline_s = time.monotonic() + patience_s
     while not (found := law()):
         assert time.monotonic() < deadline_s, what
         time.sleep(0.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from orchestrator.memory.calibration.calibrate import MARGIN
@@ -70,6 +70,7 @@ class Cost:
     lost_s: float  # by attempts that failed
     probing_s: float
     idle_s: float  # of the nodes that live now
+    saved_s: float  # of `trained_s`, by jobs that succeeded after a failure: run as requested, they would have ended
 
     @property
     def held_s(self) -> float:
@@ -110,8 +111,10 @@ def morning_report(state: State, ended: Iterable[Job], since_s: float, until_s: 
     )
     by_status: dict[JobStatus, list[Job]] = {status: [] for status in JobStatus}
     for job in jobs:
-        by_status[job.status].append(job)
+        if not (job.status is JobStatus.REFUSED and job.spec.member is not None and job.spec.member.compared):
+            by_status[job.status].append(job)  # a strategy without a plan is what a comparison has found out
     missed = _late(state, jobs)
+    recovered = {job.id for job in by_status[JobStatus.SUCCEEDED] if _failures(job)}
     spans = tuple(_spans(jobs, since_s, until_s))
     nodes = {node.name: node.devices for node in state.nodes}
     for span in spans:
@@ -128,7 +131,7 @@ def morning_report(state: State, ended: Iterable[Job], since_s: float, until_s: 
         running=_lines(by_status[JobStatus.RUNNING], _progress),
         waiting=_lines(by_status[JobStatus.QUEUED], _reason),
         misses=tuple(_misses(jobs, since_s)),
-        cost=_cost(state, spans, since_s, until_s),
+        cost=_cost(state, spans, since_s, until_s, recovered),
         to_do=tuple(_to_do(state, by_status, missed)),
         nodes=dict(sorted(nodes.items())),
         spans=spans,
@@ -230,16 +233,20 @@ def _spans(jobs: Iterable[Job], since_s: float, until_s: float) -> Iterator[Span
                 )
 
 
-def _cost(state: State, spans: Iterable[Span], since_s: float, until_s: float) -> Cost:
+def _cost(state: State, spans: Iterable[Span], since_s: float, until_s: float, recovered: Set[str]) -> Cost:
+    saved_s = 0.0
     held = {"trained": 0.0, "lost": 0.0, "probing": 0.0}
     for span in spans:
-        held[_use(span.outcome)] += len(span.devices) * (span.until_s - span.from_s)
+        device_s = len(span.devices) * (span.until_s - span.from_s)
+        held[_use(span.outcome)] += device_s
+        saved_s += device_s if span.job in recovered and _use(span.outcome) == "trained" else 0.0
     capacity_s = sum(node.devices for node in state.nodes) * max(0.0, until_s - since_s)
     return Cost(
         trained_s=held["trained"],
         lost_s=held["lost"],
         probing_s=held["probing"],
         idle_s=max(0.0, capacity_s - sum(held.values())),
+        saved_s=saved_s,
     )
 
 

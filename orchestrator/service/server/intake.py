@@ -77,8 +77,8 @@ def read_job(
     """The job in a file, its paths absolute (relative ones start at the file's folder). Raises SpecError.
 
     A model without a profile or closed form is traced; the result is cached in `home` (None: that of the environment).
-    Only a job `to_run` needs its script: other people's projects can be planned without it. `elsewhere`: absolute paths
-    in the file are those of another machine.
+    Only a job `to_run` needs its folder and its programs: other people's projects can be planned without them.
+    `elsewhere`: absolute paths in the file are those of another machine.
     """
     text, source, folder = _said(file)
     read = _read(parse_job(text, source, overrides), source, folder, home, to_run=to_run, elsewhere=elsewhere)
@@ -133,8 +133,9 @@ def _read(spec: JobSpec, source: str, folder: Path, home: Path | None, *, to_run
         there.clear()
     problems = [one for one in _missing_files(resolved, source) if one.path not in there or one.what == NO_CONFIG]
     problems += _knobs_said_twice(resolved, source)
-    if to_run and "workdir" not in there:
-        problems += _missing_script(resolved, source, with_programs=not elsewhere)
+    is_here = to_run or (resolved.workdir is not None and Path(resolved.workdir).is_dir())
+    if is_here and "workdir" not in there:
+        problems += _missing_script(resolved, source, with_programs=to_run and not elsewhere)
     if problems:
         raise together(problems, source)
     here = frozenset(key for key, _ in paths_of(resolved) if key not in there)

@@ -37,6 +37,7 @@ class CostView(TypedDict):
     lost_s: float  # by attempts that failed
     probing_s: float
     idle_s: float
+    saved_s: float  # of `trained_s`, by jobs that succeeded though they had failed
 
 
 class SpanView(TypedDict):

@@ -82,7 +82,11 @@ def cost_words(view: ReportView) -> str:
     held = cost["trained_s"] + cost["lost_s"] + cost["probing_s"]
     parts = {"trained": cost["trained_s"], "lost to failures": cost["lost_s"], "probing": cost["probing_s"]}
     said = ", ".join(f"{_device_time(part)} {word}" for word, part in parts.items() if part)
-    return f"{_device_time(held)} of devices held{f': {said}' if said else ''}; {_device_time(cost['idle_s'])} idle"
+    words = f"{_device_time(held)} of devices held{f': {said}' if said else ''}; {_device_time(cost['idle_s'])} idle"
+    if not cost["saved_s"]:
+        return words
+    saved, of = _device_time(cost["saved_s"]), len(view["recovered"])
+    return f"{words}; saved: {saved} of {of} {'job' if of == 1 else 'jobs'} that had failed before"
 
 
 def _device_time(seconds: float) -> str:

@@ -1,0 +1,67 @@
+"""The demo's sweep through the real service, killed in between: every trial once, and one run of all in MLflow."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.demo.corpus import write_corpus
+from orchestrator.service.server.client import service_file
+from tests.service.test_compare_restart import eventually, here
+from tests.service.test_reach import Machine
+
+__all__ = ["here"]  # a fixture
+DEMO = Path(__file__).parents[2] / "jobs" / "demo"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_demos_sweep_outlives_its_service_and_is_one_run_of_its_trials_in_mlflow(here: Machine) -> None:
+    from mlflow import MlflowClient
+
+    write_corpus(here.folder / "corpus")
+    (here.folder / "sweep.yaml").write_text((DEMO / "sweep.yaml").read_text())
+    (sweep_id,) = here.orc("submit", str(here.folder / "sweep.yaml"))["sweeps"]
+    eventually(lambda: here.orc("show", sweep_id)["best"] is not None, "no trial succeeds")
+    os.kill(service_file(here.folder / "home")["pid"], signal.SIGKILL)
+    up = here.orc("up")
+    assert up["started"]
+
+    def over() -> Any:
+        found = here.orc("show", sweep_id)
+        return found if found["ended"] and not found["live"] else None
+
+    found = eventually(over, "the sweep does not end", 400.0)
+    assert found["ended"] == "finished"
+    assert [one["number"] for one in found["trials"]] == list(range(6))
+    assert {one["status"] for one in found["trials"]} <= {"succeeded", "stopped early"}
+    values = [one["value"] for one in found["trials"] if one["status"] == "succeeded"]
+    assert found["trials"][found["best"]]["value"] == min(values)
+
+    client = MlflowClient(up["trackers"]["mlflow"])
+
+    def parent() -> Any:
+        (experiment,) = client.search_experiments(filter_string="name = 'orchestrator'")
+        (run,) = client.search_runs([experiment.experiment_id], f"tags.`orc.sweep_of` = '{sweep_id}'")
+        return run if run.info.status == "FINISHED" else None
+
+    run = eventually(parent, "the run of the sweep stays open")
+    assert run.data.metrics == {"loss": pytest.approx(min(values))}
+    assert run.data.tags["mlflow.note.content"].count("| tune-") == 6
+    assert "mlflow.parentRunId" not in run.data.tags
+    children = client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{run.info.run_id}'")
+    assert sorted(child.data.tags["orc.job_id"] for child in children) == sorted(one["job"] for one in found["trials"])
+    peaks: dict[str, float] = {}
+    for child in children:
+        trial = next(one for one in found["trials"] if one["job"] == child.data.tags["orc.job_id"])
+        assert {name: child.data.params[name] for name in ("lr", "width")} == {
+            name: str(value) for name, value in trial["parameters"].items()
+        }
+        assert child.data.metrics["loss"] == pytest.approx(trial["value"])
+        assert child.info.status == ("FINISHED" if trial["status"] == "succeeded" else "KILLED")
+        peaks[child.data.params["width"]] = child.data.metrics["predicted_peak_bytes"]
+    assert peaks["32"] < peaks["64"] < peaks["128"], "each trial has a plan of its own"
